@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.models import SimpleCNN
-from hpcdist.rank.elastic import Division, MicroBatches, sum_over_ranks
+from hpcdist.rank.elastic import Division, micro_batches, sum_over_ranks
 
 CONTENDERS = ("DDP", "elastic", "elastic, exact")
 #: Samples per rank by model.
@@ -72,10 +72,9 @@ def contender(kind: str, name: str, rank: int, world_size: int) -> Callable[[int
         rank=rank,
         world_size=world_size,
     )
-    batches = MicroBatches(division, exact=kind == "elastic, exact")
 
     def elastic(step: int) -> None:
-        for micro in batches.of_step(model, step):
+        for micro in micro_batches(division, model, step, exact=kind == "elastic, exact"):
             loss = F.cross_entropy(model(images[micro.indices]), labels[micro.indices])
             (loss * micro.weight).backward()
         update()

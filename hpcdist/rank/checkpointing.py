@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,10 @@ class Restored:
     world_size: int
 
     def shard(self, rank: int) -> dict[str, Any] | None:
-        """Return the `Shard` that a rank saved, or None if that rank saved none.
+        """Return the `Shard` that a rank saved: a dict with the keys `model`, `rows` and `trainer`; None without one.
 
         Args:
             rank: a rank of the run that saved the checkpoint, 0 to `self.world_size` - 1.
-
-        Returns:
-            A dict with the keys `model`, `rows` and `trainer`; see `Shard`.
         """
         path = self.folder / shard_name(rank)
         return load_file(path) if retry.exists(path) else None
@@ -117,7 +114,8 @@ class RankCheckpoints:
         is_owner = shard is not None and not shard.is_empty
         rank_state = {
             "rng": rng_state(self._device),
-            "local": local and _to_cpu(local),
+            "local": local
+            and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
             "role": self._name,
             **(asdict(self.division) if self.division is not None else {}),
         }
@@ -172,18 +170,24 @@ class RankCheckpoints:
         self.saved_step = checkpoint.step
         local = None
         self.division = SavedDivision.of(checkpoint.rank_states[0])
-        before = self._predecessor(checkpoint.rank_states)
-        if before is not None:
-            rank_state = checkpoint.rank_states[before]
+        is_elastic = self._is_elastic and self.division is not None
+        names = [str(state["role"]) for state in checkpoint.rank_states]
+        role = self._name.partition(":")[0]
+        if sum(name.partition(":")[0] == role for name in names) == self._roles.count(role):
+            rank_state = checkpoint.rank_states[names.index(self._name)]
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
-        elif self._is_elastic and self.division is not None:
+        elif is_elastic:
             # After a step the state is equal on all ranks, see `rank/elastic.py`.
             set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
         else:
             seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
-        if checkpoint.world_size != self._topology.world_size:
-            self._report_size(checkpoint.world_size)
+        before, now = checkpoint.world_size, self._topology.world_size
+        if before != now and (self._has_roles or is_elastic):  # trainers with roles report its effect themselves
+            log.info("%d ranks instead of %d continue the run", now, before)
+        elif before != now:
+            text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
+            log.warning(text, before, now)
         log.info("resumed at step %d from %s", checkpoint.step, path)
         return Restored(
             step=checkpoint.step,
@@ -195,30 +199,6 @@ class RankCheckpoints:
             local_by_rank=[state["local"] for state in checkpoint.rank_states],
         )
 
-    def _predecessor(self, states: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the rank that had this rank's role and index, or None if the number of ranks of its role has changed.
-
-        Args:
-            states: the state of every rank in the checkpoint.
-        """
-        names = [str(state["role"]) for state in states]
-        role = self._name.partition(":")[0]
-        if sum(name.partition(":")[0] == role for name in names) != self._roles.count(role):
-            return None
-        return names.index(self._name)
-
-    def _report_size(self, before: int) -> None:
-        """Log a change of the number of ranks; trainers with roles report its effect themselves."""
-        now = self._topology.world_size
-        if self._has_roles or (self._is_elastic and self.division is not None):
-            log.info("%d ranks instead of %d continue the run", now, before)
-            return
-        log.warning(
-            "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
-            before,
-            now,
-        )
-
     def check(self) -> None:
         """Raise CheckpointError if a save in the background has failed; does not wait."""
         self.saver.check()
@@ -228,7 +208,3 @@ class RankCheckpoints:
         """Wait for the saves in progress. Raises CheckpointError if one has failed."""
         self._shard_writer.close()
         self.saver.close()
-
-
-def _to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

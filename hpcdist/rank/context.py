@@ -24,10 +24,10 @@ from hpcdist.rank.checkpointing import RankCheckpoints, Restored
 from hpcdist.rank.elastic import (
     Division,
     MicroBatch,
-    MicroBatches,
     MicroBatchLoader,
     SavedDivision,
     divide,
+    micro_batches,
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups, seed_everything
@@ -102,7 +102,7 @@ class Context:
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._is_elastic = config.data.global_batch_size is not None
         self._is_first_step = True
-        self._micro_batches: dict[int, MicroBatches] = {}
+        self._divisions: dict[int, Division] = {}
         self._stop = stop
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
@@ -111,8 +111,6 @@ class Context:
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
-
-    # --- this rank
 
     @property
     def rank(self) -> int:
@@ -151,8 +149,6 @@ class Context:
             role: a key of the config's `roles`, or `trainer` in a run without roles.
         """
         return self.roles.ranks_of(role)
-
-    # --- metrics, datasets, artifacts, the final model
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
@@ -220,8 +216,6 @@ class Context:
             with self.timer.account.phase("checkpoint"):
                 export_model(module, example, self.run)
 
-    # --- micro-batches of an elastic run
-
     def division(self, num_samples: int) -> Division:
         """Return the division of a training set of `num_samples` for `data.global_batch_size`.
 
@@ -229,7 +223,19 @@ class Context:
         elastic, the global batch cannot be divided for this number of ranks, or the restored checkpoint was saved with
         another division.
         """
-        return self._batches_of(num_samples).division
+        if num_samples not in self._divisions:
+            saved = self._checkpoints.division
+            # A trainer may divide further training sets later.
+            if saved is not None and not self._divisions and (problems := saved.problems(self.config, num_samples)):
+                raise ConfigError(problems)
+            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
+            self._checkpoints.division = SavedDivision(
+                num_micro_batches=division.num_micro_batches,
+                global_batch_size=division.global_batch_size,
+                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
+            )
+            self._divisions[num_samples] = division
+        return self._divisions[num_samples]
 
     def micro_batches(self, model: DistributedDataParallel, step: int, num_samples: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step of an elastic run. Call it on every rank.
@@ -250,7 +256,7 @@ class Context:
 
         Raises ConfigError like `division`.
         """
-        return self._batches_of(num_samples).of_step(model, step)
+        return micro_batches(self.division(num_samples), model, step, exact=self.config.elastic.exact)
 
     def loader(self, dataset: Dataset[Any], **options: Any) -> MicroBatchLoader:
         """Return a loader of the micro-batches of an elastic run, with torch's DataLoader.
@@ -271,9 +277,8 @@ class Context:
             **options: arguments of DataLoader, such as `num_workers` and `collate_fn`, except those of the order and
                 of the batch size.
         """
-        return MicroBatchLoader(dataset, lambda: self._batches_of(len(dataset)), options)  # type: ignore[arg-type]
-
-    # --- progress and stopping
+        size = len(dataset)  # type: ignore[arg-type]
+        return MicroBatchLoader(dataset, lambda: self.division(size), options, exact=self.config.elastic.exact)
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
         """Report progress, and return whether the trainer must save a checkpoint and return.
@@ -358,8 +363,6 @@ class Context:
             yield
         self.timer.skip()
 
-    # --- collectives
-
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, in double precision.
 
@@ -372,8 +375,6 @@ class Context:
         """Wait until every rank has called `barrier`."""
         with self.timer.waiting():
             self.groups.barrier()
-
-    # --- model and random numbers
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Move a module to this rank's device and wrap it in DistributedDataParallel.
@@ -394,7 +395,7 @@ class Context:
             gradient_as_bucket_view=True,
             **options,
         )
-        if self._is_elastic:  # `MicroBatches` exchanges buffers, and gradients in part
+        if self._is_elastic:  # `micro_batches` exchanges buffers, and gradients in part
             model.broadcast_buffers = False
             if not self.config.elastic.exact:
                 model.register_comm_hook(None, sum_over_ranks)
@@ -406,8 +407,6 @@ class Context:
         Until this call all ranks draw the same random numbers, so that they initialise equal models.
         """
         seed_everything(self.config.seed + 1 + self.rank)
-
-    # --- checkpoints
 
     def should_save(self, step: int) -> bool:
         """Return whether to save now: every `checkpoint.every_steps` steps, before a stop, and after `hpcdist save`."""
@@ -470,7 +469,7 @@ class Context:
         restored = self._checkpoints.restore()
         if restored is not None:
             self._heartbeat.step = restored.step
-            self._micro_batches.clear()  # the checkpoint determines their number
+            self._divisions.clear()  # the checkpoint determines the number of micro-batches
         self._notes.begin(0 if restored is None else restored.step)
         return restored
 
@@ -493,20 +492,3 @@ class Context:
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
-
-    # --- elastic runs: what `division`, `micro_batches` and `loader` have in common
-
-    def _batches_of(self, num_samples: int) -> MicroBatches:
-        if num_samples not in self._micro_batches:
-            saved = self._checkpoints.division
-            # A trainer may divide further training sets later.
-            if saved is not None and not self._micro_batches and (problems := saved.problems(self.config, num_samples)):
-                raise ConfigError(problems)
-            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
-            self._checkpoints.division = SavedDivision(
-                num_micro_batches=division.num_micro_batches,
-                global_batch_size=division.global_batch_size,
-                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
-            )
-            self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
-        return self._micro_batches[num_samples]

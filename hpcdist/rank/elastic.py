@@ -8,7 +8,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +22,6 @@ from hpcdist.config.schema import Config, division_problems, largest_world_size
 from hpcdist.config.topology import share_of
 from hpcdist.errors import ConfigError
 from hpcdist.rank.process_group import seed_everything
-
-# Division of a training set into global batches, micro-batches, and shares of the ranks.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class Division:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of global batches of an epoch; the last one may be smaller."""
+        """Number of global batches of an epoch."""
         return math.ceil(self._num_in_epoch / self.num_micro_batches)
 
     @property
@@ -146,10 +144,7 @@ class SavedDivision:
 def divide(
     config: Config, num_samples: int, rank: int, world_size: int, saved: SavedDivision | None = None
 ) -> Division:
-    """Return the division of a training set.
-
-    Args:
-        saved: the division of the run's checkpoint. Its number of micro-batches holds unless the config sets one.
+    """Return the division of a training set. The number of micro-batches is that of the config, or that of `saved`.
 
     Raises ConfigError if the run is not elastic, or the global batch cannot be divided.
     """
@@ -184,11 +179,8 @@ def micro_batch_seed(seed: int, step: int, number: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-# Buffers of a model, such as running statistics of batch normalisation, over the micro-batches of a step.
-
-
 class BufferChanges:
-    """Changes of a model's buffers during one step.
+    """Changes of a model's buffers, such as running statistics of batch normalisation, during one step.
 
     At the start of each micro-batch the buffers are reset to their values at the beginning of the step. After the step
     they have changed by the mean of the changes, weighted by the samples, as if there were one update with the mean
@@ -210,7 +202,10 @@ class BufferChanges:
         changes = []
         for name, buffer in self._buffers.items():
             before, after = self._before[name], self._module.get_buffer(name)
-            changes.append(_change(_real(before), _real(after)).flatten().to(dtype) * weight)
+            old, new = _real(before), _real(after)
+            # An infinite value that has not changed has no difference.
+            change = after ^ before if before.dtype == torch.bool else torch.where(new == old, 0, new - old)
+            changes.append(change.flatten().to(dtype) * weight)
             buffer.copy_(before)
             if after is not buffer:
                 owner, _, own_name = name.rpartition(".")
@@ -234,13 +229,6 @@ def _real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
-def _change(before: Tensor, after: Tensor) -> Tensor:
-    if before.dtype == torch.bool:
-        return after ^ before
-    # An infinite value that has not changed has no difference.
-    return torch.where(after == before, torch.zeros_like(before), after - before)
-
-
 # Sums over micro-batches in a fixed order: a binary tree whose shape depends on the number of micro-batches alone.
 #
 # Floating-point addition is not associative, so the order determines the rounding. A rank adds the nodes of the tree
@@ -252,38 +240,24 @@ class TreeSum:
     """Adds nodes of the tree from left to right, and keeps the sums of the largest nodes that are complete.
 
     The left child of a node is the largest complete tree with fewer leaves than the node.
-
-    Args:
-        num_leaves: number of leaves of the whole tree.
-        nodes: begins and ends of the nodes to add, whose sums are `vectors`; they may be changed.
     """
 
-    def __init__(
-        self, num_leaves: int, nodes: Iterable[tuple[int, int]] = (), vectors: Iterable[Tensor | None] = ()
-    ) -> None:
+    def __init__(self, num_leaves: int) -> None:
         self.num_leaves = num_leaves
-        self.nodes: list[tuple[int, int]] = []
+        self.nodes: list[tuple[int, int]] = []  #: begin and end of each
         self.sums: list[Any] = []
-        for (begin, end), vector in zip(nodes, vectors, strict=False):
-            self.add(begin, end, vector)
 
-    @classmethod
-    def of_share(cls, num_leaves: int, share: range) -> TreeSum:
-        """Return the nodes of a rank's share, without sums."""
-        return cls(num_leaves, ((leaf, leaf + 1) for leaf in share), itertools.repeat(None))
-
-    def add(self, begin: int, end: int, vector: Tensor | None) -> None:
-        """Add the node next to the last one."""
-        while self.nodes and self._is_left_sibling(*self.nodes[-1], end):
+    def add(self, begin: int, end: int, vector: Tensor | None = None) -> None:
+        """Add the node next to the last one. Its sum may be changed; without sums, only the nodes are found."""
+        while self.nodes:
+            left, middle = self.nodes[-1]
+            if left % (2 * (middle - left)) or end != min(2 * middle - left, self.num_leaves):
+                break  # not a left sibling
             begin, _ = self.nodes.pop()
-            left = self.sums.pop()
-            vector = None if vector is None else left.add_(vector)
+            left_sum = self.sums.pop()
+            vector = None if vector is None else left_sum.add_(vector)
         self.nodes.append((begin, end))
         self.sums.append(vector)
-
-    def _is_left_sibling(self, begin: int, middle: int, end: int) -> bool:
-        size = middle - begin
-        return begin % (2 * size) == 0 and end == min(middle + size, self.num_leaves)
 
 
 def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -298,8 +272,11 @@ def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor],
     world_size = len(shares)
     if world_size == 1:
         return own[0]
-    nodes = [TreeSum.of_share(num_leaves, share).nodes for share in shares]
-    flat_nodes = [node for of_rank in nodes for node in of_rank]
+    trees = [TreeSum(num_leaves) for _ in shares]
+    for tree, share in zip(trees, shares, strict=True):
+        for leaf in share:
+            tree.add(leaf, leaf + 1)
+    nodes = [node for tree in trees for node in tree.nodes]
     part = -(-len(like) // world_size)
     sent = like.new_zeros(world_size, len(own), part)
     for number, vector in enumerate(own):
@@ -307,20 +284,19 @@ def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor],
         sent[:whole, number] = vector[: whole * part].view(whole, part)
         if whole < world_size:
             sent[whole, number, : len(vector) - whole * part] = vector[whole * part :]
-    received = like.new_empty(len(flat_nodes), part)
+    received = like.new_empty(len(nodes), part)
     dist.all_to_all_single(
         received,
         sent.view(-1, part),
-        output_split_sizes=[len(of_rank) for of_rank in nodes],
+        output_split_sizes=[len(tree.nodes) for tree in trees],
         input_split_sizes=[len(own)] * world_size,
     )
-    (own_part,) = TreeSum(num_leaves, flat_nodes, received).sums
+    whole_tree = TreeSum(num_leaves)
+    for node, vector in zip(nodes, received, strict=True):
+        whole_tree.add(*node, vector)
     gathered = like.new_empty(world_size * part)
-    dist.all_gather_into_tensor(gathered, own_part.contiguous())
+    dist.all_gather_into_tensor(gathered, whole_tree.sums[0].contiguous())
     return gathered[: len(like)]
-
-
-# The micro-batches of one optimizer step on this rank, and the sum of their gradients over all ranks.
 
 
 @dataclass(frozen=True)
@@ -338,69 +314,66 @@ class MicroBatch:
     weight: float
 
 
-class MicroBatches:
-    """The micro-batches of this rank. `exact`: the order of the sum does not depend on the number of ranks."""
+def micro_batches(
+    division: Division, model: DistributedDataParallel, step: int, *, exact: bool
+) -> Iterator[MicroBatch]:
+    """Yield this rank's micro-batches of a step; see `Context.micro_batches`.
 
-    def __init__(self, division: Division, *, exact: bool) -> None:
-        self.division = division
-        self._exact = exact
-
-    def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a step; see `Context.micro_batches`."""
-        division = self.division
-        epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
-        batch_size = division.batch_size(step_in_epoch)
-        shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
-        share = shares[division.rank]
-        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        dtype = _sum_dtype(parameters)
-        buffers = BufferChanges(model.module)
-        changed = torch.zeros(buffers.size, device=parameters[0].device, dtype=dtype)
-        tree = TreeSum(division.num_filled(step_in_epoch))
-        # DDP adds the gradients during the last backward pass of the step, if every rank has one.
-        by_ddp = not self._exact and len(shares) > 1 and all(shares)
-        model.zero_grad(set_to_none=True)
-        if not (self._exact or share):
-            # The other ranks do it in their forward passes. It is a collective operation.
-            model.reducer._rebuild_buckets()
-        for number in share:
-            samples = division.samples(division.order(epoch), step_in_epoch, number)
-            weight = len(samples) / batch_size
-            seed_everything(micro_batch_seed(division.seed, step, number))
-            model.require_backward_grad_sync = by_ddp and number == share[-1]
-            yield MicroBatch(number, samples, weight)
-            model.require_backward_grad_sync = True
-            changes = buffers.take(weight, dtype)
-            if self._exact:
-                tree.add(number, number + 1, torch.cat([*_flat_gradients(parameters, dtype), *changes]))
-                model.zero_grad(set_to_none=True)
-            elif changes:
-                changed += torch.cat(changes)
-        if by_ddp or (len(shares) == 1 and not self._exact):
-            total = changed
-        elif self._exact:
-            size = sum(parameter.numel() for parameter in parameters) + buffers.size
-            like = tree.sums[0] if tree.sums else changed.new_zeros(size)
-            total = sum_of_tree(tree.num_leaves, shares, tree.sums, like)
-        else:
-            total = torch.cat([*_flat_gradients(parameters, dtype), changed])
-        if not self._exact and len(shares) > 1 and len(total):
-            dist.all_reduce(total)
-        if len(total) > buffers.size:
-            _set_gradients(parameters, total)
-        buffers.apply(total[len(total) - buffers.size :])
-        # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
-        seed_everything(micro_batch_seed(division.seed, step, -1))
+    `exact`: the order of the sum does not depend on the number of ranks.
+    """
+    epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
+    batch_size = division.batch_size(step_in_epoch)
+    shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
+    share = shares[division.rank]
+    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    # Sums have float32, or float64 for a model in double precision.
+    dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
+    buffers = BufferChanges(model.module)
+    changed = torch.zeros(buffers.size, device=parameters[0].device, dtype=dtype)
+    tree = TreeSum(division.num_filled(step_in_epoch))
+    # DDP adds the gradients during the last backward pass of the step, if every rank has one.
+    by_ddp = not exact and len(shares) > 1 and all(shares)
+    model.zero_grad(set_to_none=True)
+    if not (exact or share):
+        # The other ranks do it in their forward passes. It is a collective operation.
+        model.reducer._rebuild_buckets()
+    for number in share:
+        samples = division.samples(division.order(epoch), step_in_epoch, number)
+        weight = len(samples) / batch_size
+        seed_everything(micro_batch_seed(division.seed, step, number))
+        model.require_backward_grad_sync = by_ddp and number == share[-1]
+        yield MicroBatch(number, samples, weight)
+        model.require_backward_grad_sync = True
+        changes = buffers.take(weight, dtype)
+        if exact:
+            tree.add(number, number + 1, torch.cat([*_flat_gradients(parameters, dtype), *changes]))
+            model.zero_grad(set_to_none=True)
+        elif changes:
+            changed += torch.cat(changes)
+    if by_ddp or (len(shares) == 1 and not exact):
+        total = changed
+    elif exact:
+        size = sum(parameter.numel() for parameter in parameters) + buffers.size
+        like = tree.sums[0] if tree.sums else changed.new_zeros(size)
+        total = sum_of_tree(tree.num_leaves, shares, tree.sums, like)
+    else:
+        total = torch.cat([*_flat_gradients(parameters, dtype), changed])
+    if not exact and len(shares) > 1 and len(total):
+        dist.all_reduce(total)
+    if len(total) > buffers.size:
+        sizes = [*(parameter.numel() for parameter in parameters), buffers.size]
+        for parameter, flat in zip(parameters, total.split(sizes), strict=False):
+            part = flat.view(parameter.shape)
+            is_plain = parameter.is_contiguous() and parameter.dtype == part.dtype
+            parameter.grad = part if is_plain else torch.empty_like(parameter).copy_(part)
+    buffers.apply(total[len(total) - buffers.size :])
+    # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
+    seed_everything(micro_batch_seed(division.seed, step, -1))
 
 
 def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
     """Add a bucket of gradients over the ranks; a communication hook of DDP, which otherwise averages them."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-def _sum_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for a model in double precision."""
-    return functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
 
 
 def _flat_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
@@ -413,54 +386,40 @@ def _flat_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[
     ]
 
 
-def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
-    """Set the gradients from the start of a flat vector, in the memory format of the parameters."""
-    begin = 0
-    for parameter in parameters:
-        part = flat[begin : begin + parameter.numel()].view(parameter.shape)
-        begin += parameter.numel()
-        if parameter.is_contiguous() and parameter.dtype == part.dtype:
-            parameter.grad = part
-        else:
-            parameter.grad = torch.empty_like(parameter).copy_(part)
-
-
-# The micro-batches of an elastic run, read from a dataset by torch's DataLoader.
-
-
 class MicroBatchLoader:
     """Reads the samples of this rank's micro-batches; `Context.loader` creates it."""
 
-    def __init__(self, dataset: Dataset[Any], batches: Callable[[], MicroBatches], options: dict[str, Any]) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], division: Callable[[], Division], options: dict[str, Any], *, exact: bool
+    ) -> None:
         self._dataset = dataset
-        self._batches = batches
+        self._division = division  # a checkpoint that is restored later may determine it
         self._options = options
+        self._exact = exact
         self._data: Iterator[Any] = iter(())
         self._next_step = -1
 
     def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of a step with their data; see `Context.loader`."""
-        batches = self._batches()
+        division = self._division()
         if step != self._next_step:
-            self._data = iter(self._from_step(batches.division, step))
+            # For this step and all later ones, so that workers read ahead and live on between epochs.
+            epoch, first_step = divmod(step, division.steps_per_epoch)
+            samples = (
+                [(each, index) for index in samples.tolist()]
+                for each in itertools.count(epoch)
+                for samples in division.rank_samples(each, first_step if each == epoch else 0)
+            )
+            # A generator of its own: without it the loader draws a seed from the global one.
+            options = {"generator": torch.Generator(), **self._options}
+            dataset = _SeededSamples(self._dataset, division.seed)
+            self._data = iter(DataLoader(dataset, batch_sampler=samples, **options))
         self._next_step = step + 1
-        for micro in batches.of_step(model, step):
+        for micro in micro_batches(division, model, step, exact=self._exact):
             batch = next(self._data)
             # Without workers, reading has seeded the generators of this process.
-            seed_everything(micro_batch_seed(batches.division.seed, step, micro.number))
+            seed_everything(micro_batch_seed(division.seed, step, micro.number))
             yield micro, batch
-
-    def _from_step(self, division: Division, step: int) -> DataLoader[Any]:
-        """Return a loader for this step and all later ones, so that workers read ahead and live on between epochs."""
-        epoch, first_step = divmod(step, division.steps_per_epoch)
-        micro_batches = (
-            [(each, index) for index in samples.tolist()]
-            for each in itertools.count(epoch)
-            for samples in division.rank_samples(each, first_step if each == epoch else 0)
-        )
-        # A generator of its own: without it the loader draws a seed from the global one.
-        options = {"generator": torch.Generator(), **self._options}
-        return DataLoader(_SeededSamples(self._dataset, division.seed), batch_sampler=micro_batches, **options)
 
 
 class _SeededSamples(Dataset[Any]):

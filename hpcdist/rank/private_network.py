@@ -104,8 +104,7 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
 
     Raises TopologyError if the master's name cannot be resolved or there is no route to it.
     """
-    missing = [name for name in INTERFACE_VARIABLES if not env.get(name)]
-    if not missing:
+    if not (missing := [name for name in INTERFACE_VARIABLES if not env.get(name)]):
         return {}
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -139,7 +139,7 @@ class RunningScript:
         self._flag = StopFlag()
 
     def last_step(self) -> int | None:
-        """Return the newest step that the script has reported; None if it has reported none."""
+        """Return the newest step that the script has reported, if any."""
         return self._heartbeat.step if self._heartbeat is not None else None
 
     @property
@@ -184,7 +184,7 @@ class RunningScript:
         if self.stop_agreed:
             return True
         commanded = self._commands is not None and self._commands.save_is_due
-        stop = self._agreement().at_boundary(step)
+        stop = self._agree_in_group().at_boundary(step)
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
@@ -216,52 +216,37 @@ class RunningScript:
             self._heartbeat.account = self._account
         return self._heartbeat
 
-    def _agreement(self) -> StopAgreement:
+    def _agree_in_group(self) -> StopAgreement:
+        """Return the agreement, in a gloo group of the ranks that count steps: it does not wait for a GPU."""
         import torch
+        import torch.distributed as dist
 
+        from hpcdist.rank.private_network import interface_env
         from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
-        group = self._default_group()
+        is_alone = len(self._ranks) == 1
+        if not is_alone and not dist.is_initialized():
+            raise TrainerError(
+                f"hpcdist.should_stop: {len(self._ranks)} ranks need a process group to agree on a stop: call"
+                " torch.distributed.init_process_group before the first step"
+            )
         if self._stop is None:
             self._flag.install()
             requests = RequestReader(self._attempt) if self._topology.rank == 0 else None
             self._stop = StopAgreement(None, self._flag, requests, self._config.stop.pause_at_step)
             device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
             self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, device)
-        elif group is self._group:
-            return self._stop
-        # At the first step, or after the script has initialised its process group again.
-        self._stop.agree_in(self._control_group())
-        self._group = group
+        if not is_alone and dist.group.WORLD is not self._group:
+            # At the first step, or after the script has initialised its process group again.
+            if self._topology.launcher == "slurm":
+                os.environ.update(interface_env(self._topology.master_addr, os.environ))
+            # The script's process group may consist of these ranks alone.
+            ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
+            timeout = timedelta(seconds=self._config.launch.hang_s + 60)
+            group: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
+            self._stop.agree_in(group)
+            self._group = dist.group.WORLD
         return self._stop
-
-    def _default_group(self) -> Any:
-        """Return the script's process group, or None if one rank decides. Raises TrainerError if there is none."""
-        if len(self._ranks) == 1:
-            return None
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            raise TrainerError(
-                f"hpcdist.should_stop: {len(self._ranks)} ranks need a process group to agree on a stop: call"
-                " torch.distributed.init_process_group before the first step"
-            )
-        return dist.group.WORLD
-
-    def _control_group(self) -> Any:
-        """Return a gloo group of the ranks that count steps, so that the agreement does not wait for a GPU."""
-        if len(self._ranks) == 1:
-            return None
-        import torch.distributed as dist
-
-        if self._topology.launcher == "slurm":
-            from hpcdist.rank.private_network import interface_env
-
-            os.environ.update(interface_env(self._topology.master_addr, os.environ))
-        # The script's process group may consist of these ranks alone.
-        ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
-        timeout = timedelta(seconds=self._config.launch.hang_s + 60)
-        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """Report the last save unless the script has failed, end a profile in progress, write the last heartbeat."""

@@ -1,5 +1,6 @@
-"""Agreement of all ranks on the step at which they save, stop or obey another command, and the profile of some
-steps.
+"""Agreement of all ranks on the step at which they save, stop or obey another command, and the profile of some steps.
+
+A rank must not save alone, because others may be one step ahead or behind.
 """
 
 from __future__ import annotations
@@ -22,10 +23,6 @@ from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read
 from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.records import folder_name
 
-# Agreement of all ranks on the step at which they save and stop, or obey another command.
-#
-# A rank must not save alone, because others may be one step ahead or behind.
-
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
 AGREEMENT_INTERVAL_S = 0.1
@@ -45,11 +42,6 @@ class StopAgreement:
         flag: the signal flag of this rank.
         requests: asked at most once a second on the one rank that has it; None on the others.
         pause_at_step: `stop.pause_at_step`.
-
-    Attributes:
-        agreed: whether the ranks stop.
-        newest_save: number of the newest command `save` that all ranks know; 0 before the first one.
-        newest_profile: number of the newest command `profile` that all ranks know.
     """
 
     def __init__(
@@ -70,7 +62,8 @@ class StopAgreement:
         self._skip = 0
         self._boundaries = 0
         self._round_began = time.monotonic()
-        self.agreed = False
+        self.agreed = False  #: whether the ranks stop
+        #: Numbers of the newest commands `save` and `profile` that all ranks know; 0 before the first one.
         self.newest_save = self.newest_profile = 0
 
     def agree_in(self, group: dist.ProcessGroup | None) -> None:
@@ -83,8 +76,26 @@ class StopAgreement:
 
         Raises RuntimeError if another rank has died; then no agreement is possible, and nothing may be saved.
         """
-        if not self.agreed:
-            self._agree()
+        if self.agreed:
+            return True
+        self._boundaries += 1
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._obey(*self._message.tolist())
+        elif self._skip > 0:
+            self._skip -= 1
+        else:
+            now = time.monotonic()
+            step_s = (now - self._round_began) / self._boundaries
+            self._round_began, self._boundaries = now, 0
+            wanted = float(self.flag.is_set or self._is_requested(now))
+            message = [wanted, step_s, *((0, 0) if self._requests is None else self._requests.newest.values())]
+            if self._group is None:
+                self._obey(*message)
+            else:
+                self._message = torch.tensor(message)
+                self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         if not self.agreed and self._pause_at_step is not None and step >= self._pause_at_step:
             # All ranks know the step. The request makes the end a requested stop, after which nothing starts again.
             if self._requests is not None and not self._requests.attempt.request.exists():
@@ -93,39 +104,11 @@ class StopAgreement:
             self.agreed = True
         return self.agreed
 
-    def _agree(self) -> None:
-        self._boundaries += 1
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            wanted, step_s, save, profile = self._message.tolist()
-            self.agreed = wanted > 0
-            self.newest_save, self.newest_profile = int(save), int(profile)
-            self._skip_for(step_s)
-        elif self._skip > 0:
-            self._skip -= 1
-        else:
-            self._begin_round()
-
-    def _begin_round(self) -> None:
-        now = time.monotonic()
-        step_s = (now - self._round_began) / self._boundaries
-        self._round_began, self._boundaries = now, 0
-        wanted = self._wanted(now)
-        save, profile = (0, 0) if self._requests is None else self._requests.newest.values()
-        if self._group is None:
-            self.agreed, self.newest_save, self.newest_profile = wanted, save, profile
-            self._skip_for(step_s)
-            return
-        self._message = torch.tensor([float(wanted), step_s, save, profile])
-        self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def _skip_for(self, step_s: float) -> None:
+    def _obey(self, wanted: float, step_s: float, save: float, profile: float) -> None:
+        self.agreed, self.newest_save, self.newest_profile = wanted > 0, int(save), int(profile)
         self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
 
-    def _wanted(self, now: float) -> bool:
-        if self.flag.is_set:
-            return True
+    def _is_requested(self, now: float) -> bool:
         if self._requests is None or now < self._next_check:
             return False
         self._next_check = now + REQUEST_INTERVAL_S
@@ -160,12 +143,7 @@ ENDED_BEFORE = "the ranks ended before the profile began"
 
 
 class LiveCommands:
-    """Obeys the commands on one rank.
-
-    Args:
-        stop: the agreement, which knows the numbers of the newest commands.
-        device: device of this rank.
-    """
+    """Obeys the commands on one rank."""
 
     def __init__(self, run: RunDir, attempt: Attempt, rank: int, stop: StopAgreement, device: torch.device) -> None:
         self._run = run
@@ -181,19 +159,13 @@ class LiveCommands:
         self._first_step = self._num_steps = 0  # of the profile; steps that are recorded so far
         self._next_read = 0.0
 
-    # --- save
-
     @property
     def save_is_due(self) -> bool:
         """Whether a `save` command has not been obeyed yet; equal on all ranks."""
         return self._stop.newest_save > self._last_save
 
     def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
-        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk.
-
-        Args:
-            path: the checkpoint; by default that of the step in the folder of checkpoints.
-        """
+        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
         saved = path or self._run.checkpoints / folder_name(step)
         numbers = self._new_saves()
         result = CommandResult(step=step, path=str(saved.relative_to(self._run.path)))
@@ -219,8 +191,6 @@ class LiveCommands:
             if command is not None and command.action == "save":
                 self._report(number, result)
 
-    # --- profile
-
     @property
     def profile_is_due(self) -> bool:
         """Whether `step_done` has something to do."""
@@ -228,7 +198,9 @@ class LiveCommands:
 
     def step_done(self, step: int) -> None:
         """Begin, continue or end a profile after a step."""
-        if self._stop.newest_profile > self._last_profile:
+        now = time.monotonic()
+        if self._stop.newest_profile > self._last_profile and now >= self._next_read:
+            self._next_read = now + READ_INTERVAL_S
             self._read_profiles()
         if self._profiler is not None:
             self._num_steps += 1
@@ -252,10 +224,6 @@ class LiveCommands:
 
     def _read_profiles(self) -> None:
         """Read all commands up to the newest profile: a node may see several at once."""
-        now = time.monotonic()
-        if now < self._next_read:
-            return
-        self._next_read = now + READ_INTERVAL_S
         for number in range(self._last_profile + 1, self._stop.newest_profile + 1):
             try:
                 command = read_command(self._attempt, number, within_s=0)
@@ -312,8 +280,7 @@ class LiveCommands:
 
     def _finish(self, result: CommandResult) -> None:
         self._profiler = None
-        number, _ = self._waiting.popleft()
-        self._report(number, result)
+        self._report(self._waiting.popleft()[0], result)
 
     def _report(self, number: int, result: CommandResult) -> None:
         try:

@@ -1,12 +1,13 @@
-"""System metrics and energy of one node, under the names of MLflow's own monitor."""
+"""System metrics of one node, under the names of MLflow's own monitor for its metrics tab, and energy."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from hpcdist.host.machine import open_gpus
 from hpcdist.rank.private_network import card_counters
 from hpcdist.tracking.journal import JournalWriter
 
-# System metrics of one node, under the names of MLflow's own monitor, so that MLflow shows them in its metrics tab.
-
 log = logging.getLogger(__name__)
 MB = 1e6
 
@@ -26,7 +25,6 @@ class NodeMonitor:
     """A thread that records CPU, memory, disk, network and GPU usage. It runs in local rank 0 of each node.
 
     Args:
-        journal: destination of the records.
         interval_s: seconds between two records; 0 disables the monitor.
         began: Unix time of the run's creation. The step of a record is the number of seconds since then, so that steps
             keep increasing after a restart.
@@ -76,7 +74,20 @@ class NodeMonitor:
             "network_transmit_megabytes": (sent - self._network[1]) / MB,
         }
         for index, handle in self._gpus.items():
-            values.update({f"gpu_{index}_{name}": value for name, value in _gpu_usage(handle).items()})
+            import pynvml
+
+            try:
+                used = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                values[f"gpu_{index}_memory_usage_megabytes"] = used.used / MB
+                values[f"gpu_{index}_memory_usage_percentage"] = 100 * used.used / used.total
+                values[f"gpu_{index}_utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+                limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+                values[f"gpu_{index}_power_usage_watts"] = milliwatts / 1000
+                values[f"gpu_{index}_power_usage_percentage"] = 100 * milliwatts / limit
+            except pynvml.NVMLError as error:
+                # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
+                log.debug("GPU metric is not available: %s", error)
         return {self._prefix + name: value for name, value in values.items()}
 
 
@@ -85,24 +96,6 @@ def _network_bytes() -> tuple[int, int]:
     lines = [line.partition(":") for line in card_counters().splitlines()[2:]]
     cards = [counts.split() for name, _, counts in lines if name.strip() != "lo"]
     return sum(int(card[0]) for card in cards), sum(int(card[8]) for card in cards)
-
-
-def _gpu_usage(handle: object) -> dict[str, float]:
-    import pynvml
-
-    values: dict[str, float] = {}
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        values["memory_usage_megabytes"] = memory.used / MB
-        values["memory_usage_percentage"] = 100 * memory.used / memory.total
-        values["utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-        milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
-        values["power_usage_watts"] = milliwatts / 1000
-        values["power_usage_percentage"] = 100 * milliwatts / pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-    except pynvml.NVMLError as error:
-        # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
-        log.debug("GPU metric is not available: %s", error)
-    return values
 
 
 # Energy counters of this machine: NVML for GPUs, RAPL for CPU packages and their memory.
@@ -115,17 +108,29 @@ class EnergyMeter:
     """The energy that sensors have counted since this object was created.
 
     Args:
-        gpu_uuid: the GPU of this rank, as NVML writes it (`GPU-…`); its counter includes other programs. None to read
-            none.
+        gpu_uuid: the GPU of this rank, as NVML writes it (`GPU-…`), if any; its counter includes other programs.
         env: environment of the process; None to leave out the CPU packages, of which one process per node is enough.
         powercap: folder of the RAPL counters.
     """
 
     def __init__(self, gpu_uuid: str | None, env: Mapping[str, str] | None, *, powercap: Path = POWERCAP) -> None:
-        counters = dict(_package_counters(powercap)) if env is not None and _has_all_cores(env) else {}
+        counters: dict[str, Callable[[], tuple[float, float]]] = {}
+        num_cpus = str(psutil.cpu_count())
+        # RAPL counts for all CPUs of the node, which a step of Slurm may share.
+        if env is not None and env.get("SLURM_CPUS_ON_NODE", num_cpus) == num_cpus:
+            for folder in sorted(powercap.glob("*rapl:*")):
+                with suppress(OSError):
+                    name = (folder / "name").read_text().strip()
+                    if name.startswith("package") or name == "dram":  # packages do not include their memory
+                        counters[f"{folder.name} {name}"] = partial(_read_domain, folder)
         if gpu_uuid is not None and (read := _gpu_counter(gpu_uuid)) is not None:
             counters[gpu_uuid] = read
-        self._counters = {key: counter for key, read in counters.items() if (counter := _Sum.start(read)) is not None}
+        self._counters: dict[str, _Sum] = {}
+        for key, read in counters.items():
+            try:
+                self._counters[key] = _Sum(read)
+            except (OSError, ValueError, RuntimeError) as error:
+                log.debug("an energy counter cannot be read: %s", error)
 
     def joules(self) -> dict[str, float]:
         """Return joules by sensor: the UUID of a GPU, or the name of a RAPL domain; empty without a sensor."""
@@ -135,16 +140,8 @@ class EnergyMeter:
 class _Sum:
     """Adds up the differences of a counter, which starts at 0 again after `limit` joules or a reset."""
 
-    def __init__(self, read: Callable[[], tuple[float, float]], first: float) -> None:
-        self._read, self._last, self._sum = read, first, 0.0
-
-    @classmethod
-    def start(cls, read: Callable[[], tuple[float, float]]) -> _Sum | None:
-        try:
-            return cls(read, read()[0])
-        except (OSError, ValueError, RuntimeError) as error:
-            log.debug("an energy counter cannot be read: %s", error)
-            return None
+    def __init__(self, read: Callable[[], tuple[float, float]]) -> None:
+        self._read, self._last, self._sum = read, read()[0], 0.0
 
     def joules(self) -> float:
         with suppress(OSError, ValueError, RuntimeError):  # the next call includes the time of a failed one
@@ -152,22 +149,6 @@ class _Sum:
             self._sum += now - self._last if now >= self._last else max(0.0, limit - self._last) + now
             self._last = now
         return self._sum
-
-
-def _has_all_cores(env: Mapping[str, str]) -> bool:
-    """Return whether this step has all CPUs of its node, for all of which RAPL counts. Always true without Slurm."""
-    import psutil
-
-    return env.get("SLURM_CPUS_ON_NODE", str(psutil.cpu_count())) == str(psutil.cpu_count())
-
-
-def _package_counters(powercap: Path) -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
-    """Yield the counters of the CPU packages and of their memory, which packages do not include."""
-    for folder in sorted(powercap.glob("*rapl:*")):
-        with suppress(OSError):
-            name = (folder / "name").read_text().strip()
-            if name.startswith("package") or name == "dram":
-                yield f"{folder.name} {name}", lambda folder=folder: _read_domain(folder)  # type: ignore[misc]
 
 
 def _read_domain(folder: Path) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,6 @@ class Progress:
         saved: `state_dict()` in the checkpoint; None at the first start. If its steps per epoch differ, because the
             number of ranks or the batch size has changed, the position within the epoch is rescaled.
         goal: threshold of the task and its description; used if `stop.threshold` is not set.
-
-    Attributes:
-        step: optimizer steps done in total.
-        epoch: epochs done, counted by `end_epoch`.
-        step_in_epoch: steps done in the current epoch.
-        samples: training samples of all ranks until the last logged step.
-        total_steps: the step at which training ends; computed anew in each attempt.
     """
 
     def __init__(
@@ -49,15 +42,16 @@ class Progress:
         saved = {} if saved is None else saved
         self._cfg = cfg
         self._goal = goal
-        self.step: int = saved.get("step", 0)
-        self.epoch: int = saved.get("epoch", 0)
+        self.step: int = saved.get("step", 0)  #: optimizer steps done in total
+        self.epoch: int = saved.get("epoch", 0)  #: epochs done, counted by `end_epoch`
         self.steps_per_epoch: int = steps_per_epoch
         self.step_in_epoch: int = saved.get("step_in_epoch", 0) * steps_per_epoch // saved.get("steps_per_epoch", 1)
-        self.samples: int = saved.get("samples", 0)
+        self.samples: int = saved.get("samples", 0)  #: of all ranks until the last logged step
         self._evaluated_step: int = saved.get("evaluated_step", -1)
         self._best: float | None = saved.get("best")
         self._num_evals_without_better: int = saved.get("num_evals_without_better", 0)
         remaining = max(0, cfg.stop.max_epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
+        #: The step at which training ends; computed anew in each attempt.
         self.total_steps: int = self.step + max(0, remaining)
         if cfg.stop.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.stop.max_steps)
@@ -92,7 +86,7 @@ class Progress:
         return self.step % self._cfg.tracking.log_every_steps == 0 or self.step == self.total_steps
 
     def count_step(self) -> None:
-        """Count an optimizer step. `end_epoch` counts the epoch."""
+        """Count an optimizer step."""
         self.step += 1
         self.step_in_epoch += 1
 
@@ -112,7 +106,8 @@ class Progress:
                 [f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"]
             )
         value = metrics[checkpoint.monitor]
-        is_better = self._best is None or _reaches(value, self._best, checkpoint.monitor_mode, equal=False)
+        sign = 1 if checkpoint.monitor_mode == "max" else -1
+        is_better = self._best is None or sign * value > sign * self._best
         self._best = value if is_better else self._best
         self._num_evals_without_better = 0 if is_better else self._num_evals_without_better + 1
         self._evaluated_step = self.step
@@ -128,7 +123,8 @@ class Progress:
         threshold, source = (
             (stop.threshold, "stop.threshold") if stop.threshold is not None else self._goal or (None, "")
         )
-        if threshold is not None and _reaches(self._best, threshold, checkpoint.monitor_mode, equal=True):
+        sign = 1 if checkpoint.monitor_mode == "max" else -1
+        if threshold is not None and sign * self._best >= sign * threshold:
             return f"{checkpoint.monitor} reached {self._best:.6g} ({source}={threshold:g}) at step {self.step}"
         if stop.patience is not None and self._num_evals_without_better >= stop.patience:
             return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
@@ -136,12 +132,6 @@ class Progress:
             epochs = f"{self.epochs:.4g}"
             return f"trained {self.step} steps, {epochs} epoch{'s' * (epochs != '1')}"
         return ""
-
-
-def _reaches(value: float, other: float, mode: Literal["max", "min"], *, equal: bool) -> bool:
-    if equal and value == other:
-        return True
-    return value > other if mode == "max" else value < other
 
 
 class Meter:
@@ -200,9 +190,6 @@ class Meter:
         self._since = time.perf_counter()
 
 
-# The optimizer and the learning rate schedule of a config.
-
-
 def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
     """Return the fused implementation of the configured optimizer."""
     if cfg.name == "sgd":
@@ -229,8 +216,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
-
-# A reproducible order in which DistributedDataParallel adds gradients.
 
 #: With a static graph DDP rebuilds its buckets after the second backward pass, otherwise after the first.
 _NUM_PASSES = 2

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
-from hpcdist.rank.elastic import Division, MicroBatches, TreeSum, sum_of_tree, sum_over_ranks
+from hpcdist.rank.elastic import Division, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -120,7 +120,7 @@ def assert_gradients_of_a_model_without_buffers(here: Rank) -> None:
         if not exact:
             model.register_comm_hook(None, sum_over_ranks)
         for step, samples in enumerate(division.order(0).split(16)):
-            for micro in MicroBatches(division, exact=exact).of_step(model, step):
+            for micro in micro_batches(division, model, step, exact=exact):
                 (model(x[micro.indices]).square().mean() * micro.weight).backward()
             whole.zero_grad()
             whole(x[samples]).square().mean().backward()

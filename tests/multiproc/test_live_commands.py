@@ -327,7 +327,7 @@ def test_request_is_checked_at_most_once_per_second(tmp_path: Path, monkeypatch:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     checks: list[float] = []
-    monkeypatch.setattr(Path, "exists", lambda self: checks.append(clock[0]))
+    monkeypatch.setattr(Path, "exists", lambda self: bool(checks.append(clock[0])))  # type: ignore[func-returns-value]
     stop = StopAgreement(None, StopFlag(), RequestReader(Attempt(tmp_path / "001")))
     for _ in range(10_000):
         clock[0] += 0.001

@@ -129,13 +129,16 @@ def test_seeds_of_micro_batches_differ() -> None:
 
 
 def test_nodes_of_a_share() -> None:
-    assert [TreeSum.of_share(8, share).nodes for share in (range(2), range(2, 5), range(5, 8), range(5, 5))] == [
-        [(0, 2)],
-        [(2, 4), (4, 5)],
-        [(5, 6), (6, 8)],
-        [],
-    ]
-    assert TreeSum.of_share(3, range(3)).nodes == [(0, 3)]
+    for num_leaves, share, nodes in (
+        (8, range(2), [(0, 2)]),
+        (8, range(2, 5), [(2, 4), (4, 5)]),
+        (8, range(5, 8), [(5, 6), (6, 8)]),
+        (3, range(3), [(0, 3)]),
+    ):
+        tree = TreeSum(num_leaves)
+        for leaf in share:
+            tree.add(leaf, leaf + 1)
+        assert tree.nodes == nodes
 
 
 @pytest.mark.parametrize("num_leaves", range(1, 18))
