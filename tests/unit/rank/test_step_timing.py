@@ -69,52 +69,52 @@ def test_first_step_is_not_counted() -> None:
     assert timer.report() == {}
 
 
-def test_compute_time_ends_at_the_last_gradient(trainer: TimedTrainer) -> None:
-    trainer.forward(1)
-    trainer.backward(2)
-    trainer.backward(3, exchange_s=50)
+#: One step: its calls, and the sums of steps and seconds after it.
+STEPS: dict[str, tuple[list[tuple[Any, ...]], tuple[float, ...]]] = {
+    "compute time ends at the last gradient": (
+        [("forward", 1), ("backward", 2), ("backward", 3, 50)],
+        (1, 56, 1, 0, 6),
+    ),
+    "gaps between micro-batches are data time": (
+        [
+            *(("wait", 1), ("sync", False), ("forward", 2), ("backward", 3), ("wait", 4)),
+            *(("sync", True), ("forward", 5), ("backward", 6, 70)),
+        ],
+        (1, 91, 1, 1 + 4, 5 + 11),
+    ),
+    "a gap after an all-reduce is not data time, as in adversarial training": (
+        [("forward", 1), ("backward", 1, 100)] * 2,
+        (1, 204, 1, 0, 4),
+    ),
+    "two forward passes before a backward pass count as one": (
+        [("forward", 1), ("forward", 2), ("backward", 3)],
+        (1, 6, 1, 0, 6),
+    ),
+    "waiting for buffers of rank 0 is not compute time": (
+        [("wait", 1), ("forward", 30), ("buffers",), ("wait", 2), ("backward", 3)],
+        (1, 36, 1, 1, 5),
+    ),
+    "skipped time, as of a checkpoint, is not counted": (
+        [("wait", 1000), ("skip",), ("wait", 1), ("forward", 1), ("backward", 1)],
+        (1, 3, 1, 1, 2),
+    ),
+    "a skip within a step has no effect": ([("forward", 1), ("skip",), ("backward", 2)], (1, 3, 1, 0, 3)),
+}
+
+
+@pytest.mark.parametrize(("calls", "sums"), STEPS.values(), ids=STEPS)
+def test_sums_after_a_step(trainer: TimedTrainer, calls: list[tuple[Any, ...]], sums: tuple[float, ...]) -> None:
+    for name, *arguments in calls:
+        {
+            "forward": trainer.forward,
+            "backward": trainer.backward,
+            "buffers": trainer.timer.buffers_exchanged,
+            "skip": trainer.timer.skip,
+            "wait": lambda seconds: setattr(trainer, "now", trainer.now + seconds),
+            "sync": lambda value: setattr(trainer.model, "require_backward_grad_sync", value),
+        }[name](*arguments)
     trainer.timer.step_done()
-    assert trainer.sums == (1, 56, 1, 0, 6)
-
-
-def test_gaps_between_micro_batches_are_data_time(trainer: TimedTrainer) -> None:
-    trainer.now += 1
-    trainer.model.require_backward_grad_sync = False
-    trainer.forward(2)
-    trainer.backward(3)
-    trainer.now += 4  # the next micro-batch
-    trainer.model.require_backward_grad_sync = True
-    trainer.forward(5)
-    trainer.backward(6, exchange_s=70)
-    trainer.timer.step_done()
-    assert trainer.sums == (1, 91, 1, 1 + 4, 5 + 11)
-
-
-def test_gap_after_an_all_reduce_is_not_data_time(trainer: TimedTrainer) -> None:
-    for _ in range(2):  # two backward passes per step, both with an all-reduce, as in adversarial training
-        trainer.forward(1)
-        trainer.backward(1, exchange_s=100)
-    trainer.timer.step_done()
-    assert trainer.sums == (1, 204, 1, 0, 4)
-
-
-def test_two_forward_passes_before_a_backward_pass_count_as_one(trainer: TimedTrainer) -> None:
-    trainer.forward(1)
-    trainer.forward(2)
-    trainer.backward(3)
-    trainer.timer.step_done()
-    assert trainer.sums == (1, 6, 1, 0, 6)
-
-
-def test_waiting_for_buffers_of_rank_0_is_not_compute_time(trainer: TimedTrainer) -> None:
-    trainer.now += 1
-    trainer.timer.before_forward(trainer.model)
-    trainer.now += 30
-    trainer.timer.buffers_exchanged()
-    trainer.now += 2
-    trainer.backward(3)
-    trainer.timer.step_done()
-    assert trainer.sums == (1, 36, 1, 1, 5)
+    assert trainer.sums == sums
 
 
 def test_step_after_an_evaluation_is_not_counted(trainer: TimedTrainer) -> None:
@@ -133,21 +133,6 @@ def test_forward_pass_without_gradients_is_not_compute_time(trainer: TimedTraine
         trainer.forward(10)
     trainer.step(data=1, compute=2)
     assert trainer.sums == (1, 13, 1, 11, 2), "the time before the last forward pass is not counted"
-
-
-def test_skipped_time_between_steps_is_not_counted(trainer: TimedTrainer) -> None:
-    trainer.now += 1000  # a checkpoint
-    trainer.timer.skip()
-    trainer.step(data=1, compute=2)
-    assert trainer.sums == (1, 3, 1, 1, 2)
-
-
-def test_skip_within_a_step_has_no_effect(trainer: TimedTrainer) -> None:
-    trainer.forward(1)
-    trainer.timer.skip()
-    trainer.backward(2)
-    trainer.timer.step_done()
-    assert trainer.sums == (1, 3, 1, 0, 3)
 
 
 def test_waiting_before_the_forward_pass_is_not_data_time(trainer: TimedTrainer) -> None:
@@ -286,17 +271,10 @@ def test_first_rank_of_each_node_logs_at_the_logging_interval(
     assert times[0].due(6) == {}, "no step since the last point"
 
 
-def test_metric_names_of_a_single_node_have_no_node_name(trainer: TimedTrainer) -> None:
-    trainer.step(data=1, compute=1)
-    assert set(NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)) == {
-        "time/step_s",
-        "time/data_s",
-        "time/compute_s",
-    }
-
-
 def test_first_rank_with_steps_of_each_node_logs(trainer: TimedTrainer) -> None:
     trainer.step(data=1, compute=1)
+    names = {"time/step_s", "time/data_s", "time/compute_s"}
+    assert set(NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)) == names, "of a single node"
     times = [NodeTimes(trainer.timer, topology_of(rank, 6, 2), 1) for rank in range(6)]
     for one in times:
         one.leave_to([1, 2, 3, 5])  # 0 and 4 are parameter servers

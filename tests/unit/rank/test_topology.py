@@ -90,8 +90,6 @@ def test_own_variables_take_precedence_over_torchrun_and_slurm() -> None:
         ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
         (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
         (OWN | {"HPCDIST_RANK": "-1"}, "HPCDIST_RANK must be a whole number, got '-1'"),
-        (OWN | {"HPCDIST_RANK": "1.0"}, "HPCDIST_RANK must be a whole number, got '1.0'"),
-        (OWN | {"HPCDIST_RANK": " 1"}, "HPCDIST_RANK must be a whole number, got ' 1'"),
         (OWN | {"HPCDIST_RANK": "²"}, "HPCDIST_RANK must be a whole number, got '²'"),
         (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
         (OWN | {"HPCDIST_MASTER_PORT": "99999"}, "HPCDIST_MASTER_PORT=99999"),
@@ -153,22 +151,14 @@ def test_token_differs_after_torchrun_restart_and_between_ports() -> None:
     ("env", "problem"),
     [
         ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set"),
-        (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE must be set"),
-        (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR must be set"),
-        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT must be set"),
-        (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK must be set"),
-        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE must be set"),
-        (without(TORCHRUN, "GROUP_RANK"), "GROUP_RANK must be set"),
-        (
-            without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"},
-            "GROUP_WORLD_SIZE must be set",
+        *(
+            (without(TORCHRUN, name), f"{name} must be set")
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         ),
+        (without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE must be set"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
         (TORCHRUN | {"RANK": "8"}, "rank=8, world_size=8 (from RANK=8, LOCAL_RANK=1, GROUP_RANK=1, WORLD_SIZE=8, "),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "local_rank=4, local_world_size=4 (from RANK=5, LOCAL_RANK=4"),
         (TORCHRUN | {"GROUP_RANK": "2"}, "node_rank=2, num_nodes=2"),
-        (TORCHRUN | {"RANK": "x"}, "RANK must be a whole number, got 'x'"),
-        (TORCHRUN | {"MASTER_PORT": "0"}, "1 <= master_port <= 65535, got master_port=0 (from "),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a b"}, "a job_id without spaces, got job_id='a b-29500'"),
     ],
@@ -232,10 +222,7 @@ def test_ports_of_consecutive_jobs_differ(prefix: str) -> None:
     ports = [port_for(f"{prefix}{job}", attempt) for job in (1000, 1001) for attempt in range(16)]
     assert len(set(ports)) == len(ports)
     assert len({port_for(f"{prefix}{job}", 0) for job in range(12281)}) == 12281
-
-
-def test_port_does_not_depend_on_the_process() -> None:
-    assert port_for("1234", 0) == 24778
+    assert port_for("1234", 0) == 24778, "in every process"
 
 
 # --- from the variables of Slurm, inside and outside of srun steps
@@ -302,12 +289,9 @@ def test_own_variables_override_attempt_and_rendezvous_of_slurm() -> None:
 RANK_0_ON_LAST_NODE = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
 
 
-def test_rank_0_on_another_node_is_accepted_with_its_address() -> None:
+def test_rank_0_on_another_node_is_accepted_only_with_its_address() -> None:
     topology = Topology.from_env(RANK_0_ON_LAST_NODE | {"HPCDIST_MASTER_ADDR": "n3"})
     assert (topology.rank, topology.node_rank, topology.master_addr) == (0, 2, "n3")
-
-
-def test_rank_0_on_another_node_is_refused_without_its_address() -> None:
     problem = r"rank 0 is expected on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
     with pytest.raises(TopologyError, match=problem):
         Topology.from_env(RANK_0_ON_LAST_NODE)
@@ -330,18 +314,15 @@ def test_rank_0_on_another_node_is_refused_without_its_address() -> None:
         (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
         (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
-        (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID must be a whole number, got 'x'"),
-        (STEP | {"SLURM_NODEID": "-1"}, "SLURM_NODEID must be a whole number, got '-1'"),
+        *(
+            (STEP | {name: "x"}, f"{name} must be a whole number")
+            for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "HPCDIST_ATTEMPT")
+        ),
         (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
-        (STEP | {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT must be a whole number"),
-        (STEP | {"HPCDIST_ATTEMPT": "x"}, "HPCDIST_ATTEMPT must be a whole number"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-': 'n[1-' is not"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
         (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
-        (
-            without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-            "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set",
-        ),
+        (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set"),
         (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_TASKS_PER_NODE must be set"),
     ],
@@ -454,20 +435,13 @@ def test_ranks_are_assigned_in_the_order_of_the_roles() -> None:
     assert [list(roles.ranks_of(role)) for role in roles.names] == [[0], [1, 2], [3, 4, 5]]
     assert (roles.count("trainer"), roles.count("agent"), roles.world_size) == (2, 0, 6)
     assert str(roles) == "master 1, trainer 2, parameter_server 3"
-
-
-def test_without_roles_all_ranks_are_trainers() -> None:
     roles = Roles.of({}, 3)
     assert (roles.names, list(roles.ranks_of("trainer")), roles.name_of(2)) == (("trainer",), [0, 1, 2], "trainer:2")
 
 
-def test_counts_that_do_not_add_up_to_the_world_size_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_wrong_counts_unknown_roles_and_unknown_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^roles add up to 5 ranks \(agent 1, observer 4\), but 4 were started$"):
         Roles.of(RL, 4)
-    assert str(caught.value) == "roles add up to 5 ranks (agent 1, observer 4), but 4 were started"
-
-
-def test_unknown_role_and_unknown_rank_are_refused() -> None:
     roles = Roles.of(RL, 5)
     with pytest.raises(ConfigError, match=r"^no rank has the role 'server': the roles are agent 1, observer 4$"):
         roles.ranks_of("server")
@@ -499,9 +473,6 @@ def test_rank_table_has_one_line_for_each_role_on_each_node() -> None:
         "2-3   trainer:1-2           cuda    n2",
         "4-5   parameter_server:0-1  cpu     n3",
     ]
-
-
-def test_rank_table_of_4096_ranks_has_one_line_for_each_role() -> None:
     roles = Roles.of({"parameter_server": 512, "trainer": 3584}, 4096)
     assert rank_table(roles, [(range(4096), "")], {}) == [
         "rank      role                    device",
