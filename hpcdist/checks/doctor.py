@@ -31,8 +31,7 @@ from hpcdist.host.nodelist import expand
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name
-from hpcdist.run.slurm_job import job_of, job_starts
-from hpcdist.run.status import RunStatus, status_of
+from hpcdist.run.status import RunStatus, job_of, job_starts, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words

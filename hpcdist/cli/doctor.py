@@ -74,7 +74,7 @@ def doctor(
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept
-    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import job_of
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     found = resolve_run(run, runs_dir) if run is not None else None

@@ -281,7 +281,7 @@ def cost(
     """
     from hpcdist.review.ledger import CAUSES, GROUPS, costs, hours_text, percent
     from hpcdist.run.lookup import list_runs, resolve
-    from hpcdist.run.slurm_job import update_job_starts
+    from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
 
     groups = [group for group in GROUPS if group in (by or "run").split(",")]

@@ -406,8 +406,7 @@ def resume(
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept, reached_step, resume_point
-    from hpcdist.run.slurm_job import job_of
-    from hpcdist.run.status import status_of
+    from hpcdist.run.status import job_of, status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
         overrides, run = [run, *(overrides or [])], None

@@ -49,9 +49,17 @@ from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.records import script_files
-from hpcdist.run.slurm_job import job_of, update_job_starts
 from hpcdist.run.snapshot import code_state
-from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost, query_job, query_jobs, status_from
+from hpcdist.run.status import (
+    RunStatus,
+    StatusWatch,
+    close_if_lost,
+    job_of,
+    query_job,
+    query_jobs,
+    status_from,
+    update_job_starts,
+)
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking import links

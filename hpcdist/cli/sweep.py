@@ -23,8 +23,7 @@ from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.records import Origin, change_config, load_origin
-from hpcdist.run.slurm_job import keep_job
-from hpcdist.run.status import RunStatus, StatusWatch, query_jobs, status_of
+from hpcdist.run.status import RunStatus, StatusWatch, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 

@@ -36,7 +36,7 @@ from hpcdist.run.records import (
     read_training,
     script_files,
 )
-from hpcdist.run.slurm_job import JobStart, all_job_starts
+from hpcdist.run.status import JobStart, all_job_starts
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from hpcdist.host.files import LARGEST, read_json, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.records import AttemptTimes, end_of, read_times
-from hpcdist.run.slurm_job import JobStart, all_job_starts
+from hpcdist.run.status import JobStart, all_job_starts
 
 Cause = Literal[
     "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "idle", "down"

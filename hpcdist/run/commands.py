@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
-from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
 from hpcdist.config.written import read_stored
 from hpcdist.errors import RunFolderError, UserMistake
@@ -20,8 +19,7 @@ from hpcdist.host.files import read_if_valid, read_json, require_mine, write_ato
 from hpcdist.run.folder import ENDED, Attempt, RunDir, Status, StopRequest
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.records import script_of
-from hpcdist.run.slurm_job import job_of
-from hpcdist.run.status import query_job, status_from
+from hpcdist.run.status import job_of, query_job, status_from
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
@@ -36,16 +34,11 @@ POLL_S = 0.5
 def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
 
-    A plain script gets SIGTERM. Whether it saves is up to the script.
+    Returns a message for the user. Raises UserMistake if the run is not running, or neither its supervisor nor Slurm
+    can be reached.
 
     Args:
         by: the author of the request, for messages; by default the command of this user.
-
-    Returns:
-        A message for the user.
-
-    Raises:
-        UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
     request = StopRequest(action=action, cause="user", by=by or _author(action))
     snapshot = query_job(run)
@@ -62,20 +55,13 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     if action == "cancel":
         return f"{run.name} will end at once"
     if script := script_of(run):
-        end_s = "and SIGKILL unless it ends within launch.stop_grace_s"
-        return f"{run.name}: {script} gets SIGTERM, {end_s}; `hpcdist status {run.name}` shows what it has saved"
+        limit = "and SIGKILL unless it ends within launch.stop_grace_s"
+        return f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows what it has saved"
     return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
 
 
 def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
-    """Stop or cancel all cells of a sweep, and start no more of them.
-
-    Returns:
-        One message for each cell that had not ended.
-
-    Raises:
-        UserMistake: no cell runs or waits.
-    """
+    """Stop or cancel all cells of a sweep, and start no more. Returns a message for each cell that had not ended."""
     active = holder(sweep) is not None
     if active:
         # Before the request to the running cell: its end would start the next one.
@@ -219,7 +205,6 @@ class RequestReader:
 
 
 def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:
-    """Record the result of a rank. Raises OSError."""
     write_json(attempt.command_result(number, rank), asdict(result))
 
 
@@ -231,12 +216,10 @@ def read_result(attempt: Attempt, number: int, rank: int) -> CommandResult | Non
 def outcome_of(
     attempt: Attempt, number: int, ranks: Sequence[int], *, is_over: bool, folder: str = ""
 ) -> tuple[list[str], bool] | None:
-    """Return the result of a command, one line for each rank, and whether all ranks have obeyed.
-
-    Returns None while a result may follow.
+    """Return one line for each rank, and whether all have obeyed a command; None while a result may follow.
 
     Args:
-        ranks: the ranks that report: those of a profile, or rank 0.
+        ranks: those of a profile, or rank 0.
         is_over: the attempt has ended, so that no further results follow. Determine it before this call.
         folder: of the paths in the lines; by default they are relative to the run folder.
     """
@@ -257,86 +240,51 @@ MAX_PROFILE_STEPS = 1000
 def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
     """Send a command to the ranks of a running run. Returns the attempt and the number of the command.
 
-    A command whose key was sent to this attempt before is not sent again.
-
-    Raises:
-        UserMistake: the run has no running ranks, or these ranks cannot obey.
+    A command whose key was sent to this attempt before is not sent again. Raises UserMistake if the run has no running
+    ranks, or these ranks cannot obey.
     """
     state = run.read_state()
     attempt = run.attempt(state.attempt)
-    if command.key and (number := _number_of(attempt, command.key)):
-        return attempt, number
+    numbers = itertools.takewhile(lambda number: retry.exists(attempt.command(number)), itertools.count(1))
+    for number in numbers if command.key else ():
+        if (sent := read_command(attempt, number)) is not None and sent.key == command.key:
+            return attempt, number
     if state.status != "running" or state.attempt == 0 or holder(run) is None:
         raise UserMistake(f"run {run.name} is not running: its state is {state.status!r}")
     config = read_stored(run.config).config
-    if command.action == "profile":
-        _require_profiled_ranks(run, config, attempt, command.ranks, state.world_size)
-    else:
-        _require_steps_of_script(run, config, attempt)
+    profiled = sorted(command.ranks) if command.action == "profile" else []
+    if outside := [rank for rank in profiled if rank >= state.world_size]:
+        raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {state.world_size - 1}")
+    if config.trainer.script and attempt.read_beat(0) is None:
+        raise UserMistake(
+            f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
+        )
+    for rank in profiled:
+        account = (attempt.read_beat(rank) or {}).get("account")
+        seconds = account.get("seconds") if isinstance(account, dict) and account.get("cause") == "idle" else None
+        if isinstance(seconds, dict) and "compile" not in seconds:  # such as a parameter server
+            name = Roles.of(config.roles, state.world_size).name_of(rank)
+            raise UserMistake(f"rank {rank} of run {run.name} ({name}) has no steps to profile: choose another rank")
     if request := attempt.read_request():
         raise UserMistake(f"run {run.name} is ending ({request.sentence})")
     text = json.dumps(files.stamped({**asdict(command), "time": time.time()})) + "\n"
     return attempt, retry.retry(lambda: _create(attempt, text), attempt.path)
 
 
-def _number_of(attempt: Attempt, key: str) -> int:
-    """Return the number of the command with a key; 0 if this attempt has none."""
-    number = 1
-    while retry.exists(attempt.command(number)):
-        found = read_command(attempt, number)
-        if found is not None and found.key == key:
-            return number
-        number += 1
-    return 0
-
-
 def _create(attempt: Attempt, text: str) -> int:
-    """Create a command file with the next free number. Returns the number."""
-    number = 1
-    while not _create_as(attempt.command(number), text):
-        number += 1
-    return number
-
-
-def _create_as(path: Path, text: str) -> bool:
-    """Create a complete command file; return False if another command has the name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    """Create a complete command file with the next free number. Returns the number."""
+    temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"
     write_atomic(temporary, text, mode=0o600)
+    number = 1
     try:
-        os.link(temporary, path)  # unlike a rename, it fails if another command has the name
-    except FileExistsError:
-        return False
+        while True:
+            try:
+                os.link(temporary, attempt.command(number))  # unlike a rename, it fails if another command has the name
+                return number
+            except FileExistsError:
+                number += 1
     finally:
         retry.discard(temporary)
-    return True
-
-
-def _require_profiled_ranks(
-    run: RunDir, config: Config, attempt: Attempt, ranks: Collection[int], world_size: int
-) -> None:
-    if outside := sorted(rank for rank in ranks if rank >= world_size):
-        raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {world_size - 1}")
-    _require_steps_of_script(run, config, attempt)
-    without = [rank for rank in sorted(ranks) if has_no_steps(attempt, rank)]
-    if without:
-        name = Roles.of(config.roles, world_size).name_of(without[0])
-        raise UserMistake(f"rank {without[0]} of run {run.name} ({name}) has no steps to profile: choose another rank")
-
-
-def _require_steps_of_script(run: RunDir, config: Config, attempt: Attempt) -> None:
-    if config.trainer.script and attempt.read_beat(0) is None:
-        raise UserMistake(
-            f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
-        )
-
-
-def has_no_steps(attempt: Attempt, rank: int) -> bool:
-    """Return whether a rank is known to have no steps, such as a parameter server."""
-    account = (attempt.read_beat(rank) or {}).get("account")
-    if not isinstance(account, dict):
-        return False
-    seconds = account.get("seconds")
-    return account.get("cause") == "idle" and isinstance(seconds, dict) and "compile" not in seconds
 
 
 def parse_ranks(text: str, name: str) -> list[int]:

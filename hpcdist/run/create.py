@@ -46,14 +46,12 @@ def label_of(config: Config) -> str:
 
 
 def plain_name(text: str) -> str:
-    """Return a text with only those characters that names of runs and experiments have."""
+    """Return a text with only the characters that names of runs and experiments have."""
     return re.sub(r"[^\w.-]", "_", text).lstrip("._-") or "script"
 
 
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     """Raise ConfigError if a new run cannot start, before any rank tries to load its trainer.
-
-    The trainer's script or module does not exist or is no valid Python, or the global batch cannot be divided.
 
     Args:
         own_python: whether the ranks have a Python of their own, whose syntax may be another.
@@ -112,13 +110,6 @@ def _check_syntax(key: str, file: Path) -> None:
         raise ConfigError([f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}"]) from None
 
 
-def _check_restored(run: RunDir, config: Config, code: snapshot.CodeState) -> None:
-    """Raise ConfigError like `check_trainer` if the restored code of a run does not contain its trainer."""
-    file = config.trainer.script_file
-    if file is None or run.snapshot_of(file) is None:
-        check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
-
-
 def create_run(
     config: Config,
     cwd: Path,
@@ -141,8 +132,9 @@ def create_run(
             write_origin(run, origin)
         code = snapshot.take(config, run, cwd) if restore is None else restore(run)
         snapshot.write_environment(run, code, launcher=launcher)
-        if restore is not None:
-            _check_restored(run, config, code)
+        file = config.trainer.script_file
+        if restore is not None and (file is None or run.snapshot_of(file) is None):
+            check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
     except BaseException:
         with suppress(OSError):  # the first error explains more
             retry.retry(lambda: shutil.rmtree(run.path), run.path)

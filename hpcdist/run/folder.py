@@ -41,6 +41,7 @@ folder of runs above; and the identity that shows a replaced folder.
             network.json                         result of the collective check
             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang;
                                                  the first line of stacks.txt is one sentence
+            node-NODE.stacks.json                snapshots of the ranks on a node, for the supervisor
             silence.txt                          stack traces of a run that makes no progress, but was not ended
             stragglers.jsonl                     straggler events
 
@@ -64,7 +65,7 @@ from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host import files, retry
-from hpcdist.host.files import read_json, read_json_lines, write_json, write_private
+from hpcdist.host.files import read_json, read_json_lines, write_atomic, write_json, write_private
 
 # The folder of one attempt: names of its files, requests to stop, outcomes and heartbeats of its ranks.
 
@@ -124,36 +125,30 @@ class Attempt:
         self.stacks_summary = path / "stacks.txt"
         self.silence = path / "silence.txt"
 
+    # Files by rank, node and number: see the layout above.
+
     def log(self, rank: int) -> Path:
-        """Return the file with a rank's output."""
         return self.path / f"rank-{rank:05d}.log"
 
     def beat(self, rank: int) -> Path:
-        """Return the file with a rank's newest heartbeat."""
         return self.path / f"rank-{rank:05d}.beat.json"
 
     def outcome(self, rank: int) -> Path:
-        """Return the file with a rank's result."""
         return self.path / f"rank-{rank:05d}.outcome.json"
 
     def stacks(self, rank: int) -> Path:
-        """Return the file with the stack traces of all threads of a hung rank, and the state of its process."""
         return self.path / f"rank-{rank:05d}.stacks.txt"
 
     def flight(self, rank: int) -> Path:
-        """Return the file with the last collectives of a rank (`rank/telemetry.py`), which is written on request."""
         return self.path / f"rank-{rank:05d}.flight.json"
 
     def node_stacks(self, node: str) -> Path:
-        """Return the file with snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
         return self.path / f"node-{node}.stacks.json"
 
     def command(self, number: int) -> Path:
-        """Return the file with a command to the ranks that does not end the attempt (`run/commands.py`)."""
         return self.path / f"command-{number:03d}.json"
 
     def command_result(self, number: int, rank: int) -> Path:
-        """Return the file with the answer of a rank to a command."""
         return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
 
     def read_key(self) -> bytes:
@@ -166,16 +161,19 @@ class Attempt:
             raise RunFolderError(f"{self.key}: the attempt's key has {len(content)} bytes, not {KEY_BYTES}")
         return content
 
-    def write_key(self, key: bytes) -> None:
-        """Write the key, mode 0600; repeating a write that failed half-way replaces the file."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with open(os.open(self.key, flags, 0o600), "wb") as file:
-            file.write(key)
-
     def read_beat(self, rank: int) -> dict[str, Any] | None:
         """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
-        found = read_json(self.beat(rank)) if self.beat(rank).is_file() else None
-        return found if found is not None and _is_beat(found) else None
+        found = (read_json(self.beat(rank)) if self.beat(rank).is_file() else None) or {}
+        metrics, total = found.get("metrics"), found.get("total_steps", 0)
+        is_valid = (
+            isinstance(metrics, dict)
+            and all(type(value) is float or _is_count(value) for value in metrics.values())
+            and _is_count(found.get("step"))
+            and (total is None or _is_count(total))
+            and type(found.get("time")) in (int, float)
+            and 0 <= found["time"] <= files.LARGEST
+        )
+        return found if is_valid else None
 
     def straggler_events(self) -> list[dict[str, Any]]:
         """Return all straggler events in order, without damaged lines."""
@@ -197,9 +195,6 @@ class Attempt:
         """Return the request to this attempt, or None.
 
         A damaged file is a request to stop, because ranks only check whether the file exists.
-
-        Args:
-            within_s: how long to retry transient errors, see `retry.retry`.
         """
         if not retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
@@ -210,28 +205,13 @@ class Attempt:
 
     def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""
-        found = {}
         try:
             names = retry.retry(lambda: os.listdir(self.path), self.path)
         except NotADirectoryError:
             return {}
-        matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
-        for rank, name in sorted((int(match[1]), match[0]) for match in matches):
-            if rank not in skip and (outcome := read_json(self.path / name)) is not None:
-                found[rank] = outcome
-        return found
-
-
-def _is_beat(found: Mapping[str, Any]) -> bool:
-    metrics, total = found.get("metrics"), found.get("total_steps", 0)
-    return (
-        isinstance(metrics, dict)
-        and all(type(value) is float or _is_count(value) for value in metrics.values())
-        and _is_count(found.get("step"))
-        and (total is None or _is_count(total))
-        and type(found.get("time")) in (int, float)
-        and 0 <= found["time"] <= files.LARGEST
-    )
+        ranks = sorted((int(match[1]), match[0]) for name in names if (match := _OUTCOME.fullmatch(name)))
+        found = {rank: read_json(self.path / name) for rank, name in ranks if rank not in skip}
+        return {rank: outcome for rank, outcome in found.items() if outcome is not None}
 
 
 def _is_count(value: object) -> bool:
@@ -246,15 +226,12 @@ def _is_count(value: object) -> bool:
 # and root can change every file anyway.
 
 DATABASE = "mlflow.db"
-_PRIVATE = 0o600
 
 
 def claim(runs_dir: Path) -> None:
     """Create the folder of runs, mode 0700, if it is missing.
 
-    Raises:
-        RunFolderError: another user owns the folder or the database in it, or could replace them.
-        OSError: the folder cannot be created.
+    Raises RunFolderError if another user owns the folder or the database in it, or could replace them.
     """
     files.require_safe(runs_dir)  # nothing is created if it is refused
     # The mode applies to the last folder only.
@@ -278,12 +255,7 @@ def own_place(runs_dir: Path) -> Path:
 
 
 def claim_experiment(folder: Path) -> None:
-    """Create the folders of runs and of an experiment, mode 0700, if they are missing.
-
-    Raises:
-        RunFolderError: another user owns one of them, or could replace it.
-        OSError: one of them cannot be created.
-    """
+    """Create the folders of runs and of an experiment, mode 0700, if they are missing. Raises like `claim`."""
     claim(folder.parent)
     retry.retry(lambda: folder.mkdir(mode=0o700, exist_ok=True), folder)
     files.require_safe(folder)
@@ -292,11 +264,8 @@ def claim_experiment(folder: Path) -> None:
 def make_database(path: Path) -> None:
     """Create an empty sqlite database, or restrict an existing one to its owner (mode 0600).
 
-    sqlite creates its journals with the mode of the database.
-
-    Raises:
-        RunFolderError: the database belongs to another user, or others may write to its folder.
-        OSError: the database cannot be created.
+    sqlite creates its journals with the mode of the database. Raises RunFolderError if the database belongs to another
+    user, or others may write to its folder.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     files.require_safe(path)
@@ -305,11 +274,11 @@ def make_database(path: Path) -> None:
             f"others may write to {path.parent}, so that they can put a journal beside the database {path.name}:"
             f" `chmod go-w {path.parent}`, or use a database in a folder of your own (tracking.uri)"
         )
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         found = os.fstat(descriptor)
         if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # MLflow creates it with the umask's mode
-            os.fchmod(descriptor, _PRIVATE)
+            os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
 
@@ -429,11 +398,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
-        """Make the folder and its subfolders, mode 0700 because logs and configs are private.
-
-        Raises:
-            RunFolderError: the folder exists or cannot be written.
-        """
+        """Make the folder and its subfolders, mode 0700 because logs and configs are private."""
         run = cls(path)
         try:
             claim_experiment(path.parent)
@@ -447,8 +412,7 @@ class RunDir:
                     f" `hpcdist resume {path.name}`"
                 ) from error
             hint = (
-                " (in a container, start it as the folder's owner with `--user $(id -u):$(id -g)`, or with `--user 0:0`"
-                " if docker is rootless)"
+                " (in a container, start it as the folder's owner: `--user $(id -u):$(id -g)`, rootless `--user 0:0`)"
             )
             raise RunFolderError(
                 f"run folder {path} cannot be created ({error.strerror}): set `runs_dir` to a folder that you can write"
@@ -496,17 +460,16 @@ class RunDir:
 
     def new_attempt(self) -> Attempt:
         """Create the folder of the next attempt, with its key."""
-        # Retried as a whole: a file server may create the folder and still answer with an error.
-        attempt = retry.retry(self._make_attempt, self.path / "attempts")
-        key = secrets.token_bytes(KEY_BYTES)
-        retry.retry(lambda: attempt.write_key(key), attempt.key)
-        return attempt
 
-    def _make_attempt(self) -> Attempt:
-        number = max((attempt.number for attempt in self.attempts()), default=0) + 1
-        path = self.path / "attempts" / f"{number:03d}"
-        path.mkdir()
-        return Attempt(path)
+        def make() -> Attempt:
+            attempt = self.attempt(max((attempt.number for attempt in self.attempts()), default=0) + 1)
+            attempt.path.mkdir()
+            return attempt
+
+        # Retried as a whole: a file server may create the folder and still answer with an error.
+        attempt = retry.retry(make, self.path / "attempts")
+        write_atomic(attempt.key, secrets.token_bytes(KEY_BYTES), mode=0o600)
+        return attempt
 
     def attempt(self, number: int) -> Attempt:
         """Return an attempt, which may not exist."""

@@ -45,18 +45,8 @@ def holder(run: RunDir) -> dict[str, Any] | None:
     return found if found is not None and _is_alive(found) else None
 
 
-def last_renewal(run: RunDir) -> float | None:
-    """Return the time of the last renewal, also by a dead holder; None if there is no lease."""
-    found: Any = (read_json(run.lease) or {}).get("renewed")
-    return float(found) if type(found) in (int, float) and 0 <= found <= LARGEST else None
-
-
 def _read(run: RunDir) -> dict[str, Any] | None:
-    """Return the lease; None if there is none or it is damaged.
-
-    Raises:
-        RunFolderError: a newer hpcdist has written it.
-    """
+    """Return the lease; None if there is none or it is damaged."""
     found = read_json(run.lease)
     if found is None:
         return None
@@ -140,7 +130,15 @@ class Held:
                 # A successor that has already ended leaves no lease.
                 gone = found is None and _now_s() - self._renewed > STALE_S
                 if gone or (found is not None and found.get("owner") != self._mine["owner"]):
-                    self._note_loss(found or {})
+                    by = (
+                        "process {pid} of {user} on {host}".format(**found)
+                        if found
+                        else "another process, which has ended"
+                    )
+                    mine = f"process {self._mine['pid']} on {self._mine['host']}"
+                    what = f"{self._run.kind} {self._run.name}"
+                    self._lost = f"{what} was taken over by {by}, while {mine} could not renew its lease"
+                    log.error("%s", self._lost)
                     return
                 write_json(self._run.lease, self._mine | {"renewed": time.time()}, within_s=0)
         except (OSError, RunFolderError) as error:
@@ -164,12 +162,6 @@ class Held:
         except (OSError, RunFolderError) as error:
             log.warning("the lease of %s %s cannot be removed: %s", self._run.kind, self._run.name, error)
 
-    def _note_loss(self, found: dict[str, Any]) -> None:
-        by = "process {pid} of {user} on {host}".format(**found) if found else "another process, which has ended"
-        mine = f"process {self._mine['pid']} on {self._mine['host']}"
-        self._lost = f"{self._run.kind} {self._run.name} was taken over by {by}, while {mine} could not renew its lease"
-        log.error("%s", self._lost)
-
 
 def _now_s() -> float:
     """Return a clock that also advances while the process or the machine is suspended."""
@@ -181,10 +173,7 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     """Hold the run's lease inside the block; a thread renews it.
 
     A lease of an earlier start of the same Slurm job is taken over at once, because Slurm runs a job once at a time. A
-    stale lease of another host is first watched for one minute.
-
-    Raises:
-        RunFolderError: another process holds the lease; the message names it.
+    stale lease of another host is first watched for one minute. Raises RunFolderError if another process holds it.
     """
     import psutil
 
@@ -202,7 +191,12 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     while True:
         with exclusive(run.path / LOCK):
             other = read_json(run.lease)
-            if other is None or other == unchanged or _is_free(run, other, job_id):
+            is_free = other is None or other == unchanged or (job_id is not None and other.get("job_id") == job_id)
+            if other is not None and not is_free:
+                if _is_alive(other):
+                    raise _held_by(run, other)
+                is_free = _is_here(other) or time.time() - float(other["renewed"]) > SURELY_STALE_S
+            if other is None or is_free:
                 write_json(run.lease, mine | {"renewed": time.time()})
                 break
         unchanged = _watch(run, other)
@@ -223,21 +217,8 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
         held.release()
 
 
-def _is_free(run: RunDir, other: dict[str, Any], job_id: str | None) -> bool:
-    """Return whether a lease is void; False if that must be watched. Raises RunFolderError if its holder is alive."""
-    if job_id is not None and other.get("job_id") == job_id:
-        return True
-    if _is_alive(other):
-        raise _held_by(run, other)
-    return _is_here(other) or time.time() - float(other["renewed"]) > SURELY_STALE_S
-
-
 def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
-    """Watch a lease that is stale by this host's clock, and return it if it has not changed for STALE_S.
-
-    Raises:
-        RunFolderError: its holder has renewed it.
-    """
+    """Return a lease that is stale by this host's clock after STALE_S without a change; None if it is gone."""
     log.warning(
         "%s %s was held by process %s on %s; waiting up to %.0f s to make sure that it is not renewed",
         *(run.kind, run.name, other["pid"], other["host"], STALE_S),

@@ -48,18 +48,13 @@ def list_runs(runs_dir: Path) -> Listing:
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:
-    """Return all runs of the current user below `runs_dir`."""
     return list_runs(runs_dir).runs
 
 
 def resolve(text: str, runs_dir: Path) -> RunDir:
-    """Return a run or sweep by its folder, `experiment/name`, name, or a unique prefix of its name.
+    """Return a run, or a sweep as a SweepDir, by its folder, `experiment/name`, name, or a unique prefix of its name.
 
-    Names are compared literally. Runs of the current user take precedence over those of other users. A sweep is
-    returned as a SweepDir.
-
-    Raises:
-        RunFolderError: no folder or more than one matches.
+    Names are compared literally. Runs of the current user take precedence over those of other users.
     """
     if not text.strip():
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
@@ -92,14 +87,7 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
 
 
 def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
-    """Return the run or sweep of the current user that was created last. Cells and damaged folders are left out.
-
-    Args:
-        active: consider only those that run or wait.
-
-    Raises:
-        RunFolderError: there is none.
-    """
+    """Return the user's run or sweep that was created last, without cells; with `active`, of those that run or wait."""
     found: dict[float, RunDir] = {}
     for folder in _folders(runs_dir):
         run = _open(folder) if is_mine(folder) and not os.path.lexists(folder / "cell.json") else None
@@ -152,11 +140,10 @@ def _has_config(run: RunDir, config: Config) -> bool:
 
     if config.name not in ("", run.name):
         return False
-    try:
+    with suppress(UserMistake):  # written by another version of hpcdist
         theirs = load_run_config(run.config, [], {}, require_secrets=False)
-    except UserMistake:  # written by another version of hpcdist
-        return False
-    return to_yaml(theirs) == to_yaml(replace(config, name=run.name))
+        return to_yaml(theirs) == to_yaml(replace(config, name=run.name))
+    return False
 
 
 def _open(folder: Path) -> RunDir | None:
@@ -171,15 +158,8 @@ def _is_run(folder: Path) -> bool:
     return os.path.lexists(folder / "state.json") and os.path.lexists(folder / "config.yaml")
 
 
-def _folders(runs_dir: Path) -> Iterator[Path]:
+def _folders(folder: Path, depth: int = 2) -> Iterator[Path]:
     """Yield the folders two levels below `runs_dir`, sorted, without unreadable ones."""
-    for experiment in _subfolders(Path(os.path.abspath(runs_dir))):
-        yield from _subfolders(experiment)
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(Path(entry) for entry in entries if os.path.isdir(entry))
-    except OSError:
-        return []
+    with suppress(OSError), os.scandir(os.path.abspath(folder)) as entries:
+        for below in sorted(Path(entry) for entry in entries if os.path.isdir(entry)):
+            yield from _folders(below, depth - 1) if depth > 1 else [below]

@@ -26,9 +26,10 @@ from hpcdist.host import retry
 from hpcdist.host.files import fill, fsync_folder, read_if_valid, read_json, write_atomic, write_json, write_private
 from hpcdist.run.folder import Attempt, RunDir, State
 
+log = logging.getLogger(__name__)
+
 # The times of an attempt and the resources of its ranks, in `times.json` of its folder. The supervisor writes it.
 
-log = logging.getLogger(__name__)
 #: Number of ranks whose heartbeats show the last step of an attempt.
 _MAX_READ_RANKS = 64
 
@@ -71,7 +72,14 @@ class AttemptTimes:
     @property
     def shares(self) -> dict[str, NodeShare]:
         """The resources by node, without damaged records."""
-        return {name: NodeShare(**raw) for name, raw in self.nodes.items() if _is_share(raw)}
+        found = {}
+        for name, raw in self.nodes.items():
+            with suppress(RunFolderError):
+                share = host_files.fill(NodeShare, raw if isinstance(raw, dict) else {}, Path())
+                are_ranks = all(type(rank) is int and 0 <= rank <= host_files.LARGEST for rank in share.ranks)
+                if are_ranks and min(share.allocated, share.share) >= 0:
+                    found[name] = share
+        return found
 
     @property
     def num_ranks(self) -> int:
@@ -141,17 +149,6 @@ def reached_step(attempt: Attempt) -> int:
     return max(steps)
 
 
-def _is_share(raw: object) -> bool:
-    if not isinstance(raw, dict) or raw.keys() != NodeShare.__dataclass_fields__.keys():
-        return False
-    numbers = (raw["allocated"], raw["share"])
-    return (
-        all(type(number) in (int, float) and 0 <= number <= host_files.LARGEST for number in numbers)
-        and isinstance(raw["ranks"], list)
-        and all(type(rank) is int and 0 <= rank <= host_files.LARGEST for rank in raw["ranks"])
-    )
-
-
 # The datasets, the model size and the first step of an attempt, in `training.json` of its folder. Rank 0 writes it.
 
 
@@ -177,7 +174,6 @@ class TrainingRecord:
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:
-    """Replace `training.json`. Raises OSError if it cannot be written."""
     write_json(attempt.path / "training.json", asdict(record))
 
 
@@ -185,16 +181,14 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
     """Return rank 0's record; None if there is none or it is damaged."""
     path = attempt.path / "training.json"
     try:
-        raw = read_json(path)
-        if raw is None:
+        if (raw := read_json(path)) is None:
             return None
         found = raw.pop("datasets", None)
-        record = fill(TrainingRecord, raw, path)
-        entries = found if isinstance(found, list) else []
-        datasets = tuple(fill(DatasetRecord, entry, path) for entry in entries if isinstance(entry, Mapping))
+        entries = [entry for entry in found if isinstance(entry, Mapping)] if isinstance(found, list) else []
+        datasets = tuple(fill(DatasetRecord, entry, path) for entry in entries)
+        return replace(fill(TrainingRecord, raw, path), datasets=datasets)
     except (RunFolderError, OSError):
         return None
-    return replace(record, datasets=datasets)
 
 
 class TrainingNotes:
@@ -206,7 +200,7 @@ class TrainingNotes:
         self._record = TrainingRecord()
 
     def begin(self, first_step: int) -> None:
-        """Record the start of training: the number of steps that earlier attempts have done."""
+        """Record the start of training after the steps of earlier attempts."""
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
@@ -215,7 +209,6 @@ class TrainingNotes:
         self._write(replace(self._record, datasets=(*others, dataset)))
 
     def set_num_parameters(self, num_parameters: int) -> None:
-        """Record the number of the model's parameters."""
         self._write(replace(self._record, num_parameters=num_parameters))
 
     def _write(self, record: TrainingRecord) -> None:
@@ -238,7 +231,6 @@ _FOLDER = re.compile(r"step-([0-9]{8,18})")
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
@@ -279,7 +271,7 @@ def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
 
     Args:
         reached: last step that earlier attempts have done.
-        is_script: whether the files in the folder are those of a script, which decides itself what it loads.
+        is_script: the files in the folder are those of a script, which decides itself what it loads.
     """
     if is_script:
         names, done = script_files(run), f" (after step {reached})" if reached else ""
@@ -311,11 +303,9 @@ def continuation(run: RunDir) -> str:
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
-    """Return how a run has stopped; for a plain script also the saved files and the effect of a resume.
+    """Return how a run has stopped; for a plain script also the files saved since `began` and the effect of a resume.
 
-    Args:
-        script: `trainer.script`; empty for a trainer, which saves before it stops.
-        began: begin of the attempt.
+    A trainer, whose `script` is empty, saves before it stops.
     """
     if not script:
         return "everything saved"
@@ -356,41 +346,38 @@ def keep(run: RunDir, values: Mapping[str, str]) -> None:
 def kept(run: RunDir) -> dict[str, str]:
     """Return the secrets by variable name; empty if there is no such file or it belongs to another user.
 
-    Raises:
-        RunFolderError: other users can read the file, or it is damaged.
+    Raises RunFolderError if other users can read the file, or it is damaged.
     """
+
+    def read() -> tuple[os.stat_result, bytes]:
+        # Without O_NONBLOCK, a pipe that nobody writes to would block.
+        with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            about = os.fstat(file.fileno())
+            is_mine = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            return about, file.read() if is_mine else b""
+
     try:
-        raw = retry.retry(lambda: _read(run), run.secrets)
+        about, raw = retry.retry(read, run.secrets)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise RunFolderError(f"{run.secrets} cannot be read: {error.strerror}") from error
-    if raw is None:
+    if not stat.S_ISREG(about.st_mode):
+        raise RunFolderError(f"{run.secrets} is not a regular file: remove it")
+    if about.st_uid != os.geteuid():
         return {}
-    try:
-        found = host_files.parse_json(raw)
-    except ValueError:
-        found = None
-    values = host_files.unstamped(found, run.secrets).get("values") if isinstance(found, dict) else None
+    if (mode := stat.S_IMODE(about.st_mode)) & 0o077:
+        raise RunFolderError(
+            f"{run.secrets} has mode {mode:04o}, so other users may have read its secrets: replace them, then `chmod"
+            " 600` the file"
+        )
+    values = None
+    with suppress(ValueError):
+        if isinstance(found := host_files.parse_json(raw), dict):
+            values = host_files.unstamped(found, run.secrets).get("values")
     if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
         raise RunFolderError(f"{run.secrets} is damaged: remove it, and set its variables in the environment")
     return values
-
-
-def _read(run: RunDir) -> bytes | None:
-    # Without O_NONBLOCK, a pipe that nobody writes to would block.
-    with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise RunFolderError(f"{run.secrets} is not a regular file: remove it")
-        if about.st_uid != os.geteuid():
-            return None
-        if stat.S_IMODE(about.st_mode) & 0o077:
-            raise RunFolderError(
-                f"{run.secrets} has mode {stat.S_IMODE(about.st_mode):04o}, so other users may have read its secrets:"
-                " replace them, then `chmod 600` the file"
-            )
-        return file.read()
 
 
 # Origin of a run's config, in `origin.json`: the config that the run was started with, before its overrides.
@@ -423,7 +410,6 @@ class Override:
 def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
     """Return the origin of a run that is started with this config, these overrides and this site profile."""
     from hpcdist.config.loading import load_config, written_keys
-    from hpcdist.config.written import flat_values
 
     try:
         values = flat_values(load_config(source, cluster=cluster))
@@ -434,7 +420,6 @@ def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None 
 
 
 def write_origin(run: RunDir, origin: Origin) -> None:
-    """Write `origin.json`. Raises OSError if that fails."""
     write_json(run.path / "origin.json", asdict(origin))
 
 
@@ -476,7 +461,6 @@ class RerunRecord:
 
 
 def write_rerun(run: RunDir, record: RerunRecord) -> None:
-    """Write `rerun.json`. Raises OSError if that fails."""
     write_json(run.path / "rerun.json", asdict(record))
 
 
@@ -487,8 +471,6 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
 
 # A resume with changed keys replaces `config.yaml` and keeps the old config in the folder of the last attempt, which
 # ran with it. If the run fails before a step is completed with the changed keys, the old config is restored.
-
-_SHOWN_KEYS = 3
 
 
 def check(run: RunDir, config: Config) -> None:
@@ -530,7 +512,7 @@ def restore_config(run: RunDir) -> str:
         keys = ["config"]
     retry.rename(old, run.config)
     retry.retry(lambda: fsync_folder(run.path), run.path)
-    return ", ".join(keys[:_SHOWN_KEYS]) + " …" * (len(keys) > _SHOWN_KEYS)
+    return ", ".join(keys[:3]) + " …" * (len(keys) > 3)
 
 
 def with_restored_config(run: RunDir, state: State) -> State:

@@ -1,5 +1,5 @@
-"""The code of a run: the tree that holds it, its snapshot in the run folder with a description of its origin, and its
-restoration for a rerun.
+"""The code of a run: the tree that holds it, its snapshot in the run folder without secrets, a description of its
+origin, and its restoration for a rerun.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ import filecmp
 import logging
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,29 +26,21 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import hpcdist
-from hpcdist.config.redaction import redact_words
+from hpcdist.config.redaction import holds_secret, redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host.files import fill, parse_json, write_atomic, write_json
 from hpcdist.host.machine import num_cores, source_digest
-from hpcdist.run.folder import RunDir, read_record
+from hpcdist.run.folder import DATABASE, RunDir, read_record
 from hpcdist.run.lease import user_name
-from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, foreign, without_secrets
+
+log = logging.getLogger(__name__)
 
 # The tree that holds the code of a run: git commands, the place of the trainer, and what Python imports from it.
 
 #: Options of `git ls-files` for files that git neither tracks nor ignores.
 UNTRACKED = ("--others", "--exclude-standard")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeTree:
-    """The tree that holds the trainer of a run."""
-
-    top: Path  #: top of the code; the ranks' working directory if the code is not copied
-    root: Path | None  #: top of the git work tree, whose commit is that of the code; None outside of git
-    copied: bool  #: whether the run folder gets a copy
 
 
 def git_output(folder: Path, *arguments: str) -> str:
@@ -80,10 +75,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
     """Return the script of a user, or the file or folder of the trainer's top-level module.
 
-    None if it is not found, or if it is installed in a folder of packages.
-
-    Args:
-        path: where Python looks for the module first.
+    None if it is not found, first in `path`, or if it is installed in a folder of packages.
     """
     script = config.trainer.script
     if script and script[0] != "-m":
@@ -102,24 +94,25 @@ def is_own(config: Config) -> bool:
     return bool(config.trainer.script) or ":" in config.trainer.target
 
 
-def find_tree(config: Config, cwd: Path) -> CodeTree:
-    """Return the git work tree that holds the trainer, else `cwd`; for a shipped trainer the tree of hpcdist."""
+def find_tree(config: Config, cwd: Path) -> tuple[Path, Path | None, bool]:
+    """Return the tree that holds the trainer, for a shipped one that of hpcdist.
+
+    Returns:
+        The top of the code, else `cwd`; the top of the git work tree, whose commit is that of the code, if there is
+        one; and whether the run folder gets a copy.
+    """
     if is_own(config):
         place = trainer_place(config, [str(cwd)])
         root = (git_root(place.parent) if place is not None else None) or git_root(cwd)
-        return CodeTree(top=root or cwd, root=root, copied=True)
+        return root or cwd, root, True
     package = Path(hpcdist.__file__).resolve()
     root = git_root(package.parent) if git_paths(package.parent, "--cached", *UNTRACKED, package.name) else None
     copied = root is not None and cwd.is_relative_to(root)
-    return CodeTree(top=root if copied and root else cwd, root=root, copied=copied)
+    return root if copied and root else cwd, root, copied
 
 
 def import_roots(top: Path, files: Collection[Path]) -> list[str]:
-    """Return the folders below `top` in which this Python finds modules: `src` of an editable install, for example.
-
-    Args:
-        files: the files of the tree.
-    """
+    """Return the folders of a tree in which this Python finds modules: `src` of an editable install, for example."""
     folders = {folder for file in files for folder in file.parents if top in folder.parents}
     found = [Path(entry).resolve() for entry in sys.path if entry]
     packages = {file.parent for file in files if file.name == "__init__.py"}
@@ -129,16 +122,140 @@ def import_roots(top: Path, files: Collection[Path]) -> list[str]:
     return [folder.relative_to(top).as_posix() for folder in dict.fromkeys(found) if folder in folders]
 
 
-def editable_projects() -> Iterator[Path]:
-    """Yield the folders of editable installs in this Python, without hpcdist."""
-    from importlib import metadata  # slow to import
+# The filter of a snapshot: likely secrets and ignored files are left out.
+#
+# The patch is sent to MLflow, where other users can read it, so hunks with likely secrets are left out. The copy of the
+# code stays in the run folder, and ranks execute it. Files with secrets are left out of the copy, except Python
+# modules, because the run would fail without them.
 
-    for distribution in metadata.distributions():
-        if text := distribution.read_text("direct_url.json"):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                origin = parse_json(text.encode())
-                if origin["dir_info"]["editable"] and distribution.name != "hpcdist":
-                    yield Path(unquote(urlsplit(origin["url"]).path))
+#: Read at the top of the code, in the syntax of `.gitignore`.
+IGNORE_FILE = ".hpcdistignore"
+#: Names of files that usually hold secrets; compared in lower case.
+_SECRET_FILES = (
+    ".env", ".env.*", "*.env", "*.pem", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.key", "*.ppk",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc",
+    ".htpasswd", ".git-credentials", "credentials", "credentials.*", "secrets.*", ".secrets", "kubeconfig",
+    "*.tfstate", "*.tfvars", "service-account*.json", "service_account*.json",
+)  # fmt: skip
+_HARMLESS_FILES = ("*.pub", "*.example", "*.sample", "*.template", "*.py", "*.pyi", "*.md", "*.rst")
+#: Folders with secrets in files of any name.
+_SECRET_FOLDERS = (".aws", ".kube", ".docker", ".ssh", ".gnupg", ".azure")
+_CODE = (".py", ".pyi", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".js", ".ts", ".java", ".go")
+#: Suffixes of files that ranks import from the copy.
+_MODULES = (".py", ".pyi", ".so")
+#: Larger files are not scanned: settings and source files are smaller.
+MAX_SCAN_BYTES = 2**20
+_HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
+
+
+def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
+    """Return a function that returns whether a path below `top` is no code.
+
+    It is then in `runs_dir`, a run, a sweep, a file or folder of hpcdist beside runs, or a virtual environment.
+    """
+    runs_dir = runs_dir.resolve()  # paths from git contain no symbolic links
+
+    @cache
+    def is_foreign(path: Path) -> bool:
+        if path == top:
+            return False
+        if is_foreign(path.parent) or (path == runs_dir and not cwd.is_relative_to(path)):
+            return True
+        if not path.is_dir():
+            return path.name.startswith(DATABASE) or path.name == ".sync.lock"
+        return (
+            (path / "pyvenv.cfg").exists()
+            or ((path / "state.json").exists() and (path / "attempts").is_dir())
+            or (path.name == ".environments" and (path / "lock").exists())
+            or path.name.startswith(".hpcdist-")
+            or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
+        )
+
+    return is_foreign
+
+
+def is_secret_file(name: str) -> bool:
+    """Return whether a file probably holds secrets, by its path in the tree."""
+    *folders, leaf = name.lower().split("/")
+    if any(fnmatchcase(leaf, pattern) for pattern in _HARMLESS_FILES):
+        return False
+    return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or not set(folders).isdisjoint(_SECRET_FOLDERS)
+
+
+def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
+    """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
+
+    Args:
+        new: files that git does not track. The content of others is in git's history, so only their names are checked.
+    """
+    kept, left_out = [], []
+    for path in files:
+        name = path.relative_to(top).as_posix()
+        if is_secret_file(name):
+            left_out.append(name)
+        elif path in new and (line := _first_secret(path)) is not None:
+            left_out.append(f"{name}:{line}")
+        else:
+            kept.append(path)
+    return kept, left_out
+
+
+def _first_secret(path: Path) -> int | None:
+    """Return the number of the first line with a likely secret; None if there is none or the file is not scanned."""
+    if path.suffix in _MODULES or path.is_symlink():
+        return None
+    try:
+        if path.stat().st_size > MAX_SCAN_BYTES:
+            return None
+        raw = path.read_bytes()
+    except OSError:  # it has vanished, or the copy will report it
+        return None
+    if b"\0" in raw[:8192]:
+        return None
+    lines = raw.decode(errors="replace").splitlines()
+    code = path.suffix in _CODE
+    return next((number for number, line in enumerate(lines, 1) if holds_secret(line, code=code)), None)
+
+
+def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]) -> tuple[str, list[str]]:
+    """Return a patch without hunks that hold a likely secret, and the locations of these: `name` or `name:line`.
+
+    Args:
+        patch: output of `git diff --binary --no-renames`.
+        names: the files of the patch, in its order.
+        ignored: returns whether a file is left out without a message.
+    """
+    head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    if len(parts) != len(names):
+        # For example during a merge: parts cannot be assigned to files.
+        return "", ["code.patch (files that are not merged yet)"]
+    kept, left_out = [head], []
+    for name, part in zip(names, parts, strict=True):
+        if ignored(name):
+            continue
+        if is_secret_file(name):
+            left_out.append(name)
+            continue
+        # The data of a binary file is no hunk.
+        header, *hunks = [part] if "\nGIT binary patch\n" in part else re.split(r"^(?=@@ -)", part, flags=re.MULTILINE)
+        lines = [_secret_line(hunk, code=Path(name).suffix in _CODE) for hunk in hunks]
+        clean = [hunk for hunk, line in zip(hunks, lines, strict=True) if line is None]
+        # A file without hunks is binary, or was only renamed or made executable.
+        kept += [header, *clean] if clean or not hunks else []
+        left_out += [f"{name}:{line}" for line in lines if line is not None]
+    return "".join(kept), left_out
+
+
+def _secret_line(hunk: str, *, code: bool) -> int | None:
+    """Return the number of the first suspicious line in the new file; of a removed line, that of the line after it."""
+    first, *lines = hunk.split("\n")
+    match = _HUNK.match(first)
+    number = int(match[1]) if match else 0
+    for line in lines:
+        if holds_secret(line[1:].rstrip("\r"), code=code):
+            return number
+        number += line[:1] in ("+", " ")
+    return None
 
 
 # Snapshot of a run's code in its folder, and the description of its origin in `environment.json`.
@@ -151,7 +268,6 @@ SHOWN = 8
 MAX_UNTRACKED = 50
 #: Limit of the links from a copy to what it leaves out.
 MAX_LINKS = 1000
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,26 +300,29 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
 
     Args:
         folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
-
-    Raises:
-        UserMistake: the code is larger than `launch.code_max_mb`.
     """
-    tree = find_tree(config, cwd) if folder is None else CodeTree(top=folder, root=folder, copied=True)
-    top, root = tree.top, tree.root
+    top, root, copied = find_tree(config, cwd) if folder is None else (folder, folder, True)
     commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
-    ignored = _ignored(top, in_git=root is not None) if tree.copied or root else set()
-    patch, left_out = _patch(root, ignored) if root and commit else ("", [])
+    ignored = _ignored(top, in_git=root is not None) if copied or root else set()
+    patch = ""
+    left_out: list[str] = []
+    if root is not None and commit:
+        options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
+        names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
+        patch = git_output(root, "diff", "--binary", *options)
+        patch, left_out = clean_patch(patch, names, lambda name: root / name in ignored)
     if patch:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     else:
         (run.path / "code.patch").unlink(missing_ok=True)
-    new = set(git_paths(root, *UNTRACKED)) if root and tree.copied else set()
+    new = set(git_paths(root, *UNTRACKED)) if root and copied else set()
     kept: list[Path] = []
-    if tree.copied:
+    if copied:
         is_foreign = foreign(Path(config.runs_dir), cwd, top)
         # git also lists deleted files, and submodules as folders.
         listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
-        wanted = [path for path in listed if path not in ignored and _is_file(path) and not is_foreign(path)]
+        files = [path for path in listed if path.is_symlink() or path.is_file()]  # a link may be dangling
+        wanted = [path for path in files if path not in ignored and not is_foreign(path)]
         kept, secret = without_secrets(top, wanted, new if root else set(wanted))
         left_out = list(dict.fromkeys([*left_out, *secret]))
         _copy(top, kept, run.code, config)
@@ -221,7 +340,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         root=str(top),
         git_commit=commit,
         git_dirty=bool(root and git_output(root, "status", "--porcelain", "--untracked-files=no")),
-        copied=tree.copied,
+        copied=copied,
         left_out=left_out,
         untracked=untracked[:MAX_UNTRACKED],
         num_untracked=len(untracked),
@@ -262,24 +381,19 @@ def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
         name = place.name if config.trainer.script else config.trainer.target.partition(":")[0].partition(".")[0]
         log.warning("%s is imported from %s, not from a copy: later edits of it change the run", name, place)
     if config.container.runtime == "none" and config.cluster.environment.kind == "none":  # ranks have this Python
-        live += [str(folder) for folder in editable_projects() if not folder.resolve().is_relative_to(code.root)]
+        from importlib import metadata  # slow to import
+
+        for distribution in metadata.distributions():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                origin = parse_json((distribution.read_text("direct_url.json") or "").encode())
+                folder = Path(unquote(urlsplit(origin["url"]).path))
+                if origin["dir_info"]["editable"] and not folder.resolve().is_relative_to(code.root):
+                    live += [str(folder)] * (distribution.name != "hpcdist")
     return list(dict.fromkeys(live))
 
 
-def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
-    """Return the uncommitted changes without likely secrets, and the locations of these."""
-    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
-    names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
-    patch = git_output(root, "diff", "--binary", *options)
-    return clean_patch(patch, names, lambda name: root / name in ignored)
-
-
 def _ignored(top: Path, *, in_git: bool) -> set[Path]:
-    """Return the files that `.hpcdistignore` excludes and, outside of a git work tree, `.gitignore`.
-
-    Raises:
-        UserMistake: there is a `.hpcdistignore`, but no git to interpret it.
-    """
+    """Return the files that `.hpcdistignore` excludes and, outside of a git work tree, `.gitignore`."""
     own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
     if in_git:
         if not own:
@@ -307,11 +421,7 @@ def code_state(run: RunDir) -> CodeState:
 
 
 def code_of(facts: Mapping[str, Any], path: Path) -> CodeState:
-    """Return the origin of a run's code from the content of its `environment.json`. Raises RunFolderError.
-
-    Args:
-        path: of the file, for messages.
-    """
+    """Return the origin of a run's code from the content of its `environment.json`, which messages call `path`."""
     code = facts.get("code")
     found = fill(CodeState, code if isinstance(code, dict) else {}, path)
     for folder in [found.cwd, *found.sources] if found.copied else []:
@@ -358,43 +468,31 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
 
 def machine_facts() -> dict[str, Any]:
     """Return platform, cores, versions, and a digest of hpcdist's source files, as `environment.json` holds them."""
+    from importlib import metadata  # slow to import, and not needed in jobs
+
+    versions = {"hpcdist": hpcdist.__version__}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return {
         "platform": platform.platform(),
         "cores": num_cores(),
         "python": platform.python_version(),
-        "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
+        "versions": versions,
         "source_digest": source_digest(str(Path(hpcdist.__file__).parent)),
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    from importlib import metadata  # slow to import, and not needed in jobs
-
-    for package in _PACKAGES:
-        try:
-            yield package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
 
 
 def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
     files = []
     for folder, subfolders, names in os.walk(top):
         here = Path(folder)
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if not name.startswith(".") and name != "__pycache__" and not is_foreign(here / name)
-        ]
+        shown = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        subfolders[:] = [name for name in shown if not is_foreign(here / name)]
         # os.walk lists links to folders among the subfolders, and does not follow them.
         links = [name for name in subfolders if (here / name).is_symlink()]
         files += [here / name for name in names + links if not name.startswith(".")]
     return files
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether a path is a regular file or a symbolic link, which may be dangling."""
-    return path.is_symlink() or path.is_file()
 
 
 def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
@@ -444,13 +542,20 @@ class CodeSource:
     def restore(self, run: RunDir, config: Config) -> CodeState:
         """Write code and patch into the folder of a new run. Returns the origin of the code, that of the recorded run.
 
-        Raises:
-            UserMistake: git cannot check out the commit, the patch does not fit it, or the code is too large.
+        A commit is checked out, with the patch, in a temporary clone, of which a snapshot is taken.
         """
         if self.copy is not None:
             shutil.copytree(self.copy, run.code, symlinks=True)
-        elif self.repository is not None:
-            _check_out(self, self.repository, run, config)
+        elif self.repository is not None and self.recorded.git_commit is not None:
+            with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as folder:
+                clone = Path(folder) / "code"
+                _git(["clone", "--quiet", "--shared", "--no-checkout", str(self.repository), str(clone)])
+                _git(["-C", str(clone), "checkout", "--quiet", "--detach", self.recorded.git_commit])
+                if self.patch:
+                    # With the index, so that new files of the patch are not untracked ones.
+                    _git(["-C", str(clone), "apply", "--index", "--whitespace=nowarn", "-"], self.patch)
+                # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
+                take(replace(config, runs_dir=str(run.path)), run, Path(self.recorded.cwd), clone)
         if self.patch:
             write_atomic(run.path / "code.patch", self.patch)
         return self.recorded
@@ -460,11 +565,8 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
     """Return the source of a recorded run's code: the copy in its folder, else the first place with its commit.
 
     Args:
-        recorded: the origin of its code.
         folder: its run folder, if that can be read here.
         places: folders in git work trees.
-
-    Raises UserMistake if the code is in none of them.
     """
     if not recorded.copied:
         return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
@@ -480,17 +582,9 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
         )
     for place in places:
         if (root := git_root(place)) is not None and _has_commit(root, recorded.git_commit):
-            changes = " with code.patch" if patch else ""
-            return CodeSource(
-                recorded=recorded,
-                patch=patch,
-                repository=root,
-                text=f"commit {recorded.git_commit[:SHORT]} of {root}{changes}",
-                missing=(
-                    *_missing("files that were not in git", recorded.untracked, recorded.num_untracked),
-                    *left_out,
-                ),
-            )
+            text = f"commit {recorded.git_commit[:SHORT]} of {root}{' with code.patch' if patch else ''}"
+            new = _missing("files that were not in git", recorded.untracked, recorded.num_untracked)
+            return CodeSource(recorded=recorded, patch=patch, repository=root, text=text, missing=(*new, *left_out))
     looked = ", ".join(dict.fromkeys(map(str, places)))
     raise UserMistake(
         f"commit {recorded.git_commit[:SHORT]} of the run is not in a git repository at {looked}:"
@@ -502,21 +596,6 @@ def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
     """Return a sentence with the first names of some missing files; nothing without any."""
     more = f" and {number - _SHOWN} more" if number > _SHOWN else ""
     return (f"{kind}: {', '.join(names[:_SHOWN])}{more}",) if number else ()
-
-
-def _check_out(source: CodeSource, repository: Path, run: RunDir, config: Config) -> None:
-    """Check out the commit with the patch in a temporary clone, and take a snapshot of that."""
-    recorded = source.recorded
-    assert recorded.git_commit is not None
-    with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as folder:
-        clone = Path(folder) / "code"
-        _git(["clone", "--quiet", "--shared", "--no-checkout", str(repository), str(clone)])
-        _git(["-C", str(clone), "checkout", "--quiet", "--detach", recorded.git_commit])
-        if source.patch:
-            # With the index, so that new files of the patch are not untracked ones.
-            _git(["-C", str(clone), "apply", "--index", "--whitespace=nowarn", "-"], source.patch)
-        # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
-        take(replace(config, runs_dir=str(run.path)), run, Path(recorded.cwd), clone)
 
 
 def _has_commit(root: Path, commit: str) -> bool:

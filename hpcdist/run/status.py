@@ -1,26 +1,240 @@
-"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job; and how
-often run folders are read and written.
+"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job; the record
+of a run's jobs; and how often run folders are read and written.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from hpcdist.errors import RunFolderError
+from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.host import retry
-from hpcdist.host.files import read_json
-from hpcdist.run.folder import ENDED, RunDir, State, Status, sentence_of
-from hpcdist.run.lease import hold, holder, last_renewal
-from hpcdist.run.slurm_job import job_of
+from hpcdist.host.files import LARGEST, fill, read_json, write_json
+from hpcdist.host.nodelist import expand
+from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record, sentence_of
+from hpcdist.run.lease import hold, holder
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
+from hpcdist.slurm.current_job import job_id_of
 from hpcdist.slurm.output import JobInfo
+
+# The Slurm job of a run: its id in `slurm.json`, and a record of its starts in `job.json`.
+
+#: Slurm's controller and its accounting report the begin of a job to the second.
+_SAME_S = 2.0
+#: After the end of a start, the nodes that are down are those that ended it only for a limited time.
+_RECENT_S = 3600.0
+#: States of a start in accounting after which Slurm may have started the job again.
+_STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
+_JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedJob:
+    """The content of `slurm.json` of a submitted run."""
+
+    job_id: str
+    job_name: str = ""
+    cluster: str = ""
+
+
+def job_of(run: RunDir) -> JobRef | None:
+    """Return the job that a run was last submitted as; None for a local run."""
+    saved = read_record(run.slurm)
+    if not saved or not saved.get("job_id"):
+        return None
+    ref = fill(_SavedJob, saved | {"job_id": str(saved["job_id"])}, run.slurm)
+    # The id becomes an argument of Slurm's commands, which must not take it for an option or a list of jobs.
+    if _JOB_ID.fullmatch(ref.job_id) is None:
+        raise RunFolderError(f"{run.slurm} is damaged: {ref.job_id[:40]!r} is not a Slurm job id")
+    return JobRef(id=ref.job_id, name=ref.job_name, cluster=ref.cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """One start of a job, as `job.json` records it. Times are seconds since the epoch."""
+
+    began: float
+    nodes: str = ""
+    queue_s: float = 0.0  #: time in the queue before this start
+    ended: float | None = None  #: None while the job runs, and until accounting has reported the end
+    cores: int = 0  #: number of allocated cores; 0 if accounting has not reported it
+    gpus: int = 0
+    energy_j: float | None = None
+    state: str = ""  #: of this start in accounting, such as PREEMPTED or NODE_FAIL; empty if it is not known
+    failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
+
+    def contains(self, moment: float) -> bool:
+        """Return whether the job was allocated in this start at a time in seconds since the epoch."""
+        return self.began - _SAME_S <= moment and (self.ended is None or moment <= self.ended + _SAME_S)
+
+
+@dataclass(kw_only=True)
+class _Record:
+    """The content of `job.json`: the starts of all jobs of a run, by job id and restart count, without damaged ones."""
+
+    job_id: str = ""  #: the job that the run was last submitted as, or the one before it
+    jobs: dict[str, dict[str, dict[str, Any]]]
+    names: dict[str, str]  #: of the jobs, where they are known
+
+
+def keep_job(run: RunDir) -> None:
+    """Note the job of a run in `job.json`, before `slurm.json` gets another one: accounting can complete it later."""
+    if (job := job_of(run)) is None:
+        return
+    record = _read(run)
+    if job.id not in record.jobs or (job.name and record.names.get(job.id) != job.name):
+        record.jobs.setdefault(job.id, {})
+        record.names |= {job.id: job.name} if job.name else {}
+        _write(run, record)
+
+
+def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
+    """Record, from inside a job, its nodes, its begin and its queue time in `job.json`.
+
+    Accounting completes the records of earlier starts and of earlier jobs.
+    """
+    job_id = job_id_of(env)
+    facts = client.take_snapshot(JobRef(id=job_id)).info
+    if facts is None or facts.started is None:
+        return
+    record = _read(run)
+    start = {"nodes": facts.nodes, "queue_s": facts.queue_s(time.time()) or 0.0, "began": facts.started}
+    starts = record.jobs.get(job_id, {}) | {str(facts.restarts): start}
+    _write(run, replace(record, job_id=job_id, jobs={**record.jobs, job_id: _completed(starts, job_id)}))
+
+
+def update_job_starts(run: RunDir) -> None:
+    """Complete the records of all jobs of a run with begin, end, cores, GPUs and energy from Slurm's accounting.
+
+    Without accounting, or if it does not answer, the records remain as they are.
+    """
+    job = job_of(run)
+    record = _read(run)
+    names = record.names | ({job.id: job.name} if job is not None and job.name else {})
+    job_id = record.job_id if job is None else job.id
+    jobs = record.jobs | ({job_id: record.jobs.get(job_id, {})} if job is not None else {})
+    completed = {
+        one: starts
+        if _is_complete(starts)
+        else _completed(starts, one, names.get(one, ""), is_certain=job is not None and one == job.id)
+        for one, starts in jobs.items()
+    }
+    if completed != jobs:
+        _write(run, _Record(job_id=job_id, jobs=completed, names=names))
+
+
+def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
+    """Return whether the end of a job is recorded; after some states Slurm may have started it again."""
+    return (
+        bool(starts)
+        and all(start.get("ended") is not None and start.get("cores") for start in starts.values())
+        and starts[max(starts, key=int)].get("state") not in _STARTED_AGAIN
+    )
+
+
+def _completed(
+    starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str = "", *, is_certain: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Return the records of a job with the facts of accounting, which are authoritative.
+
+    Args:
+        job_name: empty if it is not known.
+        is_certain: whether this job has the id now. Slurm may give the id of an old job to another one, whose starts
+            are recognised by the name or, where it is not known, by the times.
+    """
+    try:
+        accounted = client.accounted_starts(job_id)
+    except SlurmError:
+        return dict(starts)
+    known = [start for start in accounted if job_name in ("", start.name)]
+    began = [start["began"] for start in starts.values()]
+    is_known = is_certain or job_name or any(abs(one.began - moment) <= _SAME_S for one in known for moment in began)
+    if not known or not is_known:
+        return dict(starts)
+    completed = {}
+    for number, start in enumerate(known):
+        facts = {key: value for key, value in asdict(start).items() if key != "name" and value is not None}
+        completed[str(number)] = facts | _failed_nodes(facts, starts.values())
+    # Accounting learns of a start some seconds later.
+    late = [start for start in starts.values() if all(abs(start["began"] - one.began) > _SAME_S for one in known)]
+    return completed | {str(len(known) + index): start for index, start in enumerate(late)}
+
+
+def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the key of the nodes whose failure ended a start of a job, if they are known.
+
+    Accounting does not name them in all versions of Slurm: they are the nodes of the start that are down or have booted
+    when this is asked for the first time, soon after its end. The records before, `earlier`, keep the answer.
+    """
+    if record.get("state") != "NODE_FAIL" or not record.get("nodes"):
+        return {}
+    for one in earlier:
+        if "failed_nodes" in one and abs(one["began"] - record["began"]) <= _SAME_S:
+            return {"failed_nodes": one["failed_nodes"]}
+    if time.time() - (record.get("ended") or 0.0) > _RECENT_S:
+        return {}
+    try:
+        return {"failed_nodes": ",".join(client.failed_nodes(expand(record["nodes"]), record["began"]))}
+    except HpcdistError:
+        return {}
+
+
+def _write(run: RunDir, record: _Record) -> None:
+    earlier = {job_id: starts for job_id, starts in record.jobs.items() if job_id != record.job_id}
+    value = {"job_id": record.job_id, "starts": record.jobs.get(record.job_id, {}), "earlier": earlier}
+    write_json(run.path / "job.json", value | ({"names": record.names} if record.names else {}))
+
+
+def all_job_starts(run: RunDir) -> list[JobStart]:
+    """Return all starts of all jobs of a run, oldest first."""
+    found = [
+        fill(JobStart, start, run.path / "job.json") for starts in _read(run).jobs.values() for start in starts.values()
+    ]
+    return sorted(found, key=lambda start: start.began)
+
+
+def job_starts(run: RunDir) -> list[dict[str, Any]]:
+    """Return the records of all starts of the run's current job, oldest first; see `record_job_start`."""
+    job = job_of(run)
+    starts = _read(run).jobs.get(job.id, {}) if job is not None else {}
+    return [starts[number] for number in sorted(starts, key=int)]
+
+
+def _read(run: RunDir) -> _Record:
+    noted = read_json(run.path / "job.json") or {}
+    earlier, names, job_id = (noted.get(key) for key in ("earlier", "names", "job_id"))
+    jobs = dict(earlier) if isinstance(earlier, dict) else {}
+    if isinstance(job_id, str) and job_id:
+        jobs[job_id] = noted.get("starts")
+    return _Record(
+        job_id=job_id if isinstance(job_id, str) else "",
+        jobs={
+            one: {number: start for number, start in starts.items() if number.isdecimal() and _is_start(start)}
+            for one, starts in jobs.items()
+            # The id becomes an argument of Slurm's commands.
+            if isinstance(starts, dict) and _JOB_ID.fullmatch(one)
+        },
+        names={one: name for one, name in names.items() if isinstance(name, str)} if isinstance(names, dict) else {},
+    )
+
+
+def _is_start(start: object) -> bool:
+    try:
+        values = asdict(fill(JobStart, start, Path())).values() if isinstance(start, dict) else [-1]
+    except RunFolderError:
+        return False
+    return all(value >= 0 for value in values if isinstance(value, int | float))
+
+
+# The status of a run, derived from its state file, its lease and its job.
 
 #: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
@@ -85,11 +299,7 @@ def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path
 
 
 def status_of(run: RunDir, *, history: bool = False) -> RunStatus:
-    """Return the status of a run. Queries Slurm once for a Slurm run.
-
-    Args:
-        history: also query accounting for memory, steps and earlier starts of the job.
-    """
+    """Return the status of a run; with `history`, also memory, steps and earlier starts of its job."""
     return status_from(run, query_job(run, history=history))
 
 
@@ -120,22 +330,18 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
         return status(state.status)
     if snapshot is None:
         return status("lost", final=True) if state.status == "running" else status(state.status)
+    if snapshot.is_over and facts is not None:
+        unrecorded = ", its supervisor exited without recording a status" if facts.state == "COMPLETED" else ""
+        return status("lost", facts.sentence() + unrecorded, final=True)
     if snapshot.is_over:
-        return status("lost", _end_of_job(run, facts), final=True)
+        job = job_of(run)
+        reason = f"Slurm no longer knows job {job.id if job else '?'}, and its supervisor did not record a status"
+        return status("lost", reason, final=True)
     if facts is not None and facts.waiting:
         return status("queued")
     if state.status == "running" and facts is None and not snapshot.installed:
         return status("lost", final=True)
     return status(state.status)
-
-
-def _end_of_job(run: RunDir, facts: JobInfo | None) -> str:
-    """Return a sentence about a job that ended before its supervisor recorded a status."""
-    if facts is not None:
-        unrecorded = ", its supervisor exited without recording a status" if facts.state == "COMPLETED" else ""
-        return facts.sentence() + unrecorded
-    job = job_of(run)
-    return f"Slurm no longer knows job {job.id if job else '?'}, and its supervisor did not record a status"
 
 
 class StatusWatch:
@@ -161,17 +367,16 @@ class StatusWatch:
             self._snapshots = query_jobs(runs)
             is_away = any(snapshot.error for snapshot in self._snapshots.values())
             self._next_query = self._clock() + (QUERY_UNAVAILABLE_S if is_away else QUERY_EVERY_S)
-        return [self._poll(run) for run in runs]
-
-    def _poll(self, run: RunDir) -> RunStatus:
-        snapshot = self._snapshots.get(run.path)
-        found = status_from(run, snapshot)
-        if found.name != "lost" or snapshot is None:
-            self._first_lost.pop(run.path, None)
-            return found
-        if self._first_lost.setdefault(run.path, snapshot) is not snapshot:
-            return found
-        return replace(found, name=found.state.status, final=False, slurm_error="")
+        statuses = []
+        for run in runs:
+            snapshot = self._snapshots.get(run.path)
+            found = status_from(run, snapshot)
+            if found.name != "lost" or snapshot is None:
+                self._first_lost.pop(run.path, None)
+            elif self._first_lost.setdefault(run.path, snapshot) is snapshot:
+                found = replace(found, name=found.state.status, final=False, slurm_error="")
+            statuses.append(found)
+        return statuses
 
 
 def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> State:
@@ -180,7 +385,6 @@ def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> Sta
     Args:
         cells: folders of all cells; some may not exist yet.
         active: whether a process holds the sweep and starts its cells one after the other.
-        created: seconds since the epoch.
     """
     states: list[State] = []
     num_live, num_unreadable = 0, 0
@@ -203,7 +407,9 @@ def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> Sta
         status = "running" if any(state.attempt for state in states) else "queued"
     else:
         # A cell that is neither live nor ended has lost its supervisor.
-        status = _combined(["failed" if state.status == "running" else state.status for state in states] + odd)
+        found_ends = {"failed" if name == "running" else name for name in counts}
+        alone: Status = "finished" if found_ends == {"finished"} else "stopped"
+        status = "failed" if "failed" in found_ends else "cancelled" if "cancelled" in found_ends else alone
     return State(
         status=status,
         reason=f"{len(cells)} cells: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}",
@@ -213,22 +419,10 @@ def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> Sta
     )
 
 
-def _combined(statuses: Sequence[str]) -> Status:
-    if "failed" in statuses:
-        return "failed"
-    if set(statuses) == {"finished"}:
-        return "finished"
-    return "cancelled" if "cancelled" in statuses else "stopped"
-
-
 def close_if_lost(run: RunDir) -> str:
     """Record the end of a run whose supervisor or job died without recording one.
 
-    Returns:
-        The recorded reason; empty if the run is alive, waits, or has ended by itself.
-
-    Raises:
-        RunFolderError: a supervisor takes the run at this moment.
+    Returns the recorded reason; empty if the run is alive, waits, or has ended by itself.
     """
     if run.read_state().status in ENDED:
         return ""  # without a query to Slurm: there may be many old runs
@@ -247,7 +441,8 @@ def close_if_lost(run: RunDir) -> str:
     elif found.facts is not None:
         status = _CLOSED_AS.get(found.facts.state, "failed")
         ended = found.facts.ended
-    last_sign = last_renewal(run) or time.time()
+    renewed = lease.get("renewed")
+    last_sign = renewed if isinstance(renewed, int | float) and 0 < renewed <= LARGEST else time.time()
     # The lease of a dead job is void.
     with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign, lost=True))

@@ -1,4 +1,7 @@
-"""Sweeps: one run, called a cell, for each combination of values of the swept keys; and the folder of a sweep."""
+"""Sweeps: one run, called a cell, for each combination of values of the swept keys; and the folder of a sweep.
+
+A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,6 @@ from hpcdist.run.folder import RunDir, State, claim_experiment, read_record, req
 from hpcdist.run.lease import holder
 from hpcdist.run.records import Origin
 from hpcdist.run.status import sweep_state
-
-# Sweeps: one run, called a cell, for each combination of values of the swept keys. Pure functions.
-#
-# A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`.
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
@@ -65,16 +64,10 @@ class Sweep:
 
 
 def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parse `key=v1,v2` arguments; a comma inside brackets or quotes belongs to its value.
+    """Return the values of each key in `key=v1,v2` arguments; a comma inside brackets or quotes belongs to its value.
 
     Args:
         overrides: `key=value` arguments, which must not contain a swept key.
-
-    Returns:
-        The values of each key as texts.
-
-    Raises:
-        ConfigError: with one line per mistake.
     """
     problems: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
@@ -127,15 +120,12 @@ def _split(raw: str) -> tuple[str, ...] | None:
 def make_sweep(
     axes: Mapping[str, tuple[str, ...]], load: Callable[[Sequence[str]], Config], label_of: Callable[[Config], str]
 ) -> Sweep:
-    """Load the configs of all cells, and name the cells.
+    """Load the configs of all cells, and name the cells. Raises ConfigError with the mistakes of all cells.
 
     Args:
         axes: values of each swept key, as texts.
         load: returns the config with additional overrides.
         label_of: returns the beginning of the sweep's name, if the config sets no name.
-
-    Raises:
-        ConfigError: with the mistakes of all cells, without duplicates.
     """
     problems: dict[str, None] = {}
     source = "--sweep"
@@ -158,7 +148,10 @@ def make_sweep(
         base = _base(loaded[0][1], keys)
         of_last = _base(loaded[-1][1], keys)
         base = {name: value for name, value in base.items() if of_last.get(name, ...) == value}
-    name = loaded[0][1].name or _derived_name(label_of(loaded[0][1]), keys, base)
+    # A derived name depends only on config and keys, so that a later command can extend the sweep.
+    shorts = map(_slug, _short_keys(keys))
+    derived = "-".join([label_of(loaded[0][1]), *shorts, _hash({"base": base, "keys": sorted(keys)})])
+    name = loaded[0][1].name or derived
     cells = [
         _cell(name, {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}, config)
         for words, config in loaded
@@ -208,22 +201,10 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names if old.get(n, ...) != new.get(n, ...)]
 
 
-def _derived_name(label: str, keys: Sequence[str], base: Mapping[str, Any]) -> str:
-    """Return a name that depends only on config and keys, so that a later command can extend the sweep."""
-    shorts = [_slug(short) for short in _short_keys(keys)]
-    return "-".join([label, *shorts, _hash({"base": base, "keys": sorted(keys)})])
-
-
 def _short_keys(keys: Sequence[str]) -> list[str]:
     """Return the last part of each key, or the whole key if the last parts of several keys are equal."""
     last = [key.rpartition(".")[2] for key in keys]
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
-
-
-def reordered(sweep: Sweep, keys: Sequence[str]) -> Sweep:
-    """Return the sweep with the names of its cells for another order of the keys."""
-    cells = [_cell(sweep.name, {key: cell.values[key] for key in keys}, cell.config) for cell in sweep.cells]
-    return replace(sweep, keys=tuple(keys), cells=tuple(cells))
 
 
 def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
@@ -342,11 +323,7 @@ def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
 
 
 def match(sweep: Sweep) -> Sweep:
-    """Return a sweep with the names that its existing cells already have. Writes nothing.
-
-    Raises:
-        RunFolderError: the folder holds a run, or a sweep with other keys or another config.
-    """
+    """Return a sweep with the names that its existing cells already have. Writes nothing."""
     folder = SweepDir(sweep.folder)
     if folder.path.exists():
         require_trusted(folder.path, "run --sweep")
@@ -365,19 +342,14 @@ def match(sweep: Sweep) -> Sweep:
             f"sweep {sweep.name} was started with another config ({'; '.join(differences[:3])}): its cells could not be"
             " compared; choose another `name`"
         )
-    return _renamed(reordered(sweep, old["keys"]), old["cells"])
-
-
-def _renamed(sweep: Sweep, old: Iterable[dict[str, Any]]) -> Sweep:
-    known = [(cell["values"], cell) for cell in old]
     cells = []
-    for cell in sweep.cells:
-        before = next((stored for values, stored in known if values == cell.values), None)
-        if before is not None:
-            config = replace(cell.config, name=before["name"])
-            cell = replace(cell, name=before["name"], label=before["label"], config=config)
+    for one in sweep.cells:
+        cell = _cell(sweep.name, {key: one.values[key] for key in old["keys"]}, one.config)
+        if known := next((known for known in old["cells"] if known["values"] == cell.values), None):
+            config = replace(cell.config, name=known["name"])
+            cell = replace(cell, name=known["name"], label=known["label"], config=config)
         cells.append(cell)
-    return replace(sweep, cells=tuple(cells))
+    return replace(sweep, keys=tuple(old["keys"]), cells=tuple(cells))
 
 
 def write_sweep(sweep: Sweep) -> SweepDir:
@@ -392,11 +364,8 @@ def write_sweep(sweep: Sweep) -> SweepDir:
         "cells": [],
     }
     names = {cell["name"] for cell in known["cells"]}
-    added = [
-        {"name": cell.name, "label": cell.label, "values": cell.values}
-        for cell in sweep.cells
-        if cell.name not in names
-    ]
+    new = [cell for cell in sweep.cells if cell.name not in names]
+    added = [{"name": cell.name, "label": cell.label, "values": cell.values} for cell in new]
     if not folder.mlflow.exists():
         # The first shipper creates the MLflow run; all others find it by this id.
         write_json(folder.mlflow, {"run_uid": known["uid"]}, durable=True)

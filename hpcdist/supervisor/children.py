@@ -46,12 +46,9 @@ class RankParent:
     ) -> None:
         self._guard = guard
         self._cwd = cwd
-        #: File with the output of the parent.
         self.output = output
-        #: Whether the imports have succeeded.
-        self.was_ready = False
-        #: Whether later attempts may use it, or a successor.
-        self.is_usable = True
+        self.was_ready = False  #: whether the imports have succeeded
+        self.is_usable = True  #: whether later attempts may use it, or a successor
         self._init_timeout_s = init_timeout_s
         self._ready_by = time.monotonic() + init_timeout_s
         self._output_begin = output.stat().st_size if output.exists() else 0
@@ -59,8 +56,7 @@ class RankParent:
         try:
             with theirs:
                 self._process = guard.start(parent_command(run), env=env, cwd=cwd, output=output, control=theirs)
-            #: A connection for the next rank.
-            self._next = self._connect()
+            self._next = self._connect()  #: for the next rank
         except BaseException:
             self._control.close()
             raise
@@ -84,11 +80,7 @@ class RankParent:
         return self._process.poll() is None
 
     def fork(self, env: Mapping[str, str], log: int) -> ForkedRank:
-        """Fork a rank.
-
-        Args:
-            env: complete environment, which may differ from the parent's in a few variables.
-            log: descriptor of the file for standard output and error.
+        """Fork a rank with a complete environment, and a descriptor for its standard output and error.
 
         Raises NoParentError if the parent does not answer or cannot fork the rank, and RankRefusedError if no rank may
         start.
@@ -247,10 +239,7 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
 
 @contextmanager
 def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> Iterator[None]:
-    """Ship a Slurm run from this host inside the block, unless its job ships to a server itself.
-
-    Ctrl-C in the block does not affect the run.
-    """
+    """Ship a Slurm run from this host inside the block, unless its job ships to a server itself."""
     try:
         uri = resolve_uri(config, env)
     except TrackingError as error:

@@ -1,5 +1,9 @@
-"""Hung ranks: their stack traces, collected on every node before the ranks are killed, and the ranks that the others
-wait for.
+"""Hung ranks: their processes, stacks and collectives, collected on every node, and the ranks that the others wait for.
+
+    python -m hpcdist.supervisor.hang stacks ATTEMPT SECONDS     write the snapshots of this node's ranks
+    python -m hpcdist.supervisor.hang activity ATTEMPT           print their CPU and GPU use, without a signal to them
+
+The supervisor runs these commands on each node, outside of containers, as the user of the ranks.
 """
 
 from __future__ import annotations
@@ -7,23 +11,403 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from hpcdist.host.files import read_json, write_atomic
+from hpcdist.config.topology import Topology
+from hpcdist.errors import TopologyError
+from hpcdist.host.files import open_regular, read_json, write_atomic, write_json
 from hpcdist.host.machine import gpus
+from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
-from hpcdist.supervisor.hang_node import RankSnapshot, compare_calls, find_ranks, ranks_text
 from hpcdist.supervisor.launcher import Ranks
 
-# Summary of the snapshots of all ranks, which finds the ranks that the others wait for. Pure functions.
+log = logging.getLogger(__name__)
+
+# Processes of a run's ranks on this machine. Containers share the host's process table: their ranks are found as well,
+# if they run as the same user.
+
+#: States in which a process cannot run, whatever its code does. `disk-sleep` waits for a device or a file system.
+CANNOT_RUN = (
+    psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE,
+    psutil.STATUS_DEAD,
+)  # fmt: skip
+
+
+class RankProcess(NamedTuple):
+    pid: int
+    rank: int
+
+
+class ProcessState(NamedTuple):
+    state: str  #: psutil's name
+    wchan: str  #: kernel function that the process waits in; empty if it does not wait, or is not readable
+    threads: int
+    cpu_s: float  #: CPU time of all threads until now
+
+
+def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
+    """Return the processes of this user that are ranks of a run, by rank.
+
+    Command line and environment identify a rank, and its name one that was forked. Its forked children share all of
+    them, so a process whose parent is a rank does not count.
+
+    Args:
+        attempt: number of the attempt; None for any.
+        node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
+        with_tasks: whether to return the tasks of forked ranks as well: a task without a rank may still become one.
+    """
+    ranks: dict[int, tuple[int, int]] = {}
+    for process in psutil.process_iter():
+        # A process that has ended, or is not readable, counts as not found.
+        with suppress(psutil.Error, OSError, TopologyError):
+            if process.uids().real != os.getuid() or (found := _place(process, run, with_tasks)) is None:
+                continue
+            rank, its_attempt = found
+            if attempt in (None, its_attempt) and (not node or process.environ().get("SLURMD_NODENAME", node) == node):
+                ranks[process.pid] = rank, process.ppid()
+    own = [RankProcess(pid, rank) for pid, (rank, parent) in ranks.items() if parent not in ranks]
+    return sorted(own, key=lambda process: process.rank)
+
+
+def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, int] | None:
+    """Return rank and attempt of a process; None if it is no rank of the run."""
+    arguments = process.cmdline()[1:]
+    if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
+        return shown_place(process.name())
+    is_task = with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
+    if not is_task and arguments != ["-P", "-m", RANK_MODULE, str(run)]:
+        return None
+    topology = Topology.from_env(process.environ())
+    return topology.rank, topology.attempt
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and its descendants."""
+    with suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return [pid]
+
+
+def state_of(pid: int) -> ProcessState | None:
+    """Return the state of a process; None if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            wchan = Path(f"/proc/{pid}/wchan").read_text()  # not part of psutil
+            cpu_s = sum(process.cpu_times()[:2])
+            return ProcessState(process.status(), wchan.removeprefix("0"), process.num_threads(), cpu_s)
+    except (psutil.Error, OSError):
+        return None
+
+
+# Stacks that Python's faulthandler prints, https://docs.python.org/3/library/faulthandler.html, and their locations.
+
+_FAULT_THREAD = r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):\n(?:  .*\n|\.\.\.\n)*"
+#: A blank line separates two threads, but not two dumps.
+_FAULT_DUMP = re.compile(rf"^{_FAULT_THREAD}(?:\n{_FAULT_THREAD})*", re.MULTILINE)
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
+#: Library code: Python's standard library, installed packages, and hpcdist's code around a trainer.
+_LIBRARY = re.compile(rf"{_STDLIB.pattern}|^.*/(?:site|dist)-packages/|/hpcdist/(?:rank|checkpoint|tracking)/.*\.py$")
+_ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
+
+
+class Frame(NamedTuple):
+    function: str
+    file: str
+    line: int
+
+    def text(self) -> str:
+        """Return such as `all_reduce (torch/distributed/distributed_c10d.py:4181)` or `train (counting.py:29)`."""
+        library = _ROOT.sub("", self.file)
+        name = library if library != self.file else self.file.rpartition("/")[2]
+        return f"{self.function} ({name}:{self.line})"
+
+
+class Location(NamedTuple):
+    """Location of a stack: its innermost call, and the line of user code that led there."""
+
+    inner: Frame
+    own: Frame
+
+    def text(self) -> str:
+        """Return such as `wait (threading.py:629), called by train (counting.py:29)`."""
+        return self.inner.text() + (f", called by {self.own.text()}" if self.own != self.inner else "")
+
+
+def location_of(frames: Sequence[Frame]) -> Location | None:
+    """Return the location of a stack (innermost call first), or None if it has no frames.
+
+    User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
+    package, it is the function that hpcdist's worker called, or else the worker's own line.
+    """
+    if not frames:
+        return None
+    own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
+    if own is None:
+        by_worker = (pair for pair in pairwise(frames) if pair[1].file.endswith("/hpcdist/rank/worker.py"))
+        inner, outer = next(by_worker, (frames[0], frames[0]))
+        own = outer if _STDLIB.search(inner.file) else inner
+    return Location(frames[0], own)
+
+
+def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
+    """Return the main thread's stack in the last dump of a rank's log, and the text of the dump.
+
+    The main thread is the last one in a dump. Forked children of a rank print to the same log; their stacks contain
+    frames of multiprocessing.
+    """
+    for dump in reversed(_FAULT_DUMP.findall(text + "\n")):
+        main = _FAULT_FRAME.finditer(dump.rpartition("\n\n")[2])
+        frames = [Frame(found["function"], found["file"], int(found["line"])) for found in main]
+        if frames and not any("/multiprocessing/" in frame.file for frame in frames):
+            return frames, dump
+    return [], ""
+
+
+# PyTorch's flight recorders: the collective that each rank waits in, and the ranks that have not called it.
+#
+# A recorder keeps the last collectives of each process group with their sequence numbers, which are equal on all ranks
+# of the group. Ranks write their records on SIGUSR1 (`rank/telemetry.py`).
+
+#: torch's descriptions of groups that have none.
+_NO_LABELS = ("undefined", "default_pg", "")
+
+
+class Calls(NamedTuple):
+    """Collectives of a rank in one process group."""
+
+    backend: str
+    group: str  #: torch's name of the group, equal on all ranks
+    label: str  #: description of the group; empty if it has none
+    last: int  #: sequence number of the last call
+    operation: str  #: operation of the last call: `all_reduce [4096]`
+    pending: tuple[tuple[int, str], ...]  #: sequence numbers and operations of unfinished calls, in order
+
+    @property
+    def group_text(self) -> str:
+        return "the default group" if self.group == "0" else f"group {self.label or self.group}"
+
+    def text(self) -> str:
+        """Return such as `gloo, group control: waits in all_reduce [2] (7)`."""
+        number, operation = self.pending[0] if self.pending else (self.last, self.operation)
+        verb = "waits in" if self.pending else "has finished"
+        return f"{self.backend}, {self.group_text}: {verb} {operation} ({number})"
+
+
+def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
+    """Return a rank's collectives by group, in the order of the groups' last calls.
+
+    Args:
+        recorders: JSON of the flight recorder (`_dump_fr_trace_json`), by backend.
+    """
+    by_group: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for backend, recorded in recorders.items():
+        for entry in recorded.get("entries", []):
+            if not entry["is_p2p"]:
+                by_group.setdefault((backend, str(entry["process_group"][0])), []).append(entry)
+    found = []
+    for (backend, group), entries in sorted(by_group.items(), key=lambda item: int(item[1][-1]["time_created_ns"])):
+        label = str(entries[-1]["process_group"][1])
+        calls = [(int(entry["collective_seq_id"]), _operation(entry)) for entry in entries]
+        pending = tuple(call for call, entry in zip(calls, entries, strict=True) if _is_pending(entry))
+        found.append(Calls(backend, group, "" if label in _NO_LABELS else label, *calls[-1], pending))
+    return found
+
+
+def _is_pending(entry: Mapping[str, Any]) -> bool:
+    # Calls of gloo stay in the state `scheduled`; they are retired when finished.
+    return not (entry["retired"] or entry["state"] == "completed")
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    sizes = "×".join(str(size) for size in (entry.get("input_sizes") or [[]])[0])
+    return f"{name} [{sizes}]" if sizes else name
+
+
+def compare_calls(calls: Mapping[int, Sequence[Calls]]) -> tuple[set[int], list[str]]:
+    """Compare the collectives of the ranks of each group.
+
+    Args:
+        calls: by rank. A rank without any call in a group is not known to belong to it.
+
+    Returns:
+        The ranks that have not called a collective that others wait in; and sentences, of each kind one for a group:
+        ranks call different collectives under one sequence number, since their code paths differ, or have not called
+        one.
+    """
+    groups: dict[tuple[str, str], dict[int, Calls]] = {}
+    for rank, own in calls.items():
+        for call in own:
+            groups.setdefault((call.backend, call.group), {})[rank] = call
+    absent: set[int] = set()
+    different, missing = [], []
+    for _, members in sorted(groups.items()):
+        one = next(iter(members.values()))
+        waiting: dict[int, dict[int, str]] = {}
+        for rank, call in sorted(members.items()):
+            for number, operation in call.pending:
+                waiting.setdefault(number, {})[rank] = operation
+        for number, operations in sorted(waiting.items()):
+            callers: dict[str, list[int]] = {}
+            for rank, operation in operations.items():
+                callers.setdefault(operation.partition(" ")[0], []).append(rank)
+            if len(callers) > 1:
+                most_first = sorted(callers.items(), key=lambda item: -len(item[1]))
+                texts = [f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {name}" for name, ranks in most_first]
+                where = f"{one.backend} collective number {number} of {one.group_text}"
+                different.append(f"as {where} {', but '.join(texts)}")
+                break
+        for number, operations in sorted(waiting.items()):
+            if late := [rank for rank, call in members.items() if call.last < number]:
+                absent.update(late)
+                missing.append(
+                    f"{ranks_text(late)} {'has' if len(late) == 1 else 'have'} not called {one.backend}"
+                    f" {operations[min(operations)]} (number {number} of {one.group_text}), which"
+                    f" {ranks_text(operations)} wait{'s' * (len(operations) == 1)} in"
+                )
+                break
+    return absent, [*different, *missing]
+
+
+def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
+    """Return such as `rank 7` or `ranks 0-3, 5`; after `most` ranges, only the number of further ranks."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    rest = sum(last - first + 1 for first, last in spans[most:])
+    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"rank{'s' * (not is_one)} {', '.join(words[:most])}" + (f" and {rest} more" if rest else "")
+
+
+# Snapshots of the ranks on one node. Ranks print their stacks on SIGUSR1, which the supervisor sends; a stopped rank
+# cannot.
+
+#: Time for ranks to print their stacks and write their collectives.
+PRINT_S = 4.0
+#: Minimum duration for measuring CPU time.
+CPU_OVER_S = 1.0
+#: An older record of collectives belongs to an earlier signal.
+FRESH_S = 60.0
+_LOG_BYTES = 512 * 1024
+_TEXT_CHARS = 64 * 1024
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSnapshot:
+    """State of a rank: its process, its stack and its last collectives."""
+
+    rank: int
+    host: str
+    pid: int
+    frames: tuple[Frame, ...] = ()  #: stack of the main thread, innermost call first; empty if none was printed
+    text: str = ""  #: stacks of all threads
+    calls: tuple[Calls, ...] = ()  #: the last collectives in the flight recorders, in the order of their calls
+    pending_s: float = 0.0  #: time since the call of the oldest unfinished collective; 0 without one
+    process: ProcessState
+    cpu_s: float  #: CPU time that the process used during `over_s` seconds
+    over_s: float
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process cannot run, whatever its code does."""
+        return self.process.state in CANNOT_RUN
+
+    def state_text(self) -> str:
+        """Return such as `state sleeping, in futex_wait_queue, 12 threads, 0.02 s of CPU in 1.1 s`."""
+        wchan = f", in {self.process.wchan}" if self.process.wchan else ""
+        used = f"{self.cpu_s:.2f} s of CPU in {self.over_s:.1f} s"
+        return f"state {self.process.state}{wchan}, {self.process.threads} threads, {used}"
+
+    def whole_text(self) -> str:
+        """Return the text of the rank's stacks file."""
+        lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
+        lines += [f"flight recorder, {call.text()}" for call in self.calls]
+        lines.append("stacks by faulthandler:" if self.text else "no stack could be read")
+        return "\n".join(lines) + "\n\n" + self.text
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
+        parts = {
+            "frames": tuple(Frame(*frame) for frame in value["frames"]),
+            "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),
+            "process": ProcessState(*value["process"]),
+        }
+        return cls(**{**value, **parts})
+
+
+def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:
+    """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
+    began, since = time.monotonic(), time.time() - FRESH_S
+    before = {process: state for process in processes if (state := state_of(process.pid)) is not None}
+    awaited = [process.rank for process, state in before.items() if state.state not in CANNOT_RUN]
+    while time.monotonic() < min(began + PRINT_S, until) and not all(
+        _stack(attempt, rank, since)[0] and _flight_record(attempt, rank, since) for rank in awaited
+    ):
+        time.sleep(_POLL_S)  # no event shows that another process has written a file
+    # CPU time distinguishes computing from waiting only after a while.
+    time.sleep(max(0.0, min(began + CPU_OVER_S, until) - time.monotonic()))
+    found = []
+    for process, first in before.items():
+        if (last := state_of(process.pid)) is None:
+            continue  # the process has ended by itself
+        frames, text = _stack(attempt, process.rank, since)
+        record = _flight_record(attempt, process.rank, since)
+        recorders, at = (record["recorders"], record["time"]) if record else ({}, 0.0)
+        entries = [entry for recorded in recorders.values() for entry in recorded.get("entries", [])]
+        called = [int(entry["time_created_ns"]) / 1e9 for entry in entries if _is_pending(entry)]  # with p2p calls
+        found.append(
+            RankSnapshot(
+                rank=process.rank,
+                host=node,
+                pid=process.pid,
+                frames=tuple(frames),
+                text=text[:_TEXT_CHARS],
+                calls=tuple(calls_of(recorders)),
+                pending_s=max((at - one for one in called), default=0.0),
+                process=last,
+                cpu_s=last.cpu_s - first.cpu_s,
+                over_s=time.monotonic() - began,
+            )
+        )
+    return found
+
+
+def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] | None:
+    record = read_json(attempt.flight(rank))
+    return record if record and record["time"] >= since else None
+
+
+def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]:
+    """Return the last stacks in the log of a rank that has written to it `since`, see `parse_faulthandler`."""
+    with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
+        about = os.fstat(file.fileno())
+        if about.st_mtime < since:
+            return [], ""  # those of an earlier examination, which a stopped rank cannot replace
+        file.seek(max(0, about.st_size - _LOG_BYTES))
+        return parse_faulthandler(file.read().decode(errors="replace"))
+    return [], ""
+
+
+# Summary of the snapshots of all ranks, which finds the ranks that the others wait for.
 
 #: Limit of the table rows for ranks and for locations, and of the stacks files.
 MAX_RANKS = 64
@@ -50,40 +434,55 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
         missing_ranks: hosts of the ranks that were not found, by rank.
     """
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
-    groups = _groups(by_rank)
+    groups = _by_location(by_rank, own=False)
+    if len(groups) > max(_NAMED, len(by_rank) / 2):  # too many, as of computing ranks
+        groups = _by_location(by_rank, own=True)
+    groups = dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[1])))
     absent, collectives = compare_calls({rank: snapshot.calls for rank, snapshot in by_rank.items()})
     suspects = _suspects(by_rank, groups, absent)
-    apart = "; ".join(filter(None, [_starved(by_rank), _no_snapshot(missing_ranks)]))
-    sentence = "; ".join(
-        filter(None, [_sentence(groups, suspects, all_seen=not missing_ranks), *collectives[:1], apart])
-    )
+    apart = []
+    starved = {
+        rank: one.cpu_s / one.over_s
+        for rank, one in by_rank.items()
+        if one.process.state == psutil.STATUS_RUNNING and one.cpu_s < _STARVED * one.over_s
+    }
+    if len(starved) > len(by_rank) / 2:  # they do not hang
+        share = f"at most {max(starved.values()):.0%} of a core: other processes use their CPUs"
+        apart.append(f"{ranks_text(starved)} get{'s' * (len(starved) == 1)} {share}")
+    if missing_ranks:
+        hosts = sorted(set(missing_ranks.values()))
+        listed = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+        apart.append(f"no snapshot of {ranks_text(missing_ranks)} ({listed})")
+    where = _sentence(groups, suspects, all_seen=not missing_ranks)
+    sentence = "; ".join([*filter(None, [where]), *collectives[:1], *apart])
     group_of = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -group_of[rank], rank)))
+    lines = [sentence, "", "locations of the ranks:"]
+    lines += _first([f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()], " locations")
+    if collectives:
+        lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
+    lines += ["", "; ".join(apart)] if apart else []
+    processes = [f"  rank {rank} on {by_rank[rank].host}: {by_rank[rank].state_text()}" for rank in odd_first]
+    lines += ["", "processes:", *_first(processes)]
     return Summary(
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
         hosts={rank: snapshot.host for rank, snapshot in by_rank.items()},
-        text=_text(sentence, groups, collectives, apart, [by_rank[rank] for rank in odd_first]),
+        text="\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""]),
         pending_s={rank: snapshot.pending_s for rank, snapshot in by_rank.items()},
     )
 
 
-def _groups(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
-    """Group ranks by location, the largest group first.
-
-    If the locations are too many, as they are for computing ranks, only the lines of user code count.
-    """
-    found = _by_location(snapshots, own=False)
-    if len(found) > max(_NAMED, len(snapshots) / 2):
-        found = _by_location(snapshots, own=True)
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
+def _first(rows: Sequence[str], kind: str = "") -> list[str]:
+    return [*rows[:MAX_RANKS], *([f"  and {len(rows) - MAX_RANKS} more{kind}"] if len(rows) > MAX_RANKS else [])]
 
 
 def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
+    """Group ranks by location; with `own`, only the lines of user code count."""
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        location, state = snapshot.location, f"state {snapshot.process.state}"
+        location, state = location_of(snapshot.frames), f"state {snapshot.process.state}"
         if snapshot.is_stopped:
             at = f"{state} at {location.text()}" if location else state
         elif location is None:
@@ -92,20 +491,6 @@ def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[st
             at = f"in {location.own.text() if own else location.text()}"
         found.setdefault(at, []).append(rank)
     return found
-
-
-def _starved(snapshots: Mapping[int, RankSnapshot]) -> str:
-    """Return a sentence about ranks that do not hang, but get too little CPU time; empty if there are none."""
-    starved = [
-        rank
-        for rank, snapshot in snapshots.items()
-        if snapshot.process.state == psutil.STATUS_RUNNING and snapshot.cpu_s < _STARVED * snapshot.over_s
-    ]
-    if len(starved) <= len(snapshots) / 2:
-        return ""
-    share = max(snapshots[rank].cpu_s / snapshots[rank].over_s for rank in starved)
-    get = "gets" if len(starved) == 1 else "get"
-    return f"{ranks_text(starved)} {get} at most {share:.0%} of a core: other processes use their CPUs"
 
 
 def _suspects(
@@ -140,105 +525,56 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
     return f"{who} differ{'s' * (len(suspects) == 1)} from the others:{text.removeprefix(who)}"
 
 
-def _no_snapshot(missing_ranks: Mapping[int, str]) -> str:
-    if not missing_ranks:
-        return ""
-    hosts = sorted(set(missing_ranks.values()))
-    listed = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
-    return f"no snapshot of {ranks_text(missing_ranks)} ({listed})"
+# The supervisor's side.
 
-
-def _text(
-    sentence: str,
-    groups: Mapping[str, Sequence[int]],
-    collectives: Sequence[str],
-    apart: str,
-    snapshots: Sequence[RankSnapshot],
-) -> str:
-    lines = [sentence, "", "locations of the ranks:"]
-    rows = [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
-    lines += rows[:MAX_RANKS] + ([f"  and {len(rows) - MAX_RANKS} more locations"] if len(rows) > MAX_RANKS else [])
-    if collectives:
-        lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
-    if apart:
-        lines += ["", apart]
-    lines += ["", "processes:"]
-    lines += [f"  rank {one.rank} on {one.host}: {one.state_text()}" for one in snapshots[:MAX_RANKS]]
-    if len(snapshots) > MAX_RANKS:
-        lines.append(f"  and {len(snapshots) - MAX_RANKS} more")
-    return "\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""])
-
-
-# Collect the stack traces of all ranks within a time limit, and save them in the attempt's folder.
-
-log = logging.getLogger(__name__)
 #: Hung ranks get this time to print their stacks, even if no node answers.
-PRINT_S = 1.0
+LEAST_PRINT_S = 1.0
 #: Share of the time limit for starting a command on all nodes.
 _START_SHARE = 0.35
+#: A rank that has used more than this share of a core computes.
+_BUSY_SHARE = 0.1
+_COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
 
 
 def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]) -> Summary | None:
-    """Collect the stacks of all running ranks.
+    """Collect the stacks of all running ranks in the attempt's folder; None if no stack could be collected.
 
     Args:
         limit_s: nodes that have not answered by then are left out.
-
-    Returns:
-        The summary, or None if no stack could be collected.
     """
     began = time.monotonic()
     # faulthandler prints the stacks to the logs, and `rank/telemetry.py` writes the collectives.
     ranks.signal(signal.SIGUSR1)
-    printed_at = time.monotonic() + PRINT_S
+    printed_at = time.monotonic() + LEAST_PRINT_S
     # Sending the signal takes a while if Slurm's controller does not answer.
     left_s = max(0.0, began + limit_s - time.monotonic())
-    command = [sys.executable, "-P", "-m", "hpcdist.supervisor.hang_node", str(attempt.path)]
-    command.append(f"{left_s * (1 - _START_SHARE):.1f}")
+    command = [*_COMMAND, "stacks", str(attempt.path), f"{left_s * (1 - _START_SHARE):.1f}"]
     messages = attempt.path / "stacks.log"
+    snapshots: dict[int, RankSnapshot] = {}
     try:
         ranks.examine(command, output=messages, limit_s=left_s, interrupted=interrupted)
         while ranks.running and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
             ranks.wait(left_s)
-        return _save(attempt, ranks, messages)
+        for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
+            for value in (read_json(path) or {"ranks": []})["ranks"]:
+                snapshots[value["rank"]] = RankSnapshot.from_json(value)
+            path.unlink()
+        if messages.exists() and not messages.stat().st_size:
+            messages.unlink()
+        if not snapshots:
+            return None
+        missing = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in snapshots}
+        summary = summarize(list(snapshots.values()), missing)
+        write_atomic(attempt.stacks_summary, summary.text)
+        for rank in summary.odd_first[:MAX_RANKS]:
+            write_atomic(attempt.stacks(rank), snapshots[rank].whole_text())
+        for rank in summary.odd_first[MAX_RANKS:]:
+            attempt.flight(rank).unlink(missing_ok=True)
+        return summary
     except OSError as error:
         # Most likely a full disk, which must not prevent the end of the ranks.
         log.warning("stack traces cannot be collected in %s: %s", attempt.path, error)
         return None
-
-
-def _save(attempt: Attempt, ranks: Ranks, messages: Path) -> Summary | None:
-    snapshots = {one.rank: one for one in _read_snapshots(attempt)}
-    if messages.exists() and not messages.stat().st_size:
-        messages.unlink()
-    if not snapshots:
-        return None
-    missing = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in snapshots}
-    summary = summarize(list(snapshots.values()), missing)
-    write_atomic(attempt.stacks_summary, summary.text)
-    for rank in summary.odd_first[:MAX_RANKS]:
-        write_atomic(attempt.stacks(rank), snapshots[rank].whole_text())
-    for rank in summary.odd_first[MAX_RANKS:]:
-        attempt.flight(rank).unlink(missing_ok=True)
-    return summary
-
-
-def _read_snapshots(attempt: Attempt) -> Iterator[RankSnapshot]:
-    """Yield the snapshots from all nodes, and remove the nodes' files."""
-    for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
-        for value in (read_json(path) or {"ranks": []})["ranks"]:
-            yield RankSnapshot.from_json(value)
-        path.unlink()
-
-
-# CPU and GPU use of the ranks' processes, which distinguishes a run that computes in silence from one that hangs.
-#
-#     python -m hpcdist.supervisor.hang ATTEMPT
-#
-# prints it on each node, outside of containers. Unlike the collection of stack traces, it does not signal the ranks.
-
-#: A rank that has used more than this share of a core computes.
-_BUSY_SHARE = 0.1
 
 
 class Activity(NamedTuple):
@@ -247,29 +583,13 @@ class Activity(NamedTuple):
     on_gpu: bool  #: whether a GPU that they use computes now
 
 
-def main(folder: str) -> None:
-    """Print the rank and the activity of this node's ranks, one JSON line each."""
-    attempt = Attempt(Path(folder))
-    on_gpu = {pid for gpu in gpus() if gpu.busy for pid in gpu.pids}
-    for found in find_ranks(attempt.path.parent.parent, attempt.number, os.environ.get("SLURMD_NODENAME", "")):
-        pids = [found.pid, *found.children]
-        print(json.dumps([found.rank, time.time(), sum(map(_cpu_s, pids)), not on_gpu.isdisjoint(pids)]), flush=True)
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        return sum(psutil.Process(pid).cpu_times()[:4])
-    except psutil.Error:
-        return 0.0  # it has just ended
-
-
 def read_activities(
     attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]
 ) -> dict[int, Activity]:
     """Return the activities of the ranks on the nodes that answer within `limit_s`, by rank."""
     output = attempt.path / "activity.log"
-    command = [sys.executable, "-P", "-m", "hpcdist.supervisor.hang", str(attempt.path)]
     try:
+        command = [*_COMMAND, "activity", str(attempt.path)]
         ranks.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
         lines = output.read_text(errors="replace").splitlines()
         output.unlink()
@@ -290,5 +610,24 @@ def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity]) ->
     }
 
 
+def main(what: str, folder: str, limit_s: str = "0") -> None:
+    """Examine this node's ranks: write their snapshots, or print their activities, one JSON line each."""
+    attempt = Attempt(Path(folder))
+    slurm_node = os.environ.get("SLURMD_NODENAME", "")
+    processes = find_ranks(attempt.path.parent.parent, attempt.number, slurm_node)
+    if what == "stacks":
+        node = slurm_node or socket.gethostname()
+        if snapshots := take_snapshots(processes, attempt, node, time.monotonic() + float(limit_s)):
+            write_json(attempt.node_stacks(node), {"ranks": [asdict(snapshot) for snapshot in snapshots]})
+        return
+    on_gpu = {pid for gpu in gpus() if gpu.busy for pid in gpu.pids}
+    for pid, rank in processes:
+        pids, cpu_s = family(pid), 0.0
+        for one in pids:
+            with suppress(psutil.Error):  # it has just ended
+                cpu_s += sum(psutil.Process(one).cpu_times()[:4])
+        print(json.dumps([rank, time.time(), cpu_s, not on_gpu.isdisjoint(pids)]), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -34,8 +34,6 @@ from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.restart_policy import error_text
 
-# Supervise a local run, in this process or in a detached one.
-
 
 def supervise_locally(
     run: RunDir,
@@ -62,16 +60,14 @@ def supervise_locally(
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         # Values are redacted in config.yaml; ranks read them from the environment.
         env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
-        import_path = snapshot.import_path(code, run)
-        fork = config.launch.fork and not config.trainer.script
         with (
             LocalLauncher(
                 run,
                 plan,
                 env=env,
-                import_path=import_path,
+                import_path=snapshot.import_path(code, run),
                 cwd=cwd,
-                fork=fork,
+                fork=config.launch.fork and not config.trainer.script,
                 init_timeout_s=config.launch.init_timeout_s,
             ) as launcher,
             view() as report,
@@ -142,13 +138,15 @@ class LocalLauncher:
         return Resources(nodes={socket.gethostname(): own})
 
     def broken(self) -> str:
-        """Return an empty reason: ranks can always be restarted on this machine."""
-        return ""
+        return ""  # ranks can always be restarted on this machine
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start all ranks, with a free port."""
-        if self._parent is not None and not (self._parent.is_usable and self._parent.is_alive()):
-            self._replace_parent(self._parent)
+        if (ended := self._parent) is not None and not (ended.is_usable and ended.is_alive()):
+            self._close_parent()
+            if ended.is_usable and ended.was_ready:  # a parent that could not fork has no successor
+                log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
+                self._start_parent()
         return LocalRanks(
             rank_command(self.run.path),
             self._envs(attempt.number, free_port(self._job_id, attempt.number)),
@@ -188,13 +186,6 @@ class LocalLauncher:
         except OSError as error:  # ranks can do without it
             log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
 
-    def _replace_parent(self, ended: RankParent) -> None:
-        """Start another parent after the end of one; a parent that could not fork has no successor."""
-        self._close_parent()
-        if ended.is_usable and ended.was_ready:
-            log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
-            self._start_parent()
-
     def _close_parent(self) -> None:
         if self._parent is not None:
             self._parent.close()
@@ -227,11 +218,11 @@ class LocalRanks:
     parent: RankParent | None = None
 
     def __post_init__(self) -> None:
-        self._processes: list[_Process] = []
+        self._processes: list[_Process]
         self._descriptors: list[int] = []
         self._error = ""
         #: Exit codes in the order in which the ranks ended; negative ones are signals.
-        self.exits: dict[int, int] = {}
+        self.exits: dict[int, int]
         self._start()
 
     @property
@@ -243,7 +234,12 @@ class LocalRanks:
 
     def wait(self, timeout_s: float) -> None:
         if self.parent is not None and not self._processes and self.running:
-            self._start_late(timeout_s)
+            try:
+                retry.retry(lambda: self._start(timeout_s), self.logs[0].parent)
+            except (HpcdistError, OSError) as error:  # there is nothing to return it to: all ranks count as ended
+                self._error = error_text(error)
+                self._processes = []
+                self.exits = dict.fromkeys(range(len(self.envs)), 1)
             return
         poll = select.poll()
         for rank in self.running:
@@ -280,13 +276,19 @@ class LocalRanks:
 
     def _start(self, timeout_s: float = 0.0) -> None:
         """Start the ranks, unless their parent is still importing after `timeout_s`."""
+        self._processes, self.exits = [], {}
         try:
             if self.parent is not None and not self.parent.is_ready(timeout_s):
                 return
             # Also the start of an interpreter executes code of the run folder, which is in its import path.
             require_same(self.logs[0].parents[2], self.envs[0])
             for env, path in zip(self.envs, self.logs, strict=True):
-                self._processes.append(self._start_one(self.parent, env, path))
+                if self.parent is None:
+                    process: _Process = self.guard.start(self.command, env=env, cwd=self.cwd, output=path)
+                else:
+                    with open(path, "ab") as file:
+                        process = self.parent.fork(env, file.fileno())
+                self._processes.append(process)
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         except NoParentError as error:
             assert self.parent is not None, "only a parent can end"
@@ -294,7 +296,7 @@ class LocalRanks:
             log.warning("each rank imports torch itself: %s", last_line or error)
             self.parent.is_usable = False
             self._kill_groups()
-            self._processes, self.parent, self.exits = [], None, {}
+            self.parent = None
             self._start()
         except RankRefusedError as error:
             self._kill_groups()
@@ -302,26 +304,6 @@ class LocalRanks:
         except BaseException:
             self._kill_groups()
             raise
-
-    def _start_late(self, timeout_s: float) -> None:
-        """Start the ranks in a call of `wait`, which has no error to return: all ranks count as ended then."""
-
-        def again() -> None:
-            self._processes, self.exits = [], {}
-            self._start(timeout_s)
-
-        try:
-            retry.retry(again, self.logs[0].parent)
-        except (HpcdistError, OSError) as error:
-            self._error = error_text(error)
-            self._processes = []
-            self.exits = dict.fromkeys(range(len(self.envs)), 1)
-
-    def _start_one(self, parent: RankParent | None, env: Mapping[str, str], path: Path) -> _Process:
-        if parent is None:
-            return self.guard.start(self.command, env=env, cwd=self.cwd, output=path)
-        with open(path, "ab") as file:
-            return parent.fork(env, file.fileno())
 
     def _kill_groups(self) -> None:
         for rank, process in enumerate(self._processes):

@@ -74,13 +74,16 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
-    """Return the plan of a config on a machine.
-
-    Raises ConfigError if the config requires more GPUs than are visible, its roles contradict `launch.num_ranks`, or
-    there are fewer ranks than `elastic.min_ranks`.
-    """
+    """Return the plan of a config on a machine. Raises ConfigError if they do not fit."""
     launch = config.launch
-    roles = _roles(config)
+    roles = Roles.of(config.roles, sum(config.roles.values())) if config.roles else None
+    if roles and launch.num_ranks not in (0, roles.world_size):
+        raise ConfigError(
+            [
+                f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={launch.num_ranks}:"
+                " leave launch.num_ranks out, or change one of them"
+            ]
+        )
     asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
     use_gpus = machine.num_gpus > 0 and any(device != "cpu" for device in asked.values())
     for role, device in asked.items():
@@ -91,8 +94,19 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     min_ranks = config.elastic.min_ranks
     if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
         ranks = min(ranks, machine.num_gpus)
-    if use_gpus:
-        _check_gpus(ranks, roles, asked, machine.num_gpus)
+    if use_gpus and roles:
+        with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
+        if with_gpu.world_size > machine.num_gpus:
+            raise ConfigError(
+                [
+                    f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {machine.num_gpus} are"
+                    f" visible: run some roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
+                ]
+            )
+    elif use_gpus and ranks > machine.num_gpus:
+        raise ConfigError(
+            [f"launch.num_ranks={ranks}, but {machine.num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
+        )
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     if num_ranks > MAX_PER_NODE:
         raise ConfigError([f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks"])
@@ -128,37 +142,6 @@ def note_on_fewer_ranks(config: Config, plan: Plan) -> str:
     )
 
 
-def _roles(config: Config) -> Roles | None:
-    if not config.roles:
-        return None
-    roles = Roles.of(config.roles, sum(config.roles.values()))
-    if config.launch.num_ranks not in (0, roles.world_size):
-        raise ConfigError(
-            [
-                f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={config.launch.num_ranks}:"
-                " leave launch.num_ranks out, or change one of them"
-            ]
-        )
-    return roles
-
-
-def _check_gpus(ranks: int, roles: Roles | None, asked: Mapping[str, str], num_gpus: int) -> None:
-    if roles is None:
-        if ranks > num_gpus:
-            raise ConfigError(
-                [f"launch.num_ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
-            )
-        return
-    with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
-    if with_gpu.world_size > num_gpus:
-        raise ConfigError(
-            [
-                f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {num_gpus} are visible: run some"
-                f" roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
-            ]
-        )
-
-
 def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
     """Return variables that must be set before a rank starts; `launch.env` overrides them."""
     env = {
@@ -182,14 +165,14 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     return [python, "-P", "-m", RANK_MODULE, str(run_dir)]
 
 
-def parent_command(run_dir: Path) -> list[str]:
-    """Return the command of the process that forks the ranks of a local run; see `rank/parent.py`."""
-    return [*IGNORE_SIGNALS, sys.executable, "-P", "-m", PARENT_MODULE, str(run_dir)]
+def parent_command(run_dir: Path, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the command of the process that forks ranks; see `rank/parent.py`."""
+    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), *arguments]
 
 
 def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:
     """Return the command of such a process on a node of a Slurm job."""
-    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), f"{limit_s:g}", *names]
+    return parent_command(run_dir, f"{limit_s:g}", *names, python=python)
 
 
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Progress of the ranks of one attempt, from their heartbeats, and the reporters that show the events of a run."""
+"""Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers and the last known steps; and the
+reporters that show the events of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean, median
+from typing import Any, NamedTuple, Protocol
 
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles
@@ -19,9 +23,8 @@ from hpcdist.run.folder import Attempt
 from hpcdist.run.status import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
 
-# Reporters receive the events of a supervised run.
+log = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -41,18 +44,6 @@ class Reporter(Protocol):
 
     def failure(self, failure: Failure, log: Path) -> None:
         """An attempt has failed; `log` is that of the first failed rank."""
-
-
-def log_of(attempt: Attempt, failure: Failure) -> Path:
-    if failure.kind == "unfit":
-        return attempt.preflight.with_suffix(".txt")
-    srun = attempt.path / "srun.log"  # on Slurm only
-    return srun if failure.kind == "not_started" and srun.exists() else attempt.log(failure.rank)
-
-
-# Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers, and the last known steps.
-
-log = logging.getLogger(__name__)
 
 
 class ProgressMonitor:
@@ -125,7 +116,19 @@ class ProgressMonitor:
 
     def find_hung(self, now: float) -> int | None:
         """Return the rank without progress for the longest time if that exceeds the hang timeout, else None."""
-        if not any(self._is_overdue(rank, now) for rank in self._due_ranks(now)) or not self._takes_writes(now):
+        count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
+        self._last_check = now
+        first, self._next_rank = self._next_rank, (self._next_rank + count) % self._num_ranks
+        due = ((first + offset) % self._num_ranks for offset in range(count))
+        if not any(self._is_overdue(rank, now) for rank in due if rank not in self._ranks.exits):
+            return None
+        probe = self._attempt.path / ".supervisor.probe"
+        try:
+            probe.write_bytes(bytes(1024))
+            probe.unlink()
+        except OSError as error:  # ranks cannot write heartbeats either
+            log.warning("%s: %s; ranks without a heartbeat do not count as hung", probe, error.strerror)
+            self.unavailable_until = now
             return None
         return min(self._ranks.running, key=self._last_sign)
 
@@ -143,13 +146,6 @@ class ProgressMonitor:
         self._last_progress = now
         self._signs = [(known, now) for known, _ in self._signs]
 
-    def _due_ranks(self, now: float) -> list[int]:
-        count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
-        self._last_check = now
-        first, self._next_rank = self._next_rank, (self._next_rank + count) % self._num_ranks
-        ranks = ((first + offset) % self._num_ranks for offset in range(count))
-        return [rank for rank in ranks if rank not in self._ranks.exits]
-
     def _is_overdue(self, rank: int, now: float) -> bool:
         known, since = self._signs[rank]
         try:
@@ -157,7 +153,11 @@ class ProgressMonitor:
             timing_due = not self._is_script and self._stragglers.is_due(rank, now)
             sign = self._read_timing(rank, now) if timing_due else self._sign(rank)
             if sign == known and now - max(since, self.unavailable_until) >= self._timeout_s:
-                if self.silent_s(now) >= self._timeout_s or self._is_regular(rank):
+                if self.silent_s(now) >= self._timeout_s:
+                    return True
+                # A trainer that has begun to report each step must go on.
+                beat = {"regular": False} if self._is_script else read_json(self._attempt.beat(rank), within_s=0)
+                if (beat or {}).get("regular", True):
                     return True
                 since = self._last_progress  # the next check that reads its heartbeat is due later
         except OSError:
@@ -167,23 +167,6 @@ class ProgressMonitor:
         self._signs[rank] = (sign, since)
         self._last_progress = max(self._last_progress, since)
         return False
-
-    def _is_regular(self, rank: int) -> bool:
-        """Return whether a rank must go on reporting: one of a trainer that has begun to report each step."""
-        beat = None if self._is_script else read_json(self._attempt.beat(rank), within_s=0) or {}
-        return beat is not None and bool(beat.get("regular", True))
-
-    def _takes_writes(self, now: float) -> bool:
-        """Return whether ranks can write heartbeats; if not, missing heartbeats are no sign of a hang."""
-        probe = self._attempt.path / ".supervisor.probe"
-        try:
-            probe.write_bytes(bytes(1024))
-            probe.unlink()
-        except OSError as error:
-            log.warning("%s: %s; ranks without a heartbeat do not count as hung", probe, error.strerror)
-            self.unavailable_until = now
-            return False
-        return True
 
     def _last_sign(self, rank: int) -> tuple[float, float]:
         """Return the time of a rank's last heartbeat, and the time at which this process last saw progress."""
@@ -235,13 +218,13 @@ class RankOutput:
     def news(self) -> Iterator[str]:
         """Yield the new text in pieces. Raises OSError if the log cannot be read."""
         for text in self._tail.news():
-            if shown := "".join(line for line in text.splitlines(keepends=True) if self._is_shown(line)):
+            shown = ""
+            for line in text.splitlines(keepends=True):
+                level = own["level"] if (own := RANK_LINE.match(line)) else None
+                self._failed |= level == "ERROR"
+                shown += line if not self._failed and level in (None, "WARNING") else ""
+            if shown:
                 yield shown
-
-    def _is_shown(self, line: str) -> bool:
-        own = RANK_LINE.match(line)
-        self._failed = self._failed or (own is not None and own["level"] == "ERROR")
-        return not self._failed and (own is None or own["level"] == "WARNING")
 
 
 def _size_and_time(path: Path) -> tuple[int, int] | None:
@@ -250,3 +233,212 @@ def _size_and_time(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_size, found.st_mtime_ns
+
+
+# Straggler detection: nodes, or ranks on a single machine, with a longer data or compute time than the median.
+#
+# The input is the step timing in the ranks' heartbeats (`rank/step_timing.py`). Only ranks of one role are compared.
+# Only data time and compute time count, because all ranks of a synchronous step wait for the slowest one, so that their
+# step times are equal. A node is as slow as its slowest rank. A straggler is reported after it was slow in every window
+# of one minute, because short fluctuations are normal on busy machines.
+
+#: Minimum excess of a straggler's own time over the median, as a share of the median …
+SLOWER = 0.2
+#: … and as a share of the whole step.
+MIN_SHARE = 0.05
+#: A straggler is reported after it was slow for this time.
+OVER_S = 60.0
+#: Minimum duration of a window; windows are longer with many ranks.
+WINDOW_S = 10.0
+#: A straggler is reported again after this time, or when its excess has doubled.
+AGAIN_S = 600.0
+
+
+class Part(NamedTuple):
+    """Mean seconds per step of a rank during one window."""
+
+    data_s: float
+    compute_s: float
+    step_s: float
+
+    @property
+    def own_s(self) -> float:
+        """Seconds per step in which a rank waits for nobody."""
+        return self.data_s + self.compute_s
+
+
+class Window(NamedTuple):
+    """Times of a node or rank in one window, and of those that it is compared with."""
+
+    since: float  #: on the monotonic clock
+    until: float
+    rank: int  #: the slowest rank of a node
+    own: Part
+    others: Part
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the rank delays the others."""
+        excess = self.own.own_s - self.others.own_s
+        return excess > 0 and excess >= SLOWER * self.others.own_s and excess >= MIN_SHARE * self.own.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerEvent:
+    """A report on a node or rank; also a line of `stragglers.jsonl`. Seconds are means per step."""
+
+    event: str  #: `slow` or `over`
+    name: str  #: name of the node, or `rank N`
+    others: str  #: what it is compared with, such as `the median node`
+    host: str
+    rank: int
+    role: str
+    over_s: float  #: duration that the means cover
+    slower: float  #: excess as a share: 0.34 is 34 %
+    data_s: float
+    compute_s: float
+    others_data_s: float
+    others_compute_s: float
+
+    @property
+    def text(self) -> str:
+        """One line for the user."""
+        where = self.name if self.name == self.host else f"{self.name} (on {self.host})"
+        if self.event == "over":
+            return f"{where} is as fast as {self.others} again"
+        parts = {"data": (self.data_s, self.others_data_s), "compute": (self.compute_s, self.others_compute_s)}
+        excess_s = sum(own - other for own, other in parts.values())
+        shown = {name: pair for name, pair in parts.items() if pair[0] - pair[1] > 0.2 * excess_s}
+        figures = []
+        for name, (own_s, other_s) in shown.items():
+            unit, digits, scale = ("s", 2, 1.0) if own_s >= 0.1 else ("ms", 1, 1e3)
+            against = f"{scale * own_s:.{digits}f} {unit} against {scale * other_s:.{digits}f} {unit}"
+            figures.append(f"{name} {against} a step")
+        alike = "" if len(shown) == 2 else f", {'data' if 'compute' in shown else 'compute'} alike"
+        minutes = round(self.over_s / 60)
+        over = f"{self.over_s:.0f} s" if not minutes else "minute" if minutes == 1 else f"{minutes} minutes"
+        hint = (
+            f"check {self.host} for other processes (`top`) and slow clocks (`nvidia-smi -q -d PERFORMANCE`)"
+            if "compute" in shown
+            else f"check how fast {self.host} reads its data, and whether its data workers have free cores (`top`)"
+        )
+        hint += f"; `cluster.exclude={self.host}` leaves it out" if self.name == self.host else ""
+        return (
+            f"{where} is {100 * self.slower:.0f} % slower than {self.others} ({', '.join(figures)}{alike})"
+            f" over the last {over}, and the others wait for it: {hint}"
+        )
+
+
+@dataclass
+class _History:
+    """Recent windows of one node or rank, and its last report."""
+
+    windows: deque[Window] = field(default_factory=deque)  #: of the last minute: all slow, or none
+    reported: float | None = None  #: the last reported excess; None while it is not a straggler
+    reported_at: float = 0.0
+
+    def add(self, window: Window) -> str | None:
+        """Add a window. Returns the event to report, `slow` or `over`, or None."""
+        windows = self.windows
+        if windows and windows[-1].is_slow != window.is_slow:
+            windows.clear()
+        windows.append(window)
+        while len(windows) > 2 and window.until - windows[1].since >= OVER_S:
+            windows.popleft()
+        if len(windows) < 2 or window.until - windows[0].since < OVER_S:
+            return None
+        if not window.is_slow:
+            event, self.reported = "over" if self.reported is not None else None, None
+            return event
+        excess = _excess(windows)
+        if self.reported is not None and excess < 2 * self.reported and window.until - self.reported_at < AGAIN_S:
+            return None
+        self.reported, self.reported_at = excess, window.until
+        return "slow"
+
+
+class Stragglers:
+    """Detects stragglers from the heartbeats of all ranks."""
+
+    def __init__(self, role_of: Callable[[int], str]) -> None:
+        self._role_of = role_of
+        self._read_at: dict[int, float] = {}  #: time of each rank's last heartbeat that was passed to `note`
+        self._hosts: dict[int, str] = {}
+        self._totals: dict[int, tuple[float, Mapping[str, float]]] = {}  #: begin of each rank's window, and its totals
+        self._since: dict[str, float] = {}  #: begin of the window, by role
+        self._parts: dict[str, dict[int, Part | None]] = {}  #: means of the window by role and rank, once known
+        self._histories: dict[tuple[str, str], _History] = {}
+
+    def is_due(self, rank: int, now: float) -> bool:
+        """Return whether the caller should pass the rank's heartbeat to `note`."""
+        return rank not in self._read_at or now - self._read_at[rank] >= WINDOW_S
+
+    def note(self, rank: int, beat: Mapping[str, Any], now: float) -> list[StragglerEvent]:
+        """Record a heartbeat. Returns events if this completes the window of the rank's role."""
+        self._read_at[rank] = now
+        timing: Mapping[str, float] = beat.get("timing") or {}
+        if not timing.get("own_steps"):
+            return []
+        role = self._role_of(rank)
+        parts = self._parts.setdefault(role, {})
+        began, before = self._totals.setdefault(rank, (now, timing))
+        parts.setdefault(rank, None)
+        self._hosts[rank] = str(beat["host"])
+        since = self._since.setdefault(role, now)
+        own, steps = (timing[key] - before[key] for key in ("own_steps", "steps"))
+        if own <= 0:
+            return []  # no step yet: the window continues
+        data_s, compute_s = ((timing[key] - before[key]) / own for key in ("data_s", "compute_s"))
+        # A rank that counts no steps, such as an observer, has units of work.
+        step_s = (timing["step_s"] - before["step_s"]) / steps if steps > 0 else (now - began) / own
+        self._totals[rank], parts[rank] = (now, timing), Part(data_s, compute_s, step_s)
+        known = {other: part for other, part in parts.items() if part is not None}
+        if len(known) < len(parts):
+            return []
+        self._since[role], self._parts[role] = now, dict.fromkeys(parts)
+        return self._judge(role, known, since, now)
+
+    def _judge(self, role: str, parts: Mapping[int, Part], since: float, now: float) -> list[StragglerEvent]:
+        are_nodes = len({self._hosts[rank] for rank in parts}) > 1
+        slowest: dict[str, int] = {}
+        for rank in sorted(parts, key=lambda rank: parts[rank].own_s):
+            slowest[self._hosts[rank] if are_nodes else f"rank {rank}"] = rank
+        if len(slowest) < 2:
+            return []
+        middle = Part(*map(median, zip(*(parts[rank] for rank in slowest.values()), strict=True)))
+        events = []
+        for name, rank in slowest.items():
+            others, which = middle, "median"
+            if len(slowest) == 2:  # the median of two is halfway between them
+                (others,), which = [parts[other] for other in slowest.values() if other != rank], "other"
+            history = self._histories.setdefault((role, name), _History())
+            if (event := history.add(Window(since, now, rank, parts[rank], others))) is None:
+                continue
+            windows = history.windows
+            own, other = _mean([window.own for window in windows]), _mean([window.others for window in windows])
+            events.append(
+                StragglerEvent(
+                    event=event,
+                    name=name,
+                    others=f"the {which} {'node' if are_nodes else 'rank'}",
+                    host=self._hosts[rank],
+                    rank=rank,
+                    role=role,
+                    over_s=now - windows[0].since,
+                    slower=_excess(windows),
+                    data_s=own.data_s,
+                    compute_s=own.compute_s,
+                    others_data_s=other.data_s,
+                    others_compute_s=other.compute_s,
+                )
+            )
+        return events
+
+
+def _mean(parts: list[Part]) -> Part:
+    return Part(*map(fmean, zip(*parts, strict=True)))
+
+
+def _excess(windows: Iterable[Window]) -> float:
+    own_s, others_s = sum(window.own.own_s for window in windows), sum(window.others.own_s for window in windows)
+    return own_s / others_s - 1 if others_s else 0.0

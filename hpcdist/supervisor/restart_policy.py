@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpcdist.errors import HpcdistError, PreflightError, UserMistake
+from hpcdist.errors import HpcdistError
 
 Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"]
 #: Most real-time signals have no name.
@@ -52,15 +52,14 @@ def first_failure(
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
 
+    A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
+    ranks record no time. Without another cause, a rank that ended first with exit status 0 has left the others.
+
     Args:
         exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
         outcomes: outcome files of the ranks. A rank that has reported a failure may still be ending.
-        last_step: returns the last known step of a rank without an outcome.
-        host_of: returns the host of a rank without an outcome.
+        last_step: the last known step of a rank without an outcome.
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
-
-    A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
-    ranks record no time. Without another cause, a rank that ended first with exit status 0 has left the others.
     """
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
@@ -72,9 +71,9 @@ def first_failure(
         code, outcome = exits.get(rank, 0), outcomes.get(rank)
         if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
             # Slurm's signal ahead of the time limit ended the start of the rank's container.
-            kind: Kind = "interrupted" if outcome.get("interrupted") else "error"
+            failed: Kind = "interrupted" if outcome.get("interrupted") else "error"
             failure = Failure(
-                kind="rejected" if outcome["outcome"] == "rejected" else kind,
+                kind="rejected" if outcome["outcome"] == "rejected" else failed,
                 rank=rank,
                 host=str(outcome["host"]),
                 step=outcome["step"],
@@ -85,7 +84,7 @@ def first_failure(
         elif code != 0:
             name = _NAMES.get(-code, f"signal {-code}")
             error = f"was killed by {name}" if code < 0 else f"exited with code {code} without a report"
-            kind = "killed" if code < 0 else "vanished"
+            kind: Kind = "killed" if code < 0 else "vanished"
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     left = next(iter(exits), None)
     if left is not None and exits[left] == 0 and consequences and not causes:
@@ -99,13 +98,6 @@ def first_failure(
     return replace(first, only_there=hosts <= {first.host})
 
 
-def failed_start(error: Exception) -> Failure:
-    kind: Kind = "rejected" if isinstance(error, UserMistake) else "error"
-    if isinstance(error, PreflightError):
-        kind = "unfit"
-    return Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
-
-
 def error_text(error: Exception) -> str:
     """Return a sentence about the error that ends a run or an attempt."""
     if isinstance(error, HpcdistError):
@@ -116,12 +108,7 @@ def error_text(error: Exception) -> str:
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:
-    """Return the failure of ranks that were not started, or None if there are none.
-
-    Args:
-        why: time limit and cause, as far as known.
-        host_of: returns the intended host of a rank.
-    """
+    """Return the failure of ranks that were not started, or None if there are none; `why` is time limit and cause."""
     if not absent:
         return None
     if len(absent) == num_ranks:
@@ -139,18 +126,18 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bo
     full, these nodes are unusable or Slurm signals the time limit.
     """
     last = failures[-1]
-    restart, reason = False, last.sentence()
+    reason = last.sentence()
     if stop_requested:
-        reason += ", while it was asked to stop"
-    elif last.kind in ("rejected", "unfit"):
-        pass
-    elif len(failures) > 1 and last.same_as(failures[-2]):
-        reason += ", twice in a row: another restart would not help"
-    elif len(failures) > max_restarts:
-        reason += f"; all launch.max_restarts={max_restarts} restarts are used up" if max_restarts else ""
-    else:
-        restart = True
-    return restart, reason
+        return False, f"{reason}, while it was asked to stop"
+    if last.kind in ("rejected", "unfit"):
+        return False, reason
+    if len(failures) > 1 and last.same_as(failures[-2]):
+        return False, f"{reason}, twice in a row: another restart would not help"
+    if len(failures) > max_restarts:
+        return False, reason + (
+            f"; all launch.max_restarts={max_restarts} restarts are used up" if max_restarts else ""
+        )
+    return True, reason
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:

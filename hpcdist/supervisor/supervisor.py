@@ -1,25 +1,32 @@
-"""The supervisor: starts the attempts of a run and records its final state, or obeys a signal to stop. Runs on the
-host, never imports torch.
+"""The supervisor: starts the attempts of a run, records its final state, obeys signals to stop and sends notifications.
+Runs on the host, never imports torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import shutil
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
+from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
-from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, RunFolderError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import write_json
+from hpcdist.host.files import read_json, read_private, write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, explain_replacement, require_same
 from hpcdist.run.records import (
@@ -33,9 +40,8 @@ from hpcdist.run.records import (
 )
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
-from hpcdist.supervisor.notifier import Notifier
-from hpcdist.supervisor.progress import Reporter, log_of
-from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
+from hpcdist.supervisor.progress import Reporter
+from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
 
 # Requests to stop or cancel a run by signals to its supervisor.
@@ -81,17 +87,108 @@ class SignalRequests:
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note a signal, as its handler; `request` returns the request for it."""
         self._num_interrupts += number == signal.SIGINT
-        if number == signal.SIGHUP:
-            self._leave_terminal()
+        if number == signal.SIGHUP:  # failed writes to the closed terminal must not end the run
+            with open(os.devnull, "wb") as null:
+                for descriptor in self._terminals:
+                    os.dup2(null.fileno(), descriptor)
         self._name = signal.Signals(number).name
         if self._num_interrupts > 1:
             retry.give_up()
 
-    def _leave_terminal(self) -> None:
-        """Redirect output from the closed terminal to /dev/null: failed writes must not end the run."""
-        with open(os.devnull, "wb") as null:
-            for descriptor in self._terminals:
-                os.dup2(null.fileno(), descriptor)
+
+# Notifications: a thread posts the events of a run to a webhook or passes them to a command. The run waits for it only
+# at its end, for a bounded time. The URL is a secret: it is not in any message.
+
+#: Time limit of the command, and of a server's answer.
+DELIVERY_S = 10.0
+#: Time that the end of a run waits for the last events.
+DRAIN_S = 20.0
+#: Pauses before the tries of an event.
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+
+
+class Notifier(AbstractContextManager["Notifier"]):
+    """Delivers the events of a run in order, if the config has a `notify` section.
+
+    A failure is passed to `note`: the run continues without notifications.
+    """
+
+    def __init__(
+        self, run: RunDir, settings: NotifyConfig, env: Mapping[str, str], note: Callable[[str], None]
+    ) -> None:
+        self._run, self._env, self._note = run, env, note
+        self._command, self._url = settings.command, settings.webhook
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lost = ""  #: where the reason of a failure is
+        self._thread = threading.Thread(target=self._deliver_all, name="notifier", daemon=True)
+        try:
+            if settings.webhook_file:
+                self._url = read_private(Path(settings.webhook_file))
+        except (HpcdistError, OSError) as error:
+            note(f"notifications are not sent: {error}")
+        if self._command or self._url:
+            self._thread.start()
+
+    def send(self, event: str, state: State) -> None:
+        """Pass on an event: `started`, `restarted`, `requeued` or `ended`."""
+        self._events.put(
+            {
+                "event": event,
+                "run": f"{self._run.experiment}/{self._run.name}",
+                "status": state.status,
+                "reason": redact_text(" ".join(state.reason.split()))[:500],
+                "attempt": state.attempt,
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "folder": str(self._run.path),
+            }
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until all events are delivered, at most DRAIN_S."""
+        if self._thread.ident is None:
+            return
+        self._events.put(None)
+        self._thread.join(DRAIN_S)
+        if self._thread.is_alive() or self._lost:
+            self._note(f"not all notifications were delivered ({self._lost or 'see notifier.log'})")
+
+    def _deliver_all(self) -> None:
+        """Deliver the events, with retries. `notifier.log` gets failures and the output of the command."""
+        while (facts := self._events.get()) is not None:
+            try:
+                facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
+                with open(self._run.path / "notifier.log", "ab", buffering=0) as log:
+                    for pause_s in _PAUSES_S:
+                        time.sleep(pause_s)
+                        if not (problem := self._deliver(facts, log)):
+                            break
+                        log.write(f"'{facts['event']}' is not delivered: {problem}\n".encode())
+                    else:
+                        self._lost = "see notifier.log"
+            except (HpcdistError, OSError) as error:
+                self._lost = str(error)
+
+    def _deliver(self, facts: Mapping[str, Any], log: IO[bytes]) -> str:
+        """Try to deliver an event. Returns why that failed, or ""."""
+        import requests  # most runs have no webhook
+
+        body = json.dumps(facts).encode()
+        try:
+            if self._command:
+                command = [self._command, facts["event"], facts["run"], facts["status"]]
+                options: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
+                subprocess.run(command, input=body, timeout=DELIVERY_S, check=True, **options)
+                return ""
+            # A redirect would turn the POST into a GET of another address.
+            options = {"headers": {"Content-Type": "application/json"}, "allow_redirects": False}
+            # Without `auth`, requests would send a password of ~/.netrc.
+            options["auth"] = lambda request: request
+            with requests.post(self._url, body, timeout=DELIVERY_S, stream=True, **options) as done:
+                return f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
+        except (requests.RequestException, ValueError) as error:
+            return type(error).__name__  # its text has the URL
+        except (subprocess.SubprocessError, OSError) as error:
+            return str(error)
 
 
 # An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
@@ -167,9 +264,12 @@ class Supervisor:
         Raises LeaseLostError if another supervisor has taken over the run. The ranks are killed, and nothing is
         written.
         """
+        patience_s = retry.UNATTENDED_S
+        if self._allocation is not None:
+            patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))
         with (
             explain_replacement(self._run.path, self._env),
-            retry.patient(self._patience_s()),
+            retry.patient(patience_s),
             self._signals.handled(),
             Notifier(self._run, self._config.notify, self._env, self._report.note) as notifier,
         ):
@@ -192,7 +292,10 @@ class Supervisor:
                 failure, rejected = error, isinstance(error, UserMistake)
                 why = error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
-            state = self._with_restored_config(state)  # after a requeue, the run continues with the changed keys
+            try:
+                state = with_restored_config(self._run, state)  # after a requeue, the run keeps the changed keys
+            except (OSError, RunFolderError) as error:
+                self._report.note(f"config.yaml cannot be restored: {error}")
             try:
                 self._write(state)
             except OSError as error:
@@ -206,20 +309,6 @@ class Supervisor:
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
-
-    def _with_restored_config(self, state: State) -> State:
-        """Call `with_restored_config`; its errors do not keep the state from being written."""
-        try:
-            return with_restored_config(self._run, state)
-        except (OSError, RunFolderError) as error:
-            self._report.note(f"config.yaml cannot be restored: {error}")
-            return state
-
-    def _patience_s(self) -> float:
-        """Return the retry time for the run folder, which ends before the allocation does."""
-        if self._allocation is None:
-            return retry.UNATTENDED_S
-        return max(0.0, min(retry.UNATTENDED_S, self._allocation.end - time.time() - LAST_WRITE_S))
 
     def _write(self, state: State) -> None:
         """Write the state, unless another supervisor holds the run."""
@@ -260,6 +349,27 @@ class Supervisor:
                 return over
             event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
 
+    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
+        """Create the next attempt, and record its beginning in the state of the run and in its own times."""
+        attempt = self._run.new_attempt()
+        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self._launcher.num_ranks))
+        # A request may have reached the previous attempt after its failure.
+        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
+            attempt.send_request(late)
+        self._resources = self._launcher.resources
+        self._times = begin(
+            attempt,
+            self._resources,
+            AttemptTimes(
+                supervised=self._began,
+                began=time.time(),
+                reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
+                measured=not self._config.trainer.script,
+                time_limit=None if self._allocation is None else self._allocation.end,
+            ),
+        )
+        return attempt
+
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
         """Run the ranks once. Returns the final status of the attempt, and its failure if it failed."""
         self._attempt = attempt
@@ -268,8 +378,12 @@ class Supervisor:
             # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
         except (HpcdistError, OSError) as error:
-            return "failed", failed_start(error)
-        self._record_other_nodes(attempt)
+            is_unfit, is_mistake = isinstance(error, PreflightError), isinstance(error, UserMistake)
+            kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
+            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
+        if self._launcher.resources != self._resources:  # the preflight check has left out some nodes
+            self._times = begin(attempt, self._launcher.resources, self._times)
+            self._write(replace(self._state, world_size=self._launcher.num_ranks))
         self._report.attempt(attempt, self._launcher.num_ranks)
         if attempt.number > 1:
             is_script = bool(self._config.trainer.script)
@@ -294,41 +408,33 @@ class Supervisor:
         if watch.cancelled:
             return "cancelled", None
         sent_sigterm = watch.stops_script and not hung
-        failure = hung or first_failure(
-            exits, outcomes, watch.progress.last_step, ranks.host_of, sent_sigterm=sent_sigterm
-        )
+        last_step = watch.progress.last_step
+        failure = hung or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
         if sent_sigterm:
             return "stopped", failure
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:
-            failure = Failure(
-                kind="vanished",
-                rank=0,
-                host=ranks.host_of(0),
-                step=watch.progress.last_step(0),
-                error="exited with code 0 without a report",
-            )
+            why = "exited with code 0 without a report"
+            failure = Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
         return "stopped" if ended == "stopped" else "finished", failure
-
-    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
-        """Create the next attempt, and record its beginning in the state of the run and in its own times."""
-        attempt = self._run.new_attempt()
-        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self._launcher.num_ranks))
-        self._forward_request(attempt)
-        self._times = self._begin_times(attempt)
-        return attempt
 
     def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
-        if end == "stopped" and self._grows(attempt):
+        request = self._request_of(attempt)
+        if end == "stopped" and request is None and attempt.read_request() is not None:  # to grow
             write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
             self._nodes.use_returned()
             self._moves += 1
             return None
-        request = None if end == "finished" else self._request_of(attempt)
-        reason = self._how(attempt, end) + " (the ranks received a stop signal)" * (end == "stopped" and not request)
+        reason = ""
+        if end == "finished":
+            reason = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
+        elif end == "stopped":
+            reason = how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
+            reason += " (the ranks received a stop signal)" if request is None else ""
         write_times(attempt, replace(times, status=end, reason=reason))
-        reason = request.after(reason) if request is not None else reason
+        if request is not None and end != "finished":
+            reason = request.after(reason)
         return replace(state, status=end, reason=reason, ended=time.time())
 
     def _after_failure(
@@ -342,83 +448,40 @@ class Supervisor:
         if self._config.roles:
             roles = Roles.of(self._config.roles, self._launcher.num_ranks)
             failure = replace(failure, role=roles.name_of(failure.rank))
-        write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
-        self._report.failure(failure, log_of(attempt, failure))
-        if change := self._new_nodes(attempt, failure):
-            self._moves += 1
-            self._report.note(f"restart: {change}")
-            return None
-        failures.append(failure)
-        if (over := self._end_by_failure(state, attempt, failures)) is not None:
-            write_times(attempt, replace(times, status="failed", reason=over.reason))  # may name lost nodes
-            return over
-        self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts}")
-        return None
-
-    def _begin_times(self, attempt: Attempt) -> AttemptTimes:
-        self._resources = self._launcher.resources
-        return begin(
-            attempt,
-            self._resources,
-            AttemptTimes(
-                supervised=self._began,
-                began=time.time(),
-                reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
-                measured=not self._config.trainer.script,
-                time_limit=None if self._allocation is None else self._allocation.end,
-            ),
-        )
-
-    def _record_other_nodes(self, attempt: Attempt) -> None:
-        """Record the nodes of the ranks again if the preflight check has left out some."""
-        if self._launcher.resources == self._resources:
-            return
-        self._times = begin(attempt, self._launcher.resources, self._times)
-        self._write(replace(self._state, world_size=self._launcher.num_ranks))
-
-    def _grows(self, attempt: Attempt) -> bool:
-        """Return whether the ranks have stopped to be restarted on more nodes, and for no other reason."""
-        found = attempt.read_request()
-        return found is not None and not found.ends_run and self._request_of(attempt) is None
-
-    def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
-        """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
-        if failure.kind in ("rejected", "unfit", "interrupted") or self._request_of(attempt) is not None:
-            return ""
-        if self._disk_is_full():
-            return ""
-        write_json(attempt.failure, asdict(failure))
-        return self._nodes.replace_lost()
-
-    def _end_by_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
-        """Return the final state of the run if the last of its failures ends it; None if the ranks are restarted."""
-        failure = failures[-1]
+        why = failure.sentence()
+        write_times(attempt, replace(times, status="failed", reason=why))
+        log = attempt.log(failure.rank)
+        if failure.kind == "unfit":
+            log = attempt.preflight.with_suffix(".txt")
+        elif failure.kind == "not_started" and (srun := attempt.path / "srun.log").exists():  # on Slurm only
+            log = srun
+        self._report.failure(failure, log)
         stop_requested = self._request_of(attempt) is not None
-        if failure.kind == "interrupted" and not stop_requested:
-            reason = f"{failure.sentence()}; Slurm signals the time limit, so no restart here"
-            return replace(state, status="stopped", reason=reason, ended=time.time())
-        restart, reason = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
-        disk_full = self._disk_is_full()
-        if not (stop_requested or disk_full or failure.kind == "rejected"):
-            write_json(attempt.failure, asdict(failure))
-            if why := self._launcher.broken():
-                # Stopped without a request: on Slurm the batch step requeues the job.
-                return replace(state, status="stopped", reason=f"{failure.sentence()}; {why}", ended=time.time())
-        if restart and not disk_full:
-            return None
-        if restart:
-            reason = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
-        rejected = failure.kind == "rejected"
-        return replace(state, status="failed", reason=reason, ended=time.time(), rejected=rejected)
-
-    def _disk_is_full(self) -> bool:
         disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
-        return disk.free < ROOM_FOR_RESTART_BYTES
-
-    def _forward_request(self, attempt: Attempt) -> None:
-        """Forward a request that reached the previous attempt after its failure."""
-        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            attempt.send_request(late)
+        is_full = disk.free < ROOM_FOR_RESTART_BYTES
+        is_open = not (stop_requested or is_full or failure.kind in ("rejected", "interrupted"))
+        if is_open:
+            write_json(attempt.failure, asdict(failure))
+            if failure.kind != "unfit" and (change := self._nodes.replace_lost()):
+                self._moves += 1
+                self._report.note(f"restart: {change}")
+                return None
+        failures.append(failure)
+        status: Status = "failed"
+        restart, reason = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
+        if failure.kind == "interrupted" and not stop_requested:
+            status, reason = "stopped", f"{why}; Slurm signals the time limit, so no restart here"
+        elif is_open and (broken := self._launcher.broken()):
+            # Stopped without a request: on Slurm the batch step requeues the job.
+            status, reason = "stopped", f"{why}; {broken}"
+        elif restart and is_full:
+            reason = f"{why}; no restart, since the disk of {self._run.path} is full"
+        elif restart:
+            self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts}")
+            return None
+        write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
+        rejected = failure.kind == "rejected"
+        return replace(state, status=status, reason=reason, ended=time.time(), rejected=rejected)
 
     def _request_of(self, attempt: Attempt) -> StopRequest | None:
         """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
@@ -439,11 +502,3 @@ class Supervisor:
             self._report.note(
                 f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
             )
-
-    def _how(self, attempt: Attempt, end: Status) -> str:
-        """Return how an attempt has ended that did not fail; "" if its status says it."""
-        if end == "cancelled":
-            return ""
-        if end == "stopped":
-            return how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
-        return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
 from hpcdist.run.folder import Attempt, StopRequest
-from hpcdist.supervisor.hang import Activity, Summary, busy_ranks, collect, read_activities
-from hpcdist.supervisor.hang_node import ranks_text
+from hpcdist.supervisor.hang import Activity, Summary, busy_ranks, collect, ranks_text, read_activities
 from hpcdist.supervisor.launcher import NodeChanges, Ranks
 from hpcdist.supervisor.progress import ProgressMonitor, Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
@@ -46,10 +45,7 @@ class Allocation(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """Watches the ranks of one attempt until all have ended.
-
-    A poll covers exits, requests and the checks of `ProgressMonitor`.
-    """
+    """Watches the ranks of one attempt until all have ended."""
 
     attempt: Attempt
     ranks: Ranks
@@ -90,26 +86,26 @@ class Watch:
             self._handle_requests(now)
             if self.cancelled:
                 return None
-            if (lost := self._lost_node()) is not None:
-                return lost
-            failed = any(self._is_failure(code) for code in self.ranks.exits.values())
-            if failed and not self.stops_script:
+            if (lost := self.nodes.detect_lost()) is not None:
+                rank, node = lost
+                error = "was lost: its node does not answer"
+                return Failure(kind="lost", rank=rank, host=node, step=self.progress.last_step(rank), error=error)
+            # The ranks of a script that has got SIGTERM may save, and end, one after the other.
+            failed = any(self.ranks.exits.values()) and not self.stops_script
+            if failed:
                 self._kill_by(now + PEER_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
-                return None if failed and not self.stops_script else self._overdue()
+                if failed:
+                    return None
+                error = f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
+                error += ", or before the end of the allocation" if self.allocation is not None else ""
+                return self._hang_failure(self.ranks.running[0], error, self._examine(collect))
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
             self.progress.show()
             self._note_delay(now + self._examined_s, time.monotonic())
             self._examined_s = 0.0
         return None
-
-    def _lost_node(self) -> Failure | None:
-        if (found := self.nodes.detect_lost()) is None:
-            return None
-        rank, node = found
-        error = "was lost: its node does not answer"
-        return Failure(kind="lost", rank=rank, host=node, step=self.progress.last_step(rank), error=error)
 
     def _late(self, now: float) -> Failure | None:
         """Return the failure of ranks that were not started in time; checks once, when the time is over."""
@@ -146,9 +142,8 @@ class Watch:
             busy -= {rank for rank, pending_s in found.pending_s.items() if pending_s > launch.hang_s / 2}
         where = f"(stack traces of all ranks are in {self.attempt.path})"
         if is_ended and not busy:
-            return self._hang_failure(
-                rank, f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {where}", found
-            )
+            error = f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {where}"
+            return self._hang_failure(rank, error, found)
         if found is not None:
             with suppress(OSError):  # `stacks_summary` would explain a later failure
                 self.attempt.stacks_summary.replace(self.attempt.silence)
@@ -244,21 +239,10 @@ class Watch:
     def _kill_by(self, then: float) -> None:
         self._kill_at = then if self._kill_at is None else min(self._kill_at, then)
 
-    def _is_failure(self, code: int) -> bool:
-        return code != 0 and not (self.stops_script and code == -signal.SIGTERM)
-
     @property
     def stops_script(self) -> bool:
-        """Whether a plain script has got SIGTERM: its ranks may save, and end, one after the other."""
+        """Whether a plain script has got SIGTERM."""
         return self.stop_requested and bool(self.config.trainer.script)
-
-    def _overdue(self) -> Failure:
-        return self._hang_failure(
-            self.ranks.running[0],
-            f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
-            + (", or before the end of the allocation" if self.allocation is not None else ""),
-            self._examine(collect),
-        )
 
     def _examine(self, examination: Callable[..., T]) -> T | None:
         """Return the result of an examination of all nodes, or None if there is no time for it, or it fails."""
@@ -277,11 +261,7 @@ class Watch:
             self._examined_s += time.monotonic() - began
 
     def _hang_failure(self, rank: int, error: str, found: Summary | None) -> Failure:
-        """Return the failure of hung ranks.
-
-        Args:
-            rank: the culprit, unless the stack traces show another one.
-        """
+        """Return the failure of hung ranks; `rank` is the culprit, unless the stack traces show another one."""
         if found is not None and len(found.suspects) == 1:
             (rank,) = found.suspects
         return Failure(

@@ -38,7 +38,7 @@ from hpcdist.run.records import (
     read_rerun,
     script_arguments,
 )
-from hpcdist.run.slurm_job import job_starts
+from hpcdist.run.status import job_starts
 from hpcdist.run.sweeps import SweepDir, affects_results, label, sweep_of, text_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS

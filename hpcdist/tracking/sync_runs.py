@@ -21,8 +21,7 @@ from hpcdist.run.folder import RunDir, claim, own_place
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs
 from hpcdist.run.records import kept
-from hpcdist.run.slurm_job import job_of, update_job_starts
-from hpcdist.run.status import close_if_lost
+from hpcdist.run.status import close_if_lost, job_of, update_job_starts
 from hpcdist.tracking.points import EXACT_POINTS, Counts, is_complete
 from hpcdist.tracking.shipper import only_shipper
 from hpcdist.tracking.uri import is_server, resolve_uri

@@ -22,8 +22,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.slurm_job import job_of
-from hpcdist.run.status import status_of
+from hpcdist.run.status import job_of, status_of
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError

@@ -29,7 +29,7 @@ from hpcdist.run import create, snapshot
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept, with_restored_config
-from hpcdist.run.slurm_job import record_job_start
+from hpcdist.run.status import record_job_start
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import rank_table_lines

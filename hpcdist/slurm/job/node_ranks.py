@@ -20,7 +20,7 @@ from typing import Literal
 
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, print_answer
-from hpcdist.supervisor.hang_node import find_ranks
+from hpcdist.supervisor.hang import family, find_ranks
 
 #: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
 RANKS_ON_NODES_S = 60.0
@@ -59,7 +59,7 @@ def kill_ranks(run: Path, node: str) -> list[int]:
     until = time.monotonic() + KILL_S
     while (found := find_ranks(run, None, node, with_tasks=True)) and time.monotonic() < until:
         for process in found:
-            for pid in (process.pid, *process.children):
+            for pid in family(process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_EVERY_S)

@@ -22,8 +22,8 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lookup import resolve_run
-from hpcdist.run.slurm_job import job_of, keep_job
 from hpcdist.run.snapshot import git_root
+from hpcdist.run.status import job_of, keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import allocations, component_cluster, is_het

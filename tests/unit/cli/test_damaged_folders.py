@@ -26,8 +26,8 @@ from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lookup import find_runs, find_unfinished
 from hpcdist.run.records import newest_step
-from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state
+from hpcdist.run.status import update_job_starts
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError

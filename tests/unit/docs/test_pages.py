@@ -151,7 +151,7 @@ LOOKUPS = [
     ("MLflow retry", "tracking/shipper"),
     ("checkpoint manifest", "checkpoint/folder"),
     ("stop agreement", "rank/stopping"),
-    ("straggler rule", "supervisor/stragglers"),
+    ("straggler rule", "supervisor/progress"),
     ("PPO update", "trainers/rl/train"),
     ("parameter-server exchange", "trainers/hybrid/tables"),
     ("stop request", "supervisor/watch"),

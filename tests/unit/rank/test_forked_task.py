@@ -21,7 +21,7 @@ from supervisor_scene import NamedPipe
 
 from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.slurm.job.node_ranks import kill_ranks
-from hpcdist.supervisor.hang_node import find_ranks
+from hpcdist.supervisor.hang import find_ranks
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command
 
 #: All tests of this file may start processes.

@@ -40,7 +40,7 @@ from hpcdist.run.records import (
     write_times,
     write_training,
 )
-from hpcdist.run.slurm_job import all_job_starts, job_starts, keep_job, update_job_starts
+from hpcdist.run.status import all_job_starts, job_starts, keep_job, update_job_starts
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes

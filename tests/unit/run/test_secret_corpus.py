@@ -7,7 +7,7 @@ from pathlib import Path
 from secret_corpus import FALSE, TOKENS, TRUE
 
 from hpcdist.config.redaction import holds_secret, redact_text
-from hpcdist.run.snapshot_filter import _CODE, clean_patch, without_secrets
+from hpcdist.run.snapshot import _CODE, clean_patch, without_secrets
 
 
 def _found(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -24,8 +24,7 @@ from hpcdist.host.files import read_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, import_path, take
-from hpcdist.run.snapshot_filter import clean_patch, is_secret_file
+from hpcdist.run.snapshot import CodeState, clean_patch, import_path, is_secret_file, take
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

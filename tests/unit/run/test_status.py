@@ -24,9 +24,20 @@ from hpcdist.run import snapshot, status
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.slurm_job import all_job_starts, job_of, job_starts, record_job_start, update_job_starts
 from hpcdist.run.snapshot import CodeState, find_code, take
-from hpcdist.run.status import QUERY_EVERY_S, QUERY_UNAVAILABLE_S, StatusWatch, close_if_lost, query_jobs, status_from
+from hpcdist.run.status import (
+    QUERY_EVERY_S,
+    QUERY_UNAVAILABLE_S,
+    StatusWatch,
+    all_job_starts,
+    close_if_lost,
+    job_of,
+    job_starts,
+    query_jobs,
+    record_job_start,
+    status_from,
+    update_job_starts,
+)
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
 from hpcdist.slurm.output import AccountedStart, JobInfo

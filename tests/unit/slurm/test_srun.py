@@ -30,6 +30,7 @@ from hpcdist.slurm.job.srun import (
     watchdog_command,
 )
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
+from hpcdist.supervisor.hang import RankProcess
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import rank_command
 
@@ -428,12 +429,9 @@ def rank_processes() -> list[psutil.Process]:
 def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that wait for a file system survive, for example."""
     monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
-    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node, with_tasks: [Survivor()])
+    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node, with_tasks: [RankProcess(pid=7, rank=3)])
+    monkeypatch.setattr(node_ranks, "family", lambda pid: [pid, pid + 1])
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert kill_ranks(tmp_path, "n1") == [3]
     assert set(killed) == {7, 8}
-
-
-class Survivor:
-    pid, rank, children = 7, 3, (8,)

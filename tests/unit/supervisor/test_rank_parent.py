@@ -17,7 +17,7 @@ from supervisor_scene import NamedPipe
 
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE
-from hpcdist.supervisor.hang_node import find_ranks
+from hpcdist.supervisor.hang import find_ranks
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

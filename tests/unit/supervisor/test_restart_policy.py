@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hpcdist.supervisor.progress import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
 from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started, suspect
-from hpcdist.supervisor.stragglers import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
 
 DONE: dict[str, Any] = {"outcome": "done"}
 LEFT = "ended with exit status 0 before the other ranks"

@@ -26,7 +26,8 @@ from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
-from hpcdist.supervisor import children, notifier
+from hpcdist.supervisor import children
+from hpcdist.supervisor import supervisor as notifier
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.tracking.journal import SentFiles
 

@@ -19,8 +19,7 @@ from hpcdist.run.status import CHECKS_PER_S
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang import Activity, Summary
-from hpcdist.supervisor.progress import ProgressMonitor
-from hpcdist.supervisor.stragglers import StragglerEvent
+from hpcdist.supervisor.progress import ProgressMonitor, StragglerEvent
 from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, Watch
 
 NUM_RANKS = 1000

@@ -1,4 +1,4 @@
-"""Stack traces of hung ranks, collected from their logs."""
+"""Hung ranks: stack traces from their logs, and the summary that finds the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from hung_ranks import hung_ranks
 
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.supervisor import hang as collect_module
-from hpcdist.supervisor import hang_node
-from hpcdist.supervisor.hang import MAX_RANKS, busy_ranks, collect, read_activities, summarize
-from hpcdist.supervisor.hang_node import (
+from hpcdist.supervisor import hang
+from hpcdist.supervisor.hang import (
+    MAX_RANKS,
     Calls,
     Frame,
     ProcessState,
     RankSnapshot,
+    busy_ranks,
     calls_of,
+    collect,
     compare_calls,
+    family,
     find_ranks,
     location_of,
     parse_faulthandler,
     ranks_text,
+    read_activities,
     state_of,
+    summarize,
 )
 from hpcdist.supervisor.launcher import Guard
 
@@ -79,7 +83,7 @@ def test_stacks_of_hung_ranks_are_collected(attempt: Attempt, tmp_path: Path) ->
     with hung_ranks(attempt, tmp_path, 4) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         assert [process.rank for process in processes] == [0, 1, 2, 3], "ranks without their forked children"
-        assert [len(process.children) for process in processes] == [0, 1, 0, 0]
+        assert [len(family(process.pid)) for process in processes] == [1, 2, 1, 1]
         assert find_ranks(attempt.path.parent.parent, 2) == []
         assert find_ranks(attempt.path.parent, attempt.number) == []
         summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
@@ -143,8 +147,8 @@ def test_stopped_rank_has_a_state_without_a_stack(
         os.utime(attempt.log(2), (0, 0))  # the stacks of an earlier examination
         summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
         # A stopped rank cannot print its stacks, so this must return without a wait for them.
-        monkeypatch.setattr(hang_node, "PRINT_S", 10_000.0)
-        snapshots = hang_node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
+        monkeypatch.setattr(hang, "PRINT_S", 10_000.0)
+        snapshots = hang.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
         assert [snapshot.process.state for snapshot in snapshots] == ["sleeping", "running", "stopped"]
     assert summary is not None
     assert summary.suspects == (2,)
@@ -187,7 +191,7 @@ def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, mo
             for rank in ranks:
                 attempt.flight(rank).write_text("{}")
 
-    monkeypatch.setattr(collect_module, "MAX_RANKS", 3)
+    monkeypatch.setattr(hang, "MAX_RANKS", 3)
     summary = collect(attempt, FakeRanks(answer), limit_s=5, interrupted=not_interrupted)  # type: ignore[arg-type]
     assert summary is not None
     assert (summary.suspects, summary.odd_first) == ((4,), (4, 0, 1, 2, 3, 5))
@@ -384,34 +388,27 @@ Current thread 0x00007fa736fe5b80 (most recent call first):
 TEXT = "wait (threading.py:327), called by train (counting.py:28)"
 
 
-def test_location_and_text_of_a_dump() -> None:
-    frames, text = parse_faulthandler(f"step 14\n{DUMPED}WARNING: unrelated line\n")
-    location = location_of(frames)
-    assert location is not None
-    assert location.text() == TEXT
-    assert text == DUMPED, "all threads, without other lines of the log"
-
-
 @pytest.mark.parametrize(
     "log",
     [
+        f"step 14\n{DUMPED}WARNING: unrelated line\n",
         DUMPED + FORKED,
         FORKED + DUMPED,
         DUMPED.replace("line 28", "line 1") + DUMPED,
         DUMPED.replace("line 28", "line 1") + "step 15\n" + DUMPED,
     ],
-    ids=["forked process after", "forked process before", "two dumps", "two dumps with a line between"],
+    ids=["one dump", "forked process after", "forked process before", "two dumps", "two dumps with a line between"],
 )
 def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
-    location = location_of(parse_faulthandler(log)[0])
+    frames, text = parse_faulthandler(log)
+    location = location_of(frames)
     assert location is not None
-    assert location.text() == TEXT
+    assert (location.text(), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
 
 
 @pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
 def test_log_without_stacks(log: str) -> None:
     assert parse_faulthandler(log) == ([], "")
-    assert location_of([]) is None
 
 
 @pytest.mark.parametrize(
