@@ -21,21 +21,19 @@ from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import (
     Check,
     Gpu,
+    driver_checks,
     failure,
+    gpu_checks,
     install_command,
     locked_memory,
-    note,
-    num_cores,
-    ok,
-    warning,
-)
-from hpcdist.host.machine_checks import (
-    driver_checks,
-    gpu_checks,
     locked_memory_checks,
     lookup_checks,
     loopback_checks,
+    note,
+    num_cores,
+    ok,
     shm_checks,
+    warning,
 )
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import readable

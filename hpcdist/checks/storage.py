@@ -20,8 +20,7 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, UserMistake, shortened
 from hpcdist.host import storage
 from hpcdist.host.files import require_safe, user_of
-from hpcdist.host.machine import Check, failure, note, ok, warning
-from hpcdist.host.machine_checks import space_checks
+from hpcdist.host.machine import Check, failure, note, ok, space_checks, warning
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.tracking.links import web_address
 from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, version_in

@@ -27,8 +27,7 @@ from hpcdist.config.written import redacted_argument
 from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import ImageError, UserMistake
 from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.files import is_shared, parse_json, parse_object, user_of
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import is_shared, long_lock, parse_json, parse_object, user_of
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, Check, driver_problem, has_capability
 

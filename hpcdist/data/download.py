@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import DataConfig
 from hpcdist.errors import DataError
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import long_lock
 
 log = logging.getLogger(__name__)
 

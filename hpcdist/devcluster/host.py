@@ -34,7 +34,7 @@ from hpcdist.devcluster.settings import (
     taken_names,
 )
 from hpcdist.errors import DevClusterError, RunFolderError
-from hpcdist.host import lock
+from hpcdist.host import files
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import write_atomic
 from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
@@ -209,7 +209,7 @@ def exclusive() -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(lock.exclusive(LOCK, within_s=LOCK_WITHIN_S))
+            stack.enter_context(files.exclusive(LOCK, within_s=LOCK_WITHIN_S))
         except RunFolderError:
             raise DevClusterError("another `hpcdist devcluster` is at work on this machine: wait for it") from None
         yield

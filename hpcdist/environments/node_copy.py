@@ -27,8 +27,7 @@ from typing import Any
 
 from hpcdist.environments.packed import first_difference, write_listing
 from hpcdist.errors import RunFolderError
-from hpcdist.host.files import make_private, parse_object
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import long_lock, make_private, parse_object
 from hpcdist.slurm.on_nodes import print_answer
 
 #: Packages that a rank imports before the user's code.

@@ -24,8 +24,7 @@ from typing import IO, TYPE_CHECKING
 import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import fill, make_private, parse_object, read_json, write_json
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import fill, long_lock, make_private, parse_object, read_json, write_json
 from hpcdist.host.machine import source_digest
 from hpcdist.run.folder import own_place
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO, TypeVar
 
-# Commands with a time limit.
-
 #: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
 KILL_DELAY_S = 1.0
 #: Polling interval for the output of a command that may end early.
@@ -85,7 +83,7 @@ def last_line(text: str, limit_chars: int = 200) -> str:
     return lines[-1][:limit_chars] if lines else ""
 
 
-# Time limits for calls that may block for ever, such as access to a dead file server: they run in daemon threads.
+# Calls that may block for ever, such as access to a dead file server, run in daemon threads.
 
 T = TypeVar("T")
 

@@ -1,28 +1,34 @@
 """Files on file systems that others share: atomic writes, bounded JSON with a format number, private and regular files,
-and the owner of folders.
+the owner of folders, and locks.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import grp
 import io
 import json
+import logging
 import os
 import pwd
 import secrets
 import shlex
+import socket
 import stat
+import time
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import retry
+
+log = logging.getLogger(__name__)
 
 # Opening of files that must be regular: a pipe blocks its reader, and a device such as /dev/zero has no end.
 
@@ -30,20 +36,15 @@ from hpcdist.host import retry
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading.
 
-    Raises:
-        io.UnsupportedOperation: it is a pipe, a device or a socket. This is an OSError and a ValueError.
-        OSError: it cannot be opened.
+    Raises OSError; for a pipe, a device or a socket io.UnsupportedOperation, which is an OSError and a ValueError.
     """
-    file = open(path, "rb", opener=_open)  # noqa: SIM115  # closed below or by the caller
+    # Without O_NONBLOCK, a pipe that nobody writes to would block; regular files do not know the flag.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115  # closed below or by the caller
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise io.UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))
     return file
-
-
-def _open(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, a pipe that nobody writes to would block; regular files do not know the flag.
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
@@ -55,10 +56,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-# Parse untrusted JSON with limits on size, depth and digits; every failure is a ValueError.
-#
-# An integer of 20,000 digits, 100,000 nested brackets or a file of 100 GB must neither exhaust memory nor raise an
-# unexpected exception.
+# Untrusted JSON: an integer of 20,000 digits, 100,000 nested brackets or a file of 100 GB must neither exhaust memory
+# nor raise another exception than ValueError.
 
 #: The largest JSON files of a run folder, such as the cells of a sweep, have a few MB.
 MAX_JSON_BYTES = 64 << 20
@@ -75,7 +74,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes, *keys: str) -> dict[str, Any]:
-    """Return the object in a JSON document. Raises ValueError for any other document, and if it lacks one of `keys`."""
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__} instead of an object")
@@ -111,15 +109,11 @@ T = TypeVar("T")
 
 
 def stamped(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` with the current format number."""
     return {KEY: FORMAT, **value}
 
 
 def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the content of a file without its format number.
-
-    Raises RunFolderError if the format is newer than this hpcdist supports, or not an integer.
-    """
+    """Return the content of a file without its format number. Raises RunFolderError if this hpcdist cannot read it."""
     number = value.get(KEY, 0)
     if type(number) is not int or number < 0:
         raise RunFolderError(f"{path} is damaged: its format is {str(number)[:20]!r}, not an integer")
@@ -181,24 +175,24 @@ def write_atomic(
         mode: permissions of the new file, reduced by the umask.
     """
     raw = data.encode() if isinstance(data, str) else data
-    retry.retry(lambda: _write_once(path, raw, durable=durable, mode=mode), path, within_s=within_s)
 
+    def write() -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(temporary, flags, mode), "wb") as file:
+                file.write(raw)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            retry.discard(temporary)
+            raise
+        if durable:
+            fsync_folder(path.parent)
 
-def _write_once(path: Path, raw: bytes, *, durable: bool, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, mode), "wb") as file:
-            file.write(raw)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        retry.discard(temporary)
-        raise
-    if durable:
-        fsync_folder(path.parent)
+    retry.retry(write, path, within_s=within_s)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -272,10 +266,7 @@ def require_private(path: Path) -> None:
 
 
 def read_private(path: Path) -> str:
-    """Return the text of a private file without surrounding white space.
-
-    Raises UserMistake when it is missing, empty, too large or not private.
-    """
+    """Return the text of a private file without surrounding white space. Raises UserMistake."""
     require_private(path)
     try:
         text = read_regular(path, MAX_BYTES).decode(errors="replace").strip()
@@ -289,11 +280,7 @@ def read_private(path: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file with mode 0600, atomically; its temporary file has this mode, too."""
     write_atomic(path, text, durable=True, mode=0o600)
-
-
-# Paths in the output of commands.
 
 
 def short_path(path: str | Path) -> str:
@@ -308,10 +295,8 @@ def short_path(path: str | Path) -> str:
 # Ownership and permission checks of run folders.
 #
 # Several users may share a `runs_dir`. A run's config selects a server, its `slurm.json` a job, and its code is
-# executed. Therefore commands act only on run folders that belong to the effective user and that no other user can
-# write to. Root is no exception: the code of another user's run would execute with root's rights. Nor may other users
-# be able to replace a folder by one of theirs, so that the folders above it are checked, too, as sshd does with
-# StrictModes.
+# executed. Therefore commands act only on run folders that belong to the effective user, also if that is root, and that
+# no other user can write to or replace: the folders above are checked, too, as sshd does with StrictModes.
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
@@ -348,7 +333,10 @@ def require_trusted(folder: Path, action: str) -> None:
 
     Modes of files inside the folder are checked only if group or others can enter it.
     """
-    for path in _checked(folder) if is_mine(folder) else ():
+    checked = [folder] if is_mine(folder) else []
+    if checked and folder.stat().st_mode & _ENTERABLE:
+        checked += [*sorted(folder.iterdir()), *sorted((folder / "attempts").glob("*"))]
+    for path in checked:
         if path.lstat().st_mode & _WRITABLE and not path.is_symlink():
             mode = stat.S_IMODE(path.stat().st_mode)
             raise RunFolderError(
@@ -420,13 +408,6 @@ def _group(gid: int) -> str:
         return ""
 
 
-def _checked(folder: Path) -> Iterator[Path]:
-    yield folder
-    if folder.stat().st_mode & _ENTERABLE:
-        yield from sorted(folder.iterdir())
-        yield from sorted((folder / "attempts").glob("*"))
-
-
 def _owner(folder: Path) -> str:
     try:  # also of a link of this user to a folder of another one
         return user_of(max(os.lstat(folder).st_uid, os.stat(folder).st_uid, key=lambda uid: uid != os.geteuid()))
@@ -448,3 +429,166 @@ def stays_inside(path: Path, folder: Path) -> bool:
         return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
     except (OSError, RuntimeError):  # a dangling link, or a loop of links
         return False
+
+
+# Locks between processes of several hosts that share a folder, also on file systems without flock.
+#
+# Lustre without `-o flock` and some NFS servers refuse flock. `exclusive` then creates a lock file with O_EXCL, which
+# is atomic on every network file system. A killed process leaves its lock file behind. Another process removes it if
+# it has not changed for longer than any work under such a lock takes.
+
+NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+WAIT_S = 30.0
+#: A lock file that is unchanged for this time was left by a killed process. Shorter than each wait for a lock.
+LEFT_AFTER_S = 8.0
+_POLL_S = 0.05
+
+
+@contextmanager
+def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
+    """Hold a lock for work that takes milliseconds. Raises RunFolderError if it is not free within `within_s`.
+
+    Args:
+        path: the lock file, which is created and stays. Without flock, `path.held` exists while the lock is held.
+    """
+    until = time.monotonic() + within_s
+    file = retry.retry(lambda: open_lock(path), path)
+    try:
+        while (locked := _try_flock(file)) is False:
+            _wait(path, until, within_s)
+        if locked:
+            yield
+            return
+    finally:
+        # Closing releases the lock; errors concern written data, and this file has none.
+        with suppress(OSError):
+            file.close()
+    held = path.with_name(f"{path.name}.held")
+    mine = _make(held, until, within_s)
+    try:
+        yield
+    finally:
+        if retry.retry(lambda: _content(held), held) == mine:  # not of a process that took this one for dead
+            retry.remove(held)
+
+
+def open_lock(path: Path, mode: int = 0o666, *, shared: bool = False) -> IO[str]:
+    """Open a lock file, which is created if it is missing.
+
+    Raises OSError if it is a link, no regular file, or, unless `shared`, of another user, who could hold it for ever.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW, mode)
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or not (shared or about.st_uid in (os.geteuid(), 0)):
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "it is not a lock file of this user", name)
+        return descriptor
+
+    return open(path, "a+", opener=opener)
+
+
+@contextmanager
+def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool = False) -> Iterator[None]:
+    """Hold a lock for work that may take minutes, after waiting for it without a time limit.
+
+    On a file system without flock, a warning is logged and the work is done without a lock.
+
+    Args:
+        waiting: logged before a wait.
+        shared: whether the file may be another user's.
+    """
+    with open_lock(path, mode, shared=shared) as file:
+        if not lock_now(file):
+            if waiting:
+                log.info("%s", waiting)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def lock_now(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; return False if another process holds the lock.
+
+    On a file system without flock, a warning is logged, and the file counts as locked.
+    """
+    found = _try_flock(file)
+    if found is None:
+        log.warning("%s cannot be locked (no flock): do not start another process that writes there", file.name)
+    return found is not False
+
+
+def _try_flock(file: IO[str]) -> bool | None:
+    """Return whether the lock is held now; None if the file system has no flock."""
+
+    def try_now() -> bool | None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in NO_FLOCK:
+                return None
+            raise
+        return True
+
+    return retry.retry(try_now, Path(file.name))
+
+
+def _make(held: Path, until: float, within_s: float) -> str:
+    """Create the lock file, after removing one that a killed process left behind. Returns its content."""
+    mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
+
+    def create() -> bool:
+        try:
+            descriptor = os.open(held, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            # The server may have created the file in an earlier try and answered with an error.
+            return _content(held) == mine
+        try:
+            os.write(descriptor, mine.encode())
+        finally:
+            os.close(descriptor)
+        return True
+
+    seen, since = "", time.monotonic()
+    while not retry.retry(create, held):
+        found = retry.retry(lambda: _content(held), held)
+        if found is None:
+            continue
+        if found != seen:
+            seen, since = found, time.monotonic()
+        if time.monotonic() - since >= LEFT_AFTER_S:
+            _remove_left(held, found)
+            continue
+        _wait(held, until, within_s)
+    return mine
+
+
+def _content(held: Path) -> str | None:
+    try:
+        return held.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _remove_left(held: Path, content: str) -> None:
+    """Remove a lock file that was left behind, but not a new one that has replaced it."""
+    aside = held.with_name(f".{held.name}.{secrets.token_hex(4)}")
+    try:
+        os.rename(held, aside)
+    except FileNotFoundError:
+        return
+    if _content(aside) != content:
+        with suppress(FileExistsError):
+            os.link(aside, held)
+    retry.discard(aside)
+
+
+def _wait(path: Path, until: float, within_s: float) -> None:
+    if time.monotonic() >= until:
+        raise RunFolderError(
+            f"{path} has been locked by another process for more than {within_s:g} s: `fuser -v {path}` shows it on"
+            " this host; end it, or remove the file if no process uses it"
+        )
+    time.sleep(_POLL_S)

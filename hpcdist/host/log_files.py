@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from hpcdist.errors import terminal_text
 from hpcdist.host.files import open_regular
@@ -26,10 +25,8 @@ from hpcdist.host.files import open_regular
 #
 # Ranks, supervisor and shipper write directly to files in the run folder, without a pipe. Each process checks the size
 # of its own log once a second, more often while it grows quickly, and at its end. Beyond the limit the middle of the
-# log is removed; the beginning and the end stay. The output of the second before a check, or before a kill, can exceed
-# the limit. The file must be open for appending, so that writers continue at its new end. Sparse files are not used,
-# because some network file systems do not support them. Lines that other processes write during the removal may be
-# lost.
+# log is removed. The file must be open for appending, so that writers continue at its new end; lines that they write
+# during the removal may be lost. Some network file systems do not support sparse files.
 
 CHECK_EVERY_S = 1.0
 #: Time until the next check of a log that was just shortened; later checks return to CHECK_EVERY_S.
@@ -40,20 +37,25 @@ _KEPT = 8
 
 
 def limit_log(run: Path, max_mb: float) -> bool:
-    """Limit the size of standard output if it is a log in a run folder.
+    """Limit the size of standard output if it is a log in the run folder `run`, and return whether it is.
 
     Args:
-        run: the run folder; files elsewhere belong to the user and are not changed.
         max_mb: the limit in units of 10^6 bytes; 0 means none.
-
-    Returns:
-        Whether standard output is such a log.
     """
     if max_mb <= 0 or not is_log_of(run, 1):
         return False
-    max_bytes = int(max_mb * 1e6)
-    ending = threading.Event()
-    thread = threading.Thread(target=_keep_below, args=(max_bytes, ending), name="log limit", daemon=True)
+    max_bytes, ending = int(max_mb * 1e6), threading.Event()
+
+    def keep_below() -> None:
+        pause_s, is_last = CHECK_EVERY_S, False
+        while not is_last:
+            is_last = ending.wait(pause_s)
+            pause_s = min(CHECK_EVERY_S, 2 * pause_s)
+            with suppress(OSError):  # the disk is full or not available: the next check tries again
+                if shorten(1, max_bytes):
+                    pause_s = _SOON_S
+
+    thread = threading.Thread(target=keep_below, name="log limit", daemon=True)
     thread.start()
 
     def end() -> None:
@@ -74,25 +76,10 @@ def is_log_of(run: Path, descriptor: int) -> bool:
     return False
 
 
-def _keep_below(max_bytes: int, ending: threading.Event) -> None:
-    pause_s = CHECK_EVERY_S
-    while True:
-        is_last = ending.wait(pause_s)
-        pause_s = min(CHECK_EVERY_S, 2 * pause_s)
-        with suppress(OSError):  # the disk is full or not available: the next check tries again
-            if shorten(1, max_bytes):
-                pause_s = _SOON_S
-        if is_last:
-            return
-
-
 def shorten(descriptor: int, max_bytes: int) -> int:
-    """Remove the middle of a file that is open for appending and longer than `max_bytes`.
+    """Remove the middle of a file that is open for appending and longer than `max_bytes`; return the number of bytes.
 
     The first and the last eighth of `max_bytes` stay, with a note in between.
-
-    Returns:
-        The number of removed bytes.
     """
     size = os.fstat(descriptor).st_size
     if size <= max_bytes:
@@ -170,7 +157,12 @@ def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
-        number = (_count_lines(file, begin) + 1) if begin <= COUNT_BYTES else 0
+        number = 0
+        if begin <= COUNT_BYTES:
+            number, position = 1, 0
+            while position < begin and (data := file.read(min(_READ_BYTES, begin - position))):
+                number += data.count(b"\n")
+                position += len(data)
         file.seek(begin)
         lines: deque[tuple[int, str]] = deque(maxlen=max_lines)
         data = b""
@@ -182,14 +174,6 @@ def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
             data = data[:MAX_LINE_CHARS] if len(data) > _READ_BYTES else data
         lines.extend(_parts(number, data) if data else ())
     return list(lines)
-
-
-def _count_lines(file: BinaryIO, end: int) -> int:
-    count, position = 0, 0
-    while position < end and (data := file.read(min(_READ_BYTES, end - position))):
-        count += data.count(b"\n")
-        position += len(data)
-    return count
 
 
 def _parts(number: int, line: bytes) -> Iterator[tuple[int, str]]:
@@ -204,12 +188,7 @@ RANK_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) rank \d+ on \S+: ")
 
 
 def say(text: object, *, end: str = "\n", error: bool = False, raw: bool = False) -> None:
-    """Print text without control characters.
-
-    Args:
-        error: to standard error.
-        raw: as it is.
-    """
+    """Print text without control characters, unless it is `raw`."""
     print(str(text) if raw else terminal_text(str(text)), end=end, file=sys.stderr if error else None, flush=True)
 
 

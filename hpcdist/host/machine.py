@@ -1,5 +1,5 @@
 """Facts about this machine: versions, network, GPUs and drivers, compiler, the container around this process, its
-capabilities; the commands that install optional dependencies; and the result of a check.
+capabilities; and the checks of them that `doctor` and the preflight have in common.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +27,9 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.commands import done_within, start
 from hpcdist.host.files import make_private
 
-# Facts of this machine: software versions, network interfaces, name lookups. Unknown facts are empty or None.
-#
-# Only the functions that need psutil import it, so that the preflight probe starts with the standard library alone.
-# `versions` and `source_digest` are also executed as source text by an image's Python, so they contain their imports.
+# Unknown facts are empty or None. Only the functions that need psutil import it, so that the preflight probe starts
+# with the standard library alone. `versions` and `source_digest` are also executed as source text by an image's Python,
+# so they contain their imports.
 
 #: Prefixes of variables that configure the ranks' communication.
 NETWORK_VARIABLES = ("NCCL_", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_", "FI_")
@@ -89,7 +88,6 @@ def versions() -> dict[str, str]:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -131,16 +129,11 @@ def locked_memory() -> int | None:
 
 
 def network_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that configure the ranks' communication."""
     return {name: value for name, value in env.items() if name.startswith(NETWORK_VARIABLES)}
 
 
 class Lookups:
-    """Name lookups in background threads, because a broken resolver takes many seconds.
-
-    Args:
-        reverse: names to look up in reverse as well, by their addresses.
-    """
+    """Name lookups in background threads, because a broken resolver takes many seconds."""
 
     def __init__(self, names: Iterable[str], reverse: Iterable[str]) -> None:
         self._began = time.monotonic()
@@ -152,8 +145,7 @@ class Lookups:
     def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
         """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`.
 
-        Args:
-            limit_s: seconds since the start of the lookups. A lookup that takes longer has only `late`, the limit.
+        A lookup that takes longer than the limit has only `late`, the limit.
         """
         found = {}
         for name, running in self._running.items():
@@ -303,13 +295,13 @@ def _read_gpus() -> list[Gpu]:
 
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
-    return versions().get("driver") or done_within(DRIVER_S, start(_nvml_driver_version), "")
 
+    def from_nvml() -> str:
+        import pynvml
 
-def _nvml_driver_version() -> str:
-    import pynvml
+        return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
 
-    return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+    return versions().get("driver") or done_within(DRIVER_S, start(from_nvml), "")
 
 
 def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
@@ -332,20 +324,13 @@ def gpu_device_files() -> int:
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
-# Compatibility of NVIDIA drivers with CUDA versions.
-
 #: Oldest driver by major version of CUDA (minor versions are compatible with each other).
 #: Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 
 def driver_problem(cuda: str, driver: str) -> str:
-    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown.
-
-    Args:
-        cuda: CUDA version of torch or an image, such as `13.2`; may be empty.
-        driver: version of the driver, such as `550.54.15`; may be empty.
-    """
+    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown."""
     line = re.match(r"\d+", cuda)
     found = re.match(r"(\d+)\.(\d+)", driver)
     oldest = OLDEST_DRIVER.get(int(line[0])) if line else None
@@ -365,11 +350,12 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
     Triton builds a launcher for each GPU kernel with a C compiler, Inductor builds CPU kernels with a C++ compiler, and
     both need Python's headers.
     """
-    missing = []
-    if device == "cpu" and not _found(env, "CXX", "g++"):
-        missing.append("a C++ compiler (g++)")
-    if device != "cpu" and not _found(env, "CC", "gcc", "clang", "cc"):
-        missing.append("a C compiler (gcc)")
+    compiler, variable, names = "a C compiler (gcc)", "CC", ["gcc", "clang", "cc"]
+    if device == "cpu":
+        compiler, variable, names = "a C++ compiler (g++)", "CXX", ["g++"]
+    names = env.get(variable, "").split()[:1] or names
+    has_compiler = any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in names)
+    missing = [] if has_compiler else [compiler]
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         missing.append("Python's headers (Python.h)")
     if missing:
@@ -379,11 +365,6 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
                 " use an image of the target `default` instead of `slim`, or set model.compile=false"
             ]
         )
-
-
-def _found(env: Mapping[str, str], variable: str, *names: str) -> bool:
-    chosen = env.get(variable, "").split()[:1]
-    return any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in chosen or names)
 
 
 def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
@@ -428,30 +409,20 @@ _MARKS = {
 def container_runtime(root: Path = Path("/")) -> str:
     """Return the runtime whose files are in this process's root file system; empty outside of a container.
 
-    The files alone prove nothing: the disk of a virtual machine may have been made of an image.
+    The files alone prove nothing: the disk of a virtual machine, which is its root, may have been made of an image.
     """
-    found = next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
-    return "" if found and _is_root_of_machine(root / "proc/self/mountinfo") else found
-
-
-def _is_root_of_machine(mounts: Path) -> bool:
-    """Return whether a process has a whole disk as its root."""
-    try:
-        fields = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return False
     # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
-    source = next((mount[mount.index("-") + 2] for mount in fields if mount[3:5] == ["/", "/"]), "")
-    return source.startswith("/dev/") and not source.startswith("/dev/loop")
+    mounts = [line.split() for line in _read(str(root / "proc/self/mountinfo")).splitlines()]
+    source = next((mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]), "")
+    if source.startswith("/dev/") and not source.startswith("/dev/loop"):
+        return ""
+    return next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
 
 
 def image_facts(
     env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE, root: Path = Path("/")
 ) -> dict[str, str]:
-    """Return `image`, `image_digest`, `image_build`, `image_base` and `container_runtime` of this process's container.
-
-    Facts that are not recorded in the container are omitted; the result is empty outside of one.
-    """
+    """Return those of `image`, `image_digest`, `image_build`, `image_base` and `container_runtime` that are known."""
     found = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
     for key, file in (("image_build", build_id), ("image_base", base)):
         if file.is_file():
@@ -460,14 +431,8 @@ def image_facts(
     return {key: value for key, value in found.items() if value}
 
 
-# The commands in messages that install optional dependencies of hpcdist.
-
-
 def install_command(*extras: str) -> str:
-    """Return the command that installs hpcdist with optional dependencies, and where to call it.
-
-    hpcdist is not on a package index: pip would find no package of that name, or that of a stranger.
-    """
+    """Return the command that installs hpcdist with optional dependencies; it is not on a package index."""
     return f"`pip install '.[{','.join(extras)}]'` in a checkout of hpcdist"
 
 
@@ -478,7 +443,6 @@ STATUS = Path("/proc/self/status")
 
 
 def has_capability(number: int) -> bool:
-    """Return whether this process has a capability in its effective set."""
     lines = STATUS.read_text().splitlines()
     effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> number & 1)
@@ -493,20 +457,13 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "failure")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check, reported by `doctor`, `image check` and the preflight.
-
-    Attributes:
-        level: `ok`; `note` for information; `warning` for a loss of time or a possible error; `failure` if a run would
-            fail.
-        text: one sentence with the values found.
-        node: the node concerned, empty for this machine or all nodes.
-    """
+    """The result of one check, reported by `doctor`, `image check` and the preflight."""
 
     name: str
-    level: Level
-    text: str
+    level: Level  #: `warning` for a loss of time or a possible error; `failure` if a run would fail
+    text: str  #: one sentence with the values found
     fix: str = ""
-    node: str = ""
+    node: str = ""  #: empty for this machine or all nodes
 
     def sentence(self) -> str:
         """Return one line such as `n3: disk: 0 MB are free in /runs; remove old runs`."""
@@ -522,3 +479,104 @@ ok = partial(_check, "ok")
 note = partial(_check, "note")
 warning = partial(_check, "warning")
 failure = partial(_check, "failure")
+
+
+# Checks of one machine that `doctor` and the preflight have in common, each with one threshold.
+
+MB = 1e6
+#: Assumed need of a checkpoint before the first one is saved.
+LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
+FEW_FILES, NO_FILES = 1000, 50
+#: docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
+LITTLE_SHM_BYTES = 2**28
+#: NCCL locks its send buffers for InfiniBand.
+LOCKED_BYTES = 2**30
+#: The driver itself uses a few hundred MB of each GPU, and a display no more than that.
+USED_GPU_MB = 1024
+#: Each rank pays the time of a lookup at its start.
+SLOW_LOOKUP_S = 1.0
+#: Above this, times of logs, metrics and files of two machines cannot be compared.
+SKEW_S = 2.0
+
+
+def driver_checks(versions: Mapping[str, str]) -> Iterator[Check]:
+    """Check whether the driver supports the CUDA version of torch; nothing is reported if one of them is unknown."""
+    if old := driver_problem(versions.get("cuda", ""), versions.get("driver", "")):
+        where = "https://pytorch.org/get-started/locally"
+        fix = f"update the driver, or use a torch (or an image) for an older CUDA: {where}"
+        yield failure("driver", f"torch {versions.get('torch', '')} needs {old}", fix)
+
+
+def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
+    """Report memory errors, throttling and use of a GPU, given the fields of a `Gpu`."""
+    name, used_mb, total_mb = f"GPU {gpu['index']}", gpu["used_mb"] or 0, gpu["total_mb"] or 0
+    if gpu["uncorrected_errors"]:
+        fix = f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`); if errors"
+        fix += " return, the card is defective: exclude it by CUDA_VISIBLE_DEVICES"
+        yield failure(
+            name, f"has {gpu['uncorrected_errors']} uncorrected memory errors since its driver was loaded", fix
+        )
+    if gpu["throttled"]:
+        yield warning(
+            name, f"is throttled: {', '.join(gpu['throttled'])}", "check cooling and power, or exclude the node"
+        )
+    if used_mb > USED_GPU_MB:
+        who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
+        level: Level = "failure" if used_mb * 2 > total_mb > 0 else "warning"
+        fix = "find their owner (`nvidia-smi`; `ps -fp PID`), and end leftover processes"
+        yield Check(name=name, level=level, text=f"has {used_mb:,} of {total_mb:,} MB in use{who}", fix=fix)
+
+
+def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -> Iterator[Check]:
+    """Check the free space and inodes of the file system of checkpoints, given a result of `storage.describe`."""
+    where, size = disk["folder"], checkpoint_bytes
+    fix = f"remove old runs or checkpoints (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
+    if disk["free"] < (2 * size if size else LITTLE_DISK_BYTES):
+        need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "possibly too little for a checkpoint"
+        level: Level = "failure" if disk["free"] < (size or NO_DISK_BYTES) else "warning"
+        yield Check(name="disk", level=level, text=f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}", fix=fix)
+    if disk.get("free_files", FEW_FILES) < FEW_FILES:
+        level = "failure" if disk["free_files"] < NO_FILES else "warning"
+        text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"
+        yield Check(name="disk", level=level, text=text, fix=fix)
+
+
+def shm_checks(free_bytes: int) -> Iterator[Check]:
+    """Check the free space of /dev/shm, through which data workers and NCCL pass tensors."""
+    if free_bytes < LITTLE_SHM_BYTES:
+        text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
+        fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
+        yield warning("shm", text, fix)
+
+
+def locked_memory_checks(limit_bytes: int | None) -> Iterator[Check]:
+    """Check the limit of locked memory on a machine with InfiniBand; None is no limit."""
+    if limit_bytes is not None and limit_bytes < LOCKED_BYTES:
+        text = f"only {limit_bytes / MB:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"
+        fix = "`ulimit -l unlimited` (limits.conf, LimitMEMLOCK=infinity of slurmd); containers: --ulimit memlock=-1"
+        yield warning("locked memory", text, fix)
+
+
+def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
+    """Report a name (`its own name`, `the name n1`) that cannot be looked up, or only slowly."""
+    if "error" in look:
+        fix = "add it to the DNS, or to /etc/hosts on all machines of a run"
+        yield failure("names", f"{called} cannot be looked up ({look['error']})", fix)
+        return
+    if "late" in look:
+        text = f"looking up {called}, or its address, took more than {look['late']:g} s"
+    elif look["forward_s"] > SLOW_LOOKUP_S:
+        text = f"looking up {called} took {look['forward_s']:.1f} s"
+    elif look.get("reverse_s", 0) > SLOW_LOOKUP_S:
+        text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s"
+    else:
+        return
+    fix = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
+    yield warning("names", f"{text}; torch repeats the lookup when ranks start", fix)
+
+
+def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
+    """Report a name for which this machine has an address that others cannot reach."""
+    if look.get("address", "").startswith("127."):
+        text = f"{called} resolves to {look['address']}, which other nodes cannot reach"
+        yield failure("names", text, "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)")

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Generic, TypeVar
 
-# Format sizes (in powers of 1,024), times, and rates (in powers of 1,000, as for network links).
-
 
 def amount(num_bytes: int) -> str:
     """Format a size, such as `8 B` or `1.5 MiB`."""
@@ -49,25 +47,12 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
-# Algorithm and bus bandwidth, as nccl-tests defines them.
-#
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-
-
 def bandwidths(operation: str, num_bytes: int, time_s: float, num_ranks: int) -> tuple[float, float]:
-    """Return the algorithm and the bus bandwidth of an operation, in bytes/s.
+    """Return the algorithm and the bus bandwidth of an operation, in bytes/s, as nccl-tests defines them.
 
-        algbw = size / time
-        busbw = algbw * factor
-
-    with n ranks and the factor
-
-        2 (n - 1) / n    all_reduce, ring_all_reduce
-        (n - 1) / n      all_gather, all_to_all, gather, reduce_scatter, scatter
-        1                broadcast, reduce, send_recv, isend_irecv
-
-    The size is that of all data, the parts of all ranks together. The bus bandwidth is the rate of the busiest link,
-    which can be compared between operations and world sizes.
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: `num_bytes` is the size of all data, the parts
+    of all ranks together. The bus bandwidth is the rate of the busiest link, which can be compared between operations
+    and world sizes.
     """
     algbw = num_bytes / time_s
     share = (num_ranks - 1) / num_ranks
@@ -78,7 +63,7 @@ def bandwidths(operation: str, num_bytes: int, time_s: float, num_ranks: int) ->
     return algbw, algbw
 
 
-# Find nodes or ranks, and pairs of them, that are slower than the others.
+# Nodes or ranks, and pairs of them, that are slower than the others.
 #
 # A slow node is part of many pairs: half of the pairs of four nodes, and most of the pairs of three. Comparing pairs
 # with their median is therefore not sufficient. The expected speed of a pair is the lower one of the best speeds of its
@@ -105,20 +90,17 @@ class SlowLinks(Generic[End]):
     @property
     def usual(self) -> float:
         """Median speed of the pairs that are not slow."""
-        healthy = [speed for link, speed in self.links.items() if not self._is_slow(link)]
+        healthy = [
+            speed
+            for (source, to), speed in self.links.items()
+            if source not in self.sends and to not in self.receives and (source, to) not in self.pairs
+        ]
         return median(healthy or self.links.values())
 
     def of_ends(self, ends: Iterable[End]) -> float:
         """Return the median speed of the links of these ends in their slow directions."""
-        named = set(ends)
-        return median(
-            speed
-            for (source, target), speed in self.links.items()
-            if (source in named & self.sends) or (target in named & self.receives)
-        )
-
-    def _is_slow(self, link: tuple[End, End]) -> bool:
-        return link[0] in self.sends or link[1] in self.receives or link in self.pairs
+        sends, receives = self.sends & {*ends}, self.receives & {*ends}
+        return median(speed for (source, to), speed in self.links.items() if source in sends or to in receives)
 
 
 def find_slow_links(links: Mapping[tuple[End, End], float], factor: float, least_s: float = 0.0) -> SlowLinks[End]:
@@ -166,7 +148,6 @@ def find_slow_links(links: Mapping[tuple[End, End], float], factor: float, least
 
 
 def _best_of(links: Mapping[tuple[End, End], float], *, side: int) -> dict[End, float]:
-    """Return the best speed of each source (side 0) or target (side 1) with more than one partner."""
     found: dict[End, list[float]] = defaultdict(list)
     for link, speed in links.items():
         found[link[side]].append(speed)
@@ -198,20 +179,14 @@ def _deviation(values: Sequence[float]) -> float:
     return 1.4826 * median(abs(value - centre) for value in values)
 
 
-# Rounds of transfers in which each node takes part in at most one transfer at a time.
-
-
 def tournament(num_players: int, num_rounds: int | None = None) -> list[list[int | None]]:
-    """Return the rounds of a round-robin tournament, in which each player meets at most one other per round.
+    """Return the rounds of a round-robin tournament: the partner of each player, None for a player without one.
 
     The circle method: in round r of m, players i and r - i (modulo m) meet; the player that would meet itself meets
     the last one.
 
     Args:
         num_rounds: rounds to return, spread evenly over the tournament; None for all, in which each meets each once.
-
-    Returns:
-        For each round the partner of each player, None for a player without one.
     """
     circle = num_players if num_players % 2 else num_players - 1
     count = circle if num_rounds is None else min(num_rounds, circle)

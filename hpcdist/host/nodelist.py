@@ -27,10 +27,7 @@ _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """Return the node names of a nodelist, in its order.
-
-    Raises TopologyError for malformed text, and for more than `MAX_HOSTS` names.
-    """
+    """Return the node names of a nodelist, in its order. Raises TopologyError."""
     hosts: list[str] = []
     # Commas inside of brackets separate no names.
     for name in _GROUP.sub(lambda group: group[0].replace(",", "\0"), nodelist).split(","):
@@ -54,10 +51,7 @@ def expand(nodelist: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks of each node, in node order: `2(x3),1` gives [2, 2, 2, 1].
-
-    Raises TopologyError for anything else, for a node without tasks, and for more than `MAX_HOSTS` nodes.
-    """
+    """Return the number of tasks of each node, in node order: `2(x3),1` gives [2, 2, 2, 1]. Raises TopologyError."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)

@@ -21,24 +21,9 @@ T = TypeVar("T")
 
 #: Errors of an unavailable file server, or of one that has replaced an open file.
 TRANSIENT = frozenset(
-    {
-        errno.ESTALE,
-        errno.EIO,
-        errno.EINTR,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.ENOLINK,
-        errno.EREMOTEIO,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-    }
+    {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOLINK, errno.EREMOTEIO}
+    | {errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+    | {errno.ENETUNREACH, errno.ENETDOWN}
 )
 DENIED = frozenset({errno.EACCES, errno.EPERM, errno.ENOKEY, errno.EKEYEXPIRED})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -77,13 +62,11 @@ def give_up() -> None:
 
 
 def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = None) -> T:
-    """Call `operation` until it does not fail with a transient error, and return its result.
+    """Call `operation` until it does not fail with a transient error, and return its result. Raises the last error.
 
     Args:
         path: file name for log messages, and for errors without one.
         within_s: retry time from the first failure; None means the time that `patient` has set.
-
-    Raises the last error.
     """
     pause_s, began = _FIRST_PAUSE_S, None
     while True:
@@ -94,12 +77,20 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
             began = now if began is None else began
             if error.errno is not None and error.filename is None:
                 error.filename = str(path)
-            left_s = began + _bound_s(error, _Mode.within_s if within_s is None else within_s) - now
+            bound_s = _Mode.within_s if within_s is None else within_s
+            if error.errno in FULL and _Mode.unattended:
+                bound_s = min(bound_s, FULL_S)
+            elif error.errno not in TRANSIENT and not (error.errno in DENIED and _Mode.unattended):
+                bound_s = 0.0
+            left_s = began + bound_s - now
             if left_s <= 0 or _Mode.has_given_up:
                 raise
             if began == now:
                 log.warning("%s: %s; retrying for up to %.0f s", error.filename, error.strerror, left_s)
-            _pause(min(pause_s, left_s))
+            end = now + min(pause_s, left_s)
+            # In slices that notice `give_up`: a signal handler cannot set an event safely.
+            while not _Mode.has_given_up and (rest_s := end - time.monotonic()) > 0:
+                time.sleep(min(rest_s, _SLICE_S))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         else:
             if began is not None:
@@ -113,15 +104,11 @@ def is_away(error: OSError) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename with retries."""
     _retry_change(lambda: os.rename(source, target), target, FileNotFoundError, target.exists)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Create a folder that does not exist, with retries.
-
-    Raises FileExistsError if the folder exists, and contains something or existed before.
-    """
+    """Create a folder, with retries. Raises FileExistsError if it contains something or existed before."""
     _retry_change(lambda: path.mkdir(mode), path, FileExistsError, lambda: not any(path.iterdir()))
 
 
@@ -156,16 +143,3 @@ def discard(path: Path) -> None:
     """Try once to remove a temporary file after another error; ignore errors of the removal."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def _bound_s(error: OSError, within_s: float) -> float:
-    if error.errno in TRANSIENT or (error.errno in DENIED and _Mode.unattended):
-        return within_s
-    return min(within_s, FULL_S) if error.errno in FULL and _Mode.unattended else 0.0
-
-
-def _pause(seconds: float) -> None:
-    """Sleep, in slices that notice `give_up`: a signal handler cannot set an event safely."""
-    end = time.monotonic() + seconds
-    while not _Mode.has_given_up and (left_s := end - time.monotonic()) > 0:
-        time.sleep(min(left_s, _SLICE_S))

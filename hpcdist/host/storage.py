@@ -56,10 +56,7 @@ def existing(path: Path) -> Path:
 
 
 def space(path: Path) -> dict[str, int]:
-    """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes.
-
-    Raises OSError.
-    """
+    """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes."""
     status = os.statvfs(existing(path))
     found = {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
     return found | ({"free_files": status.f_favail} if status.f_files else {})
@@ -75,11 +72,7 @@ def _own_file(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
-    """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent.
-
-    Writing stops after `limit_s` seconds. Raises OSError if the file system is full or read-only, or the quota is
-    exceeded.
-    """
+    """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent."""
     block = os.urandom(_CHUNK)  # incompressible
     began, written = time.perf_counter(), 0
     with _own_file(existing(folder), "preflight") as path, open(path, "xb", buffering=0) as file:

@@ -25,8 +25,7 @@ from typing import Any
 
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.host import retry
-from hpcdist.host.files import LARGEST, read_json, write_json
-from hpcdist.host.lock import exclusive
+from hpcdist.host.files import LARGEST, exclusive, read_json, write_json
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)

@@ -9,18 +9,23 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from hpcdist.host.machine import LEVELS, Check, Level, failure, ok, warning
-from hpcdist.host.machine_checks import (
+from hpcdist.host.machine import (
+    LEVELS,
     MB,
     NO_DISK_BYTES,
     SKEW_S,
+    Check,
+    Level,
     driver_checks,
+    failure,
     gpu_checks,
     locked_memory_checks,
     lookup_checks,
     loopback_checks,
+    ok,
     shm_checks,
     space_checks,
+    warning,
 )
 from hpcdist.slurm.preflight_probe import ProbeRequest
 

@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import make_private, write_json
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import long_lock, make_private, write_json
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
 from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import clean_name

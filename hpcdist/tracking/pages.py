@@ -22,8 +22,7 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
-from hpcdist.host.files import read_json, write_json
-from hpcdist.host.lock import long_lock
+from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
 from hpcdist.review.ledger import CAUSES, Ledger, percent, read_ledger

@@ -25,7 +25,7 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import read_stored
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
-from hpcdist.host.lock import lock_now, open_lock
+from hpcdist.host.files import lock_now, open_lock
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State, require_same
 

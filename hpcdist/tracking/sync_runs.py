@@ -15,8 +15,7 @@ from typing import NoReturn
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.host.files import require_trusted
-from hpcdist.host.lock import lock_now, open_lock
+from hpcdist.host.files import lock_now, open_lock, require_trusted
 from hpcdist.run.folder import RunDir, claim, own_place
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs

@@ -13,7 +13,7 @@ from hpcdist.config.schema import DataConfig
 from hpcdist.data import download
 from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
 from hpcdist.errors import DataError
-from hpcdist.host import lock
+from hpcdist.host import files as lock
 
 
 def write_files(name: str, root: Path) -> None:

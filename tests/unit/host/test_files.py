@@ -20,18 +20,20 @@ from hpcdist.config.schema import Config
 from hpcdist.environments.packed import copy_sources
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files, lock
+from hpcdist.host import files
 from hpcdist.host import retry as file_retry
 from hpcdist.host.files import (
     TRUSTED_GROUPS,
+    exclusive,
+    long_lock,
     make_private,
+    open_lock,
     parse_json,
     read_json,
     read_json_lines,
     read_json_value,
     require_safe,
 )
-from hpcdist.host.lock import exclusive, long_lock, open_lock
 from hpcdist.host.retry import exists, give_up, make_folder, patient, rename, retry
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
@@ -285,7 +287,7 @@ def held(path: Path) -> Path:
     return path.with_name(".lock.held")
 
 
-@pytest.fixture(params=sorted(lock.NO_FLOCK), ids=errno.errorcode.get)
+@pytest.fixture(params=sorted(files.NO_FLOCK), ids=errno.errorcode.get)
 def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(request.param, os.strerror(request.param))
@@ -320,8 +322,8 @@ def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
 
 @pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
 def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(lock, "_try_flock", lambda _: None)
-    monkeypatch.setattr(lock, "LEFT_AFTER_S", 0.1)
+    monkeypatch.setattr(files, "_try_flock", lambda _: None)
+    monkeypatch.setattr(files, "LEFT_AFTER_S", 0.1)
     held.write_text(content)
     with exclusive(path):
         assert f" {os.getpid()} " in held.read_text()
@@ -330,7 +332,7 @@ def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pyt
 
 def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None:
     held.write_text("n3 8 1.0 new")
-    lock._remove_left(held, "n2 7 1.0 old")
+    files._remove_left(held, "n2 7 1.0 old")
     assert held.read_text() == "n3 8 1.0 new"
     assert [entry.name for entry in held.parent.iterdir()] == [held.name]
 
