@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The checkpoint that `Context.restore` returns. All tensors are in host memory.
+    """The checkpoint that `Context.restore` returns, in host memory.
 
     Attributes:
         step: number of steps done when the checkpoint was saved.

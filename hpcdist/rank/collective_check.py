@@ -105,9 +105,6 @@ def measure(
     """Time a call on the slowest rank. Every rank makes the same number of iterations and returns the same result.
 
     Args:
-        run: the call.
-        watch: the stopwatch.
-        groups: exchange the times of all ranks.
         budget_s: approximate duration of the measurement in seconds, but at least three iterations.
         longest_s: no iteration starts after this time, even if there were fewer than three.
         after_barrier: call a barrier before each iteration.
@@ -316,12 +313,8 @@ def _node_name(topology: Topology) -> str:
 def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[int], names: Sequence[str]) -> str:
     """Return one sentence that describes wrong sums.
 
-    Args:
-        backend: backend of the group.
-        dtype: name of the dtype.
-        culprits: for each rank, the number of ranks at which its contribution is wrong.
-        finders: for each rank, whether (1) its sum is wrong.
-        names: for each rank, its name in the message.
+    For each rank, `culprits` has the number of ranks at which its contribution is wrong, and `finders` whether (1) its
+    sum is wrong.
     """
     start = f"an all-reduce of {dtype} over {backend} gives wrong sums"
     fix = "have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"
@@ -335,12 +328,7 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
 
 
 def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups, effort: Effort) -> dict[str, Any]:
-    """Time an all-reduce in the default group; the result is equal on all ranks.
-
-    Returns:
-        `latency_s`, the seconds of a tiny message; `bytes`, `time_s` and `busbw_gb_per_s` (see `bandwidths`) of a large
-        one, which is smaller on a slow network.
-    """
+    """Time an all-reduce in the default group: `latency_s` of a tiny message, `time_s` of the largest that is fast."""
     seconds = []
     for num_bytes in (4, *effort.message_bytes):
         values = torch.zeros(num_bytes // 4, device=device)

@@ -264,8 +264,7 @@ def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor],
     """Return the sum of all leaves on every rank; call it on every rank.
 
     Args:
-        num_leaves: number of micro-batches with samples.
-        shares: their numbers by rank.
+        shares: the leaves of each rank.
         own: `TreeSum.sums` of this rank, [n] each.
         like: a tensor with the length n, dtype and device of the vectors, for a rank without any.
     """

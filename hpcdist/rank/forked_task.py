@@ -9,10 +9,8 @@ which the parent cannot fork this rank, or the `failure` for which no rank may s
 parent kills the rank and its process group; until then it does not reap the rank, so the other side can wait for the
 process and read its exit code.
 
-The task gives the parent its environment, CPU affinity, folder, output and ignored signals, passes signals on to the
-rank, and ends as the rank ends, with the same exit code or signal: for Slurm it is the rank. If no parent listens
-within CONNECT_S seconds, or if it has not forked the rank after LIMIT_S seconds, the task itself becomes the rank and
-imports torch.
+The task passes signals on to the rank, and ends with its exit code or signal: for Slurm it is the rank. If no parent
+listens within CONNECT_S seconds, or it has not forked the rank after LIMIT_S seconds, the task itself becomes the rank.
 
 The parent may import torch for a long time. A stop signal in the meantime does not end the task: the rank gets it once
 it has a handler, as does a rank that imports torch itself.

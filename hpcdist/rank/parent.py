@@ -3,10 +3,9 @@
     python -m hpcdist.rank.parent RUN_FOLDER                                started by the supervisor of a local run
     python -m hpcdist.rank.parent RUN_FOLDER LIMIT_S NAME [EARLIER_NAME…]   on a node of a job, as a task of srun
 
-It imports torch and the modules of the run's trainer once, and then forks a process for each rank, in every attempt: a
-restart costs no import. User code is imported by the ranks alone, because it may start threads, use a GPU or read the
-rank's variables at its import. The parent has no threads and no CUDA context, and never runs code of a rank. A rank
-that is killed does not affect it. When the parent dies, the kernel kills the ranks.
+It also imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
+alone, because it may start threads, use a GPU or read the rank's variables at its import. The parent has no threads and
+no CUDA context, and never runs code of a rank. When it dies, the kernel kills the ranks.
 
 `rank/forked_task.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes the connections
 on through standard output, which is a socket; the parent ends when the supervisor closes it. On a node, the tasks of
@@ -66,7 +65,6 @@ OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 
 
 def main() -> None:
-    """Serve the supervisor, or tasks of srun; in a forked process, run the rank."""
     folder, *node = sys.argv[1:]
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -175,7 +173,7 @@ _NUM_DESCRIPTORS = 3
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection, and the rank that was forked for it."""
+    """A connection and its rank."""
 
     connection: socket.socket
     pid: int = 0  #: 0 before the rank is forked
@@ -206,7 +204,7 @@ class ForkServer:
         self._affinity = os.sched_getaffinity(0)
 
     def serve(self) -> None:
-        """Serve connections. Returns in each forked rank."""
+        """Serve connections; returns in each forked rank."""
         while os.getppid() == self._starter:
             poll = select.poll()
             poll.register(self._source, select.POLLIN)
@@ -226,7 +224,6 @@ class ForkServer:
         os._exit(0)
 
     def _accept(self) -> None:
-        """Take a connection, and show that this process serves it."""
         if self._listens:
             try:
                 connection, _ = self._source.accept()

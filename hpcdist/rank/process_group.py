@@ -64,7 +64,7 @@ class Groups:
         return [float(value) for value in tensor.tolist()]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks by rank, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.control is None:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
@@ -72,7 +72,7 @@ class Groups:
         return found
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks by rank on rank 0, and an empty list on the other ranks."""
+        """Return the values of all ranks on rank 0, and an empty list on the others."""
         if self.control is None:
             return [value]
         is_main = dist.get_rank() == 0
@@ -106,8 +106,6 @@ def process_groups(
     them. The worker then ends the process.
 
     Args:
-        key: key of the attempt.
-        folder: folder of the attempt; see `open_store`.
         init_timeout_s: time limit for the rendezvous, after which `on_expiry` is called; see `deadline`.
         timeout_s: time limit for one collective.
     """
@@ -265,14 +263,8 @@ _Gloo = distributed_c10d.ProcessGroupGloo
 def refuse_strangers(store: Store, rank: int, size: int, before: frozenset[int], number: int) -> tuple[list[int], str]:
     """Close a new group's listening sockets and the connections that no rank of the group has made.
 
-    Args:
-        store: a store that only this group uses.
-        rank: rank within the group.
-        size: number of ranks in the group.
-        before: `inodes` before the group was created.
-        number: the random number of this rank.
-
-    Returns the random numbers of all ranks, and a description of the first connection that was closed.
+    `store` is used by this group alone, `before` are the `inodes` before its creation, `number` is the random one of
+    this rank. Returns the random numbers of all ranks, and a description of the first connection that was closed.
     """
     with tcp_sockets() as found:
         new = [own for own in found if own.inode not in before]
@@ -377,9 +369,6 @@ def guard_gloo() -> None:
     dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
 
 
-# The device and the collective backend of a rank.
-
-
 def gpu_uuid(device: torch.device) -> str | None:
     """Return the UUID of a GPU as NVML writes it; None for the CPU."""
     return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -425,7 +414,7 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
 
 
 def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
-    """Return the ranks on this rank's node, ordered by local rank. Raises TopologyError as `from_env` does."""
+    """Return the ranks on this rank's node, ordered by local rank."""
     if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
         # Correct for every --distribution and for heterogeneous steps.
         return Variables(env, SLURM_FIX).parsed("SLURM_GTIDS", _numbers)
@@ -442,11 +431,7 @@ def cuda_index(
     provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this, which counts the GPUs of all tasks of
     the step on this node; if it is not set, CUDA_VISIBLE_DEVICES must name a single device.
 
-    Args:
-        topology: the topology of this rank.
-        num_visible: number of GPUs that this process sees.
-        env: environment variables.
-        sharers: the ranks on this node that use GPUs, if not all ranks do.
+    `sharers` are the ranks on this node that use GPUs, if not all ranks do.
 
     Raises TopologyError in all other cases, because two ranks on one GPU fail with NCCL's "Duplicate GPU detected".
     """

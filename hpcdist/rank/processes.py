@@ -78,11 +78,7 @@ class StopFlag:
         self.is_set = False
 
     def install(self) -> None:
-        """Handle the stop signals, also those that have arrived while they were blocked.
-
-        Ranks of forked tasks begin with blocked stop signals (`forked_task.py`). Handlers that a script has installed
-        before are still called.
-        """
+        """Handle the stop signals, also those that were blocked until now. Handlers of a script are still called."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("hpcdist.should_stop is not called from the main thread: stop signals end this script")
             return

@@ -45,12 +45,12 @@ class CurveKeys:
         self._server_public, self._client_public = map(zmq.curve_public, (self._server, self._client))
 
     def be_client(self, sock: zmq.Socket[bytes]) -> None:
-        """Let a socket connect only to servers that know the key. Call it before `connect`."""
+        """Let a socket connect only to servers that know the key, before `connect`."""
         sock.curve_serverkey = self._server_public
         sock.curve_publickey, sock.curve_secretkey = self._client_public, self._client
 
     def be_server(self, sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Let a socket accept only clients that know the key. Call it before `bind`, once per context.
+        """Let a socket accept only clients that know the key, before `bind` and once per context.
 
         Returns the socket at which ZeroMQ asks about each client. Without an answer (`admit`) nobody is accepted.
         """
@@ -278,10 +278,7 @@ class RendezvousStore(Store):
     _all: ClassVar[list[RendezvousStore]] = []
 
     def __init__(self, meeting: Meeting, timeout: timedelta, *, serve: bool) -> None:
-        """Connect to rank 0, or be it.
-
-        Raises RendezvousError if rank 0 cannot listen or the listener is another program, OSError if there is none.
-        """
+        """Connect to rank 0, or be it. Raises RendezvousError, or OSError if nothing listens."""
         super().__init__()
         self._meeting = meeting
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -98,14 +98,10 @@ class RpcGroup:
         return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
 
     def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
-        """Send a command from rank 0 to other ranks; does not wait for its execution.
+        """Send a command from rank 0 to other ranks, by default to all; does not wait for its execution.
 
-        Each rank executes its commands in its main thread, in the order in which they were sent.
-
-        Args:
-            command: a key of the mapping that the receiver passes to `serve`.
-            arguments: arguments of the receiver's function.
-            to: RPC names of the receivers; None means every other rank.
+        `command` is a key of the mapping that the receiver passes to `serve`. Each rank executes its commands in its
+        main thread, in the order in which they were sent.
         """
         for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
             future.result()
@@ -184,7 +180,6 @@ def rpc_group(
     worker then ends the process.
 
     Args:
-        ctx: the context of this rank.
         functions: what other ranks may call, by name. A function that returns a `concurrent.futures.Future` is answered
             when that completes.
         timeout_s: default time limit of a call, in seconds.

@@ -106,7 +106,6 @@ class TorchTransport:
         )
 
     def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        """Send a call; see `RpcGroup.call`."""
         content, tensors = _packed(arguments, to_gpu=self._has_gpu[rank])
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -184,7 +183,7 @@ register_rendezvous_handler("hpcdist", _rendezvous)
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress a deprecation warning that torch's own start and shutdown of RPC cause (torch 2.10 to 2.15)."""
+    """Suppress a deprecation warning about torch's own start and shutdown of RPC (torch 2.10 to 2.15)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend .* as a ProcessGroup", category=UserWarning)
         yield

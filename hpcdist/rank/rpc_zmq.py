@@ -55,7 +55,6 @@ class Endpoint:
         self.place = f"{names[ctx.rank]} (rank {ctx.rank} on {socket.gethostname()})"
 
     def lost(self, rank: int, reason: str) -> PeerLost:
-        """Return the error of calls to a rank that does not answer."""
         return PeerLost(f"{self.names[rank]} (rank {rank}) does not answer: {reason}")
 
     def answer(self, function: str, arguments: tuple[Any, ...], reply: Callable[[bool, Any], None]) -> None:
@@ -222,7 +221,6 @@ class ZmqTransport:
         return f"ipc:///proc/self/fd/{self._descriptors[-1]}/{name}"
 
     def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        """Send a call; see `RpcGroup.call`."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         number = next(self._numbers)

@@ -130,11 +130,6 @@ class StopAgreement:
             self._work = None
 
 
-# A rank's part in commands that do not end the attempt: `save` and `profile` (`run/commands.py`).
-#
-# Rank 0 finds the command files. The agreement on a stop tells all ranks the numbers of the newest commands at the same
-# step boundary, so that all ranks save at the same step.
-
 #: Folder of the traces among the artifacts of the run.
 PROFILES = "profiles"
 #: Interval of attempts to read a command file, in seconds.
@@ -143,7 +138,11 @@ ENDED_BEFORE = "the ranks ended before the profile began"
 
 
 class LiveCommands:
-    """Obeys the commands on one rank."""
+    """Obeys commands that do not end the attempt on one rank: `save` and `profile` (`run/commands.py`).
+
+    Rank 0 finds the command files. The agreement on a stop tells all ranks the numbers of the newest commands at the
+    same step boundary, so that all ranks save at the same step.
+    """
 
     def __init__(self, run: RunDir, attempt: Attempt, rank: int, stop: StopAgreement, device: torch.device) -> None:
         self._run = run

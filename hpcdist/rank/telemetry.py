@@ -24,8 +24,6 @@ from hpcdist.review.ledger import CAUSES, Cause
 from hpcdist.run.folder import Attempt
 from hpcdist.run.status import beat_interval_s
 
-# Find a loss that has become NaN or infinite.
-
 log = logging.getLogger(__name__)
 #: Logged values in a row after which a loss is reported if `stop.nan_losses` is not set.
 REPORT_AFTER = 3
@@ -34,8 +32,7 @@ REPORT_AFTER = 3
 class LossWatch:
     """Reports the first loss that stays NaN or infinite: a metric whose name contains `loss`.
 
-    Args:
-        limit: number of logged values in a row that ends the training, `stop.nan_losses`; None only reports it.
+    `limit` is `stop.nan_losses`, the number of logged values in a row that ends the training, if any.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -62,14 +59,12 @@ class LossWatch:
             log.info("%s", self.finding)  # a warning would repeat the message of the supervisor
 
 
-# The heartbeat of a rank: a small file from which the supervisor reads its progress.
-
 #: Maximum number of metrics in a heartbeat, which is written every second and only displays them.
 MAX_METRICS = 1000
 
 
 class Heartbeat:
-    """A file with the time and the step of this rank's last beat, written by a thread.
+    """A small file with the time and the step of this rank's last beat, written by a thread for the supervisor.
 
     The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
     only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
@@ -285,11 +280,7 @@ class TimeAccount:
             self.phases.append((before, offset + since, offset + now))
 
     def report(self) -> dict[str, Any]:
-        """Return the account until now.
-
-        The keys are `began` and `until` (seconds since the epoch), `cause` (the current one), `closed`, and `seconds`
-        by cause, which add up to `until` - `began`.
-        """
+        """Return the account until now: `seconds` by cause, which add up to `until` - `began`."""
         while True:
             # Another thread may book meanwhile.
             cause, since, seconds = self.cause, self._since, dict(self._seconds)
@@ -350,7 +341,7 @@ def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
 def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
     """Enable the flight recorders, and make torch write its own dumps at an NCCL timeout to the attempt's folder.
 
-    Not every version of torch records by default. Variables that are set already, also by their older names, are kept.
+    Variables that are set already, also by their older names, are kept.
     """
     for names, value in (
         (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_ENTRIES)),

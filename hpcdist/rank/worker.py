@@ -148,7 +148,6 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
 def _train(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
-    """Connect the ranks, run the trainer, and return how and why it ended."""
     # Before torch: its import takes a second, in which a signal may arrive.
     stop_flag = StopFlag()
     stop_flag.install()
@@ -207,7 +206,7 @@ def _train(
 
 
 def _node_monitor(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> NodeMonitor:
-    """Return the recorder of the system metrics, which is active in local rank 0 of each node. It imports no torch."""
+    """Return the recorder of the system metrics, which is active in local rank 0 of each node."""
     from hpcdist.rank.system_metrics import NodeMonitor
 
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
@@ -383,7 +382,6 @@ class Outcome:
             self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
-        """Write the rank's result."""
         self.close()
         result = {"outcome": outcome, "rank": self._rank, "host": socket.gethostname()}
         write_json(self._path, {**result, "time": time.time(), "step": self.step(), **details})
@@ -441,9 +439,7 @@ class _TimeIsUp(Exception):
 def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
     """End this process as Python does, with the exit code that `conclude` returns.
 
-    Args:
-        conclude: called after threads and functions of `atexit`, which may still record metrics.
-        limit_s: time limit of threads and functions of `atexit`.
+    `limit_s` is the time limit of threads and functions of `atexit`, which may still record metrics.
     """
 
     def give_up() -> None:
@@ -468,7 +464,6 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without waiting for anything."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
