@@ -97,44 +97,26 @@ def ranks(run: RunDir) -> list[dict[str, Any]]:
     return spawn_ranks(save_and_restore, 2, path=run.path)
 
 
-def test_first_start_restores_no_checkpoint(ranks: list[dict[str, Any]]) -> None:
-    assert [values["first start"] for values in ranks] == [None, None]
-
-
-def test_ranks_start_with_equal_models_and_draw_different_numbers(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_start_equal_and_restore_their_own_state(ranks: list[dict[str, Any]]) -> None:
     assert torch.equal(ranks[0]["initial"], ranks[1]["initial"])
-    for generator in range(3):
-        assert ranks[0]["per rank"][generator] != ranks[1]["per rank"][generator]
-
-
-def test_generators_and_local_state_of_each_rank_are_restored(ranks: list[dict[str, Any]]) -> None:
+    assert all(one != other for one, other in zip(ranks[0]["per rank"], ranks[1]["per rank"], strict=True))
     for rank, values in enumerate(ranks):
+        assert values["first start"] is None
         assert values["after restoring"] == values["after saving"]
+        assert values["due"] == [8, 12], "not the restored step"
         restored = values["restored"]
-        assert restored.step == 4
-        assert restored.trainer == {"lr": 0.5}
+        assert (restored.step, restored.trainer, restored.local["n"]) == (4, {"lr": 0.5}, rank)
         assert torch.equal(restored.local["mine"], torch.full((2,), rank))
-        assert restored.local["n"] == rank
         assert set(restored.model) == {"weight", "bias"}
         assert torch.equal(restored.model["weight"], values["initial"])
 
 
-def test_restored_step_is_not_due_for_saving(ranks: list[dict[str, Any]]) -> None:
-    assert [values["due"] for values in ranks] == [[8, 12]] * 2
-
-
-def test_only_rank_0_writes_metrics(ranks: list[dict[str, Any]], run: RunDir) -> None:
-    assert ranks
+def test_rank_0_logs_and_sums_are_equal_on_all_ranks(ranks: list[dict[str, Any]], run: RunDir) -> None:
+    assert ranks[0]["sum"] == ranks[1]["sum"] == [2.0**25 + 2, 0.1 + 0.1, 1.0, -(2.0**53)]
     (file,) = run.journal.glob("*.jsonl")
     assert file.name == "attempt-001.rank-00000.jsonl"
-    records, _ = read_records(file)
-    assert [(record.step, record.metrics) for record in records] == [
-        (step, {"loss": step / 2, "rank": 0.0}) for step in (1, 2, 3)
-    ]
-
-
-def test_sums_are_equal_on_all_ranks_and_in_double_precision(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["sum"] == ranks[1]["sum"] == [2.0**25 + 2, 0.1 + 0.1, 1.0, -(2.0**53)]
+    logged = [(record.step, record.metrics) for record in read_records(file)[0]]
+    assert logged == [(step, {"loss": step / 2, "rank": 0.0}) for step in (1, 2, 3)]
 
 
 def test_other_world_size_restores_weights_and_reseeds_generators(ranks: list[dict[str, Any]], run: RunDir) -> None:
@@ -326,16 +308,6 @@ def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> 
         ctx.restore()
         ctx.division(50)
         ctx.close()
-
-
-def test_heartbeat_has_step_and_metrics_of_the_context(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
-        ctx.should_stop(3, 10)
-        ctx.log({"loss": 0.25}, 3)
-        ctx.close()
-    beat = json.loads(run.attempts()[0].beat(0).read_text())
-    assert (beat["step"], beat["total_steps"], beat["metrics"]) == (3, 10, {"loss": 0.25})
 
 
 def roles_of_ranks(here: Rank, path: Path) -> tuple[Any, ...]:

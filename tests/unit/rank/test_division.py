@@ -97,20 +97,6 @@ def test_number_of_micro_batches() -> None:
     assert divide(config(micro_batches=12), 100, 0, 2, saved).num_micro_batches == 12
 
 
-def test_checkpoint_of_another_division() -> None:
-    saved = SavedDivision.of({"num_micro_batches": 8, "global_batch_size": 48, "num_samples": [100, 200], "rng": 0})
-    assert saved is not None
-    assert saved.problems(config(micro_batches=6), 101) == [
-        "data.global_batch_size=24, but the checkpoint was saved with 48: set that, or start a new run",
-        "elastic.micro_batches=6, but the checkpoint was saved with 8: set that, or start a new run",
-        "the training set has 101 samples, but the checkpoint was saved with 100 and 200: use the same data, or start"
-        " a new run",
-    ]
-    same = Config(data=DataConfig(global_batch_size=48))
-    assert saved.problems(same, 100) == saved.problems(same, 200) == []
-    assert SavedDivision.of({"rng": 0}) is None, "the run was not elastic"
-
-
 def test_impossible_divisions() -> None:
     with pytest.raises(ConfigError, match=r"data\.global_batch_size is not set: micro-batches need it"):
         divide(Config(), 100, 0, 2)
@@ -126,19 +112,6 @@ def test_seeds_of_micro_batches_differ() -> None:
     seeds = {micro_batch_seed(seed, step, number) for seed in (0, 1) for step in range(20) for number in range(-1, 8)}
     assert len(seeds) == 2 * 20 * 9
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_nodes_of_a_share() -> None:
-    for num_leaves, share, nodes in (
-        (8, range(2), [(0, 2)]),
-        (8, range(2, 5), [(2, 4), (4, 5)]),
-        (8, range(5, 8), [(5, 6), (6, 8)]),
-        (3, range(3), [(0, 3)]),
-    ):
-        tree = TreeSum(num_leaves)
-        for leaf in share:
-            tree.add(leaf, leaf + 1)
-        assert tree.nodes == nodes
 
 
 @pytest.mark.parametrize("num_leaves", range(1, 18))

@@ -19,9 +19,8 @@ import pytest
 from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import TopologyError, TrainerError
 from hpcdist.host.files import read_json, write_json
-from hpcdist.rank import private_network, process_group
+from hpcdist.rank import private_network
 from hpcdist.rank.private_network import INTERFACE_VARIABLES, interface_env
-from hpcdist.rank.process_group import tcp_sockets
 from hpcdist.rank.worker import Outcome, load_trainer
 from hpcdist.run.folder import RunDir
 
@@ -252,16 +251,10 @@ def test_only_trainers_without_downloads_have_it() -> None:
 # --- Selection of the network interface by the routing table of this machine.
 
 
-def test_interface_with_the_route_to_the_master_is_selected() -> None:
+def test_interface_with_the_route_to_the_master_is_selected_unless_it_is_set() -> None:
     assert interface_env("127.0.0.1", {}) == dict.fromkeys(INTERFACE_VARIABLES, "lo")
-
-
-def test_variables_that_are_set_are_kept() -> None:
     env = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": ""}
     assert interface_env("127.0.0.1", env) == {"NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-
-
-def test_master_is_not_resolved_if_all_variables_are_set() -> None:
     assert interface_env("no.such.host.invalid", dict.fromkeys(INTERFACE_VARIABLES, "eth0")) == {}
 
 
@@ -281,23 +274,3 @@ def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(TopologyError, match=problem):
         interface_env("n1", {})
-
-
-# --- TCP sockets of this process.
-
-
-HERE = "127.0.0.1"
-
-
-def test_connections_are_listed_with_both_addresses() -> None:
-    with socket.create_server((HERE, 0)) as listener, socket.socket() as ours:
-        before = process_group.inodes()
-        ours.connect(listener.getsockname())
-        local, peer = ours.getsockname(), listener.getsockname()
-        server, _ = listener.accept()
-        with server:
-            with tcp_sockets() as found:
-                new = {(own.local, own.peer): own for own in found if own.inode not in before}
-                assert new.keys() >= {(local, peer), (peer, local)}
-                new[peer, local].sock.shutdown(socket.SHUT_RDWR)
-            assert ours.recv(1) == b""

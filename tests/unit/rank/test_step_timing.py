@@ -12,20 +12,41 @@ from torch import nn
 
 from hpcdist.rank import step_timing
 from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
+from hpcdist.rank.telemetry import MAX_PHASES, TimeAccount
 from hpcdist.run.status import TIMES_PER_S
 
 
 class TimedTrainer:
-    """A step timer and the calls of a trainer, with a simulated clock."""
+    """A step timer with its time account, and the calls of a trainer, with a simulated clock."""
 
     def __init__(self, clock: Any = None) -> None:
-        self.now = 0.0
+        self.now = 100.0
         self.clock = clock or HostClock()
         if clock is None:
             self.clock.mark = lambda: self.now
         self.timer = StepTimer(self.clock, now=lambda: self.now)
+        self.account = self.timer.account
         self.model: Any = SimpleNamespace(training=True, require_backward_grad_sync=True)
-        self.timer.step_done()  # the first step is not counted
+        self.num_steps = 0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def train(self) -> None:
+        """Do one step with an update."""
+        self.wait(1)
+        self.forward(10)
+        self.backward(0, exchange_s=3)
+        self.timer.before_update()
+        self.wait(2)
+        self.num_steps += 1
+        self.timer.step_done(self.num_steps)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        report = self.account.report()
+        assert sum(report["seconds"].values()) == pytest.approx(report["until"] - report["began"])
+        return {cause: round(value, 3) for cause, value in report["seconds"].items()}
 
     def forward(self, seconds: float = 0.0) -> None:
         self.timer.before_forward(self.model)
@@ -49,8 +70,15 @@ class TimedTrainer:
 
 
 @pytest.fixture
-def trainer() -> TimedTrainer:
+def rank() -> TimedTrainer:
     return TimedTrainer()
+
+
+@pytest.fixture
+def trainer(rank: TimedTrainer) -> TimedTrainer:
+    """A trainer after its first step, which is not counted."""
+    rank.timer.step_done()
+    return rank
 
 
 def test_step_consists_of_data_time_compute_time_and_waiting(trainer: TimedTrainer) -> None:
@@ -110,7 +138,7 @@ def test_sums_after_a_step(trainer: TimedTrainer, calls: list[tuple[Any, ...]], 
             "backward": trainer.backward,
             "buffers": trainer.timer.buffers_exchanged,
             "skip": trainer.timer.skip,
-            "wait": lambda seconds: setattr(trainer, "now", trainer.now + seconds),
+            "wait": trainer.wait,
             "sync": lambda value: setattr(trainer.model, "require_backward_grad_sync", value),
         }[name](*arguments)
     trainer.timer.step_done()
@@ -223,6 +251,7 @@ def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pyt
     monkeypatch.setattr(step_timing.torch.cuda, "Event", FakeEvent)
     FakeEvent.num_created, FakeEvent.device_at = 0, -1.0
     trainer = TimedTrainer(CudaClock())
+    trainer.timer.step_done()
 
     def step() -> None:
         for call in (
@@ -291,3 +320,150 @@ def test_logging_rate_of_many_nodes_is_limited(trainer: TimedTrainer, monkeypatc
         logged += bool(times.due(step))
         clock[0] += 0.5
     assert logged == pytest.approx(500 / (512 / TIMES_PER_S), abs=1)
+
+
+# --- The time account of a rank.
+
+
+def test_step_is_data_compute_and_communication(rank: TimedTrainer) -> None:
+    rank.wait(50)
+    rank.train()
+    assert rank.seconds == {"start": 51, "compile": 15}, "the first step begins with its forward pass"
+    rank.train()
+    rank.train()
+    assert rank.seconds == {"start": 51, "compile": 15, "data": 2, "compute": 24, "communication": 6}
+    rank.wait(7)
+    assert rank.seconds["compute"] == 31, "the step in progress"
+
+
+def test_first_step_begins_where_the_loop_says(rank: TimedTrainer) -> None:
+    rank.wait(50)
+    rank.account.training_begins()
+    rank.train()
+    assert rank.seconds == {"start": 50, "compile": 16}
+
+
+def test_steps_that_an_earlier_attempt_had_done_are_redone(rank: TimedTrainer) -> None:
+    rank.account.reached = 3
+    for _ in range(4):
+        rank.train()
+    assert rank.seconds == {"start": 1, "compile": 15, "redone": 32, "data": 1, "compute": 12, "communication": 3}
+
+
+def test_phases_are_not_part_of_steps(rank: TimedTrainer) -> None:
+    rank.train()
+    with rank.account.phase("evaluation"):
+        rank.wait(20)
+        with rank.timer.waiting():
+            rank.wait(5)
+        with rank.account.phase("checkpoint"):
+            rank.wait(1)
+    with rank.account.phase("checkpoint"):
+        rank.wait(4)
+    rank.timer.skip()
+    rank.train()
+    expected = {"start": 1, "compile": 15, "evaluation": 26, "checkpoint": 4}
+    assert rank.seconds == expected | {"data": 1, "compute": 12, "communication": 3}
+    assert [(cause, end - begin) for cause, begin, end in rank.account.phases] == [
+        ("start", 1),
+        ("compile", 15),
+        ("evaluation", 26),
+        ("checkpoint", 4),
+    ]
+
+
+def test_a_phase_that_raises_ends(rank: TimedTrainer) -> None:
+    rank.train()
+
+    def save() -> None:
+        with rank.account.phase("checkpoint"):
+            rank.wait(4)
+            raise ValueError("full")
+
+    with pytest.raises(ValueError, match="full"):
+        save()
+    rank.wait(1)
+    assert rank.seconds["compute"] == 1
+
+
+def test_waiting_for_other_ranks_is_communication_in_steps_only(rank: TimedTrainer) -> None:
+    with rank.timer.waiting():
+        rank.wait(5)
+    rank.train()
+    with rank.timer.waiting():
+        rank.wait(6)
+    assert rank.seconds == {"start": 6, "compile": 15, "communication": 6}
+    rank.account.reached = 10
+    rank.train()
+    with rank.timer.waiting():
+        rank.wait(7)
+    assert rank.seconds["redone"] == 7
+
+
+def test_agreement_on_a_stop_is_communication(rank: TimedTrainer) -> None:
+    rank.train()
+    rank.wait(10)
+    rank.timer.step_done(2, agreement_s=4)
+    assert rank.seconds == {"start": 1, "compile": 15, "compute": 6, "communication": 4}
+
+
+def test_rank_without_steps_is_idle_except_for_its_work(rank: TimedTrainer) -> None:
+    rank.wait(5)
+    rank.account.wait_for_work()
+    rank.wait(10)
+    rank.timer.add(compute_s=4)
+    rank.timer.add(compute_s=100)
+    assert rank.seconds == {"start": 5, "compute": 10}, "never more work than time"
+    rank.wait(2)
+    assert rank.seconds == {"start": 5, "compute": 10, "idle": 2}
+
+
+def test_number_of_recorded_phases_is_limited(rank: TimedTrainer) -> None:
+    for _ in range(MAX_PHASES + 5):
+        with rank.account.phase("evaluation"):
+            rank.wait(1)
+    assert len(rank.account.phases) == MAX_PHASES
+
+
+def test_account_that_is_read_during_a_switch_adds_up() -> None:
+    """The heartbeat's thread reads the account while the rank books time."""
+    account = TimeAccount()
+
+    class Hostile(dict[str, float]):
+        """Switches the cause while it is copied, twice."""
+
+        copies = 0
+
+        def keys(self) -> Any:
+            Hostile.copies += 1
+            if Hostile.copies <= 2:
+                account.training_begins() if Hostile.copies == 1 else account.step_done(1, account._now())
+            return super().keys()
+
+        def __iter__(self) -> Any:
+            return iter(list(super().keys()))
+
+    account._seconds = Hostile(account._seconds)
+    report = account.report()
+    assert report["cause"] == "compute"
+    assert sum(report["seconds"].values()) == pytest.approx(report["until"] - report["began"], abs=0.01)
+
+
+def test_updates_of_an_optimizer_end_the_exchange(rank: TimedTrainer) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: Any = SimpleNamespace(last=None, search=lambda: None, settle=lambda: None)
+    rank.timer.watch(gradients)
+    rank.train()
+    rank.timer.before_forward(rank.model)
+    rank.timer.on_gradient()
+    rank.wait(9)
+    optimizer.step()
+    optimizer.step()
+    rank.wait(1)
+    rank.timer.close()
+    rank.timer.step_done(2)
+    assert rank.seconds == {"start": 1, "compile": 15, "communication": 9, "compute": 1}
+    rank.timer.on_gradient()
+    optimizer.step()
+    assert rank.timer._exchange == [], "closed"
