@@ -3,8 +3,8 @@
     python -m hpcdist.rank.forked_task NAME CONNECT_S LIMIT_S RUN_FOLDER
 
 Protocol: each connection is one rank. The parent sends `{}` once it serves the connection. The request is a file with
-`env`, `cwd`, `affinity`, signals that are `ignored` and `blocked`, `rank` and `attempt`; with it come the files for
-standard output and error, and in a local run the pipe of the process guard. The answer has the `pid`, the `error` for
+`env`, `cwd`, `affinity`, and signals that are `ignored` and `blocked`; with it come the files for standard output and
+error, and in a local run the pipe of the process guard. The answer has the `pid`, the `error` for
 which the parent cannot fork this rank, or the `failure` for which no rank may start. When the connection is closed, the
 parent kills the rank and its process group; until then it does not reap the rank, so the other side can wait for the
 process and read its exit code.
@@ -59,11 +59,22 @@ class RankRefusedError(Exception):
     """No rank may start. The text is the reason."""
 
 
-def request_rank(parent: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int], limit_s: float) -> int:
+def request_rank(
+    parent: socket.socket,
+    env: Mapping[str, str],
+    cwd: str,
+    descriptors: Sequence[int],
+    limit_s: float,
+    *,
+    ignored: Sequence[int] = (),
+    blocked: Sequence[int] = (),
+) -> int:
     """Ask for a rank on a connection, and return its process id. The time limit includes the imports of the parent.
 
     Raises NoParentError, or RankRefusedError if no rank may start.
     """
+    affinity = sorted(os.sched_getaffinity(0))
+    request = {"env": dict(env), "cwd": cwd, "affinity": affinity, "ignored": [*ignored], "blocked": [*blocked]}
     # The environment may be larger than a message.
     with os.fdopen(os.memfd_create("request"), "wb") as file:
         file.write(json.dumps(request).encode())
@@ -120,18 +131,12 @@ def main() -> NoReturn:
     passed_on = signal.valid_signals() - _OWN
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     name, connect_s, limit_s, folder = sys.argv[1:]
-    request = {
-        "env": dict(os.environ),
-        "cwd": os.getcwd(),
-        "affinity": sorted(os.sched_getaffinity(0)),
-        "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN],
-        "blocked": [int(one) for one in STOP_SIGNALS],
-        "rank": os.environ.get("SLURM_PROCID"),
-        "attempt": os.environ.get("HPCDIST_ATTEMPT"),
-    }
+    ignored = [one for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN]
     try:
         parent = _connect(folder, name, float(connect_s))
-        rank = request_rank(parent, request, [1, 2], float(limit_s))
+        rank = request_rank(
+            parent, os.environ, os.getcwd(), [1, 2], float(limit_s), ignored=ignored, blocked=STOP_SIGNALS
+        )
     except RankRefusedError as error:
         sys.exit(f"hpcdist: {error}")
     except (OSError, NoParentError) as error:

@@ -177,16 +177,14 @@ class _Rank:
 
     connection: socket.socket
     pid: int = 0  #: 0 before the rank is forked
-    is_open: bool = True
 
-    def close(self) -> None:
-        if self.is_open:
-            self.connection.close()
-            self.is_open = False
+    @property
+    def is_open(self) -> bool:
+        return self.connection.fileno() >= 0
 
     def end(self) -> None:
         """Kill the rank and its process group, which may outlive it. The rank need not lead the group yet."""
-        self.close()
+        self.connection.close()
         for kill in (os.killpg, os.kill) if self.pid else ():
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -212,7 +210,7 @@ class ForkServer:
                 if rank.is_open:
                     poll.register(rank.connection, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(_CHECK_EVERY_S * 1000)}
-            for rank in [rank for rank in self._ranks if rank.is_open and rank.connection.fileno() in ready]:
+            for rank in [rank for rank in self._ranks if rank.connection.fileno() in ready]:
                 if self._receive(rank):
                     return
             # Until they are reaped here, the process ids of ranks stay valid.
@@ -299,7 +297,7 @@ class ForkServer:
             if not in_rank:
                 os.sched_setaffinity(0, self._affinity)
         if self._listens:
-            place = f"task {request['rank']} of attempt {request['attempt']}"
+            place = f"task {env['SLURM_PROCID']} of attempt {env['HPCDIST_ATTEMPT']}"
             with suppress(OSError):  # a full disk is no reason to end
                 os.write(1, f"process {os.getpid()} has forked process {rank.pid} for {place}\n".encode())
         return {"pid": rank.pid}
@@ -312,7 +310,7 @@ class ForkServer:
                 os.write(pipe, f"+{os.getpid()}\n".encode())
         self._source.close()
         for rank in self._ranks:
-            rank.close()
+            rank.connection.close()
         os.dup2(output, 1)
         os.dup2(errors, 2)
         for descriptor in descriptors:
@@ -332,7 +330,7 @@ class ForkServer:
             del os.environ[name]
         os.environ.update(env)
         os.chdir(request["cwd"])
-        show_place(request["rank"], request["attempt"])
+        show_place(env["SLURM_PROCID" if self._listens else "HPCDIST_RANK"], env["HPCDIST_ATTEMPT"])
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()  # Python's `random` does this itself
 

@@ -85,18 +85,10 @@ class RankParent:
         Raises NoParentError if the parent does not answer or cannot fork the rank, and RankRefusedError if no rank may
         start.
         """
-        request = {
-            "env": dict(env),
-            "cwd": str(self._cwd),
-            "affinity": sorted(os.sched_getaffinity(0)),
-            "ignored": [],
-            "blocked": [],
-            "rank": env["HPCDIST_RANK"],
-            "attempt": env["HPCDIST_ATTEMPT"],
-        }
         connection, self._next = self._next, self._connect()
         try:
-            pid = request_rank(connection, request, [log, log, self._guard.fileno()], self._init_timeout_s)
+            outputs = [log, log, self._guard.fileno()]
+            pid = request_rank(connection, env, str(self._cwd), outputs, self._init_timeout_s)
         except BaseException:
             connection.close()  # ends a rank that is forked later
             raise
