@@ -9,7 +9,9 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
@@ -39,7 +41,6 @@ class NodePool:
     """Chooses the nodes of each attempt of a run with interchangeable nodes.
 
     Args:
-        allocated: names of the nodes, in Slurm's order.
         most: number of nodes that the run requests.
         least: number of nodes with which it may continue.
         spare: number of nodes that stay idle as long as no node has failed.
@@ -62,7 +63,6 @@ class NodePool:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The nodes on which steps can run and that the next attempt does not use."""
         return tuple(node for node in self.present if node not in self.used)
 
     @property
@@ -78,7 +78,6 @@ class NodePool:
         return tuple(node for node in self._allocated if node in self._lost and self._losses[node] < MAX_LOSSES)
 
     def can_lose(self, nodes: Collection[str]) -> bool:
-        """Return whether enough nodes remain after the loss of `nodes`."""
         return len(self._allocated) - len(self._lost | self._unfit | set(nodes)) >= self._least
 
     def drop_silent(self, nodes: Collection[str]) -> bool:
@@ -99,7 +98,7 @@ class NodePool:
         return True
 
     def restore(self, nodes: Iterable[str]) -> None:
-        """Use lost nodes again, which answer."""
+        """Use lost nodes again."""
         self._lost -= set(nodes)
         self._replace(self._lost | self._unfit)
 
@@ -147,12 +146,27 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 @dataclass
 class _Node:
-    """A node, its connection, if one is open, and the time of its last answer."""
-
     address: str
     connection: socket.socket | None = None
-    began: float = 0.0
-    answered: float | None = None
+    began: float = 0.0  #: time of the last connection
+    answered: float | None = None  #: time of the last answer
+
+    def connect(self, port: int, now: float) -> None:
+        """Begin to connect without waiting."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        self.began, self.connection = now, socket.socket(family, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        code = self.connection.connect_ex((self.address, port))
+        if code != errno.EINPROGRESS:
+            self.end(code, now)
+
+    def end(self, code: int, now: float) -> None:
+        """Close the connection, if there is one; `code` is the error with which it has ended."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        if code in _ANSWERS:
+            self.answered = now
 
 
 class HostProbe:
@@ -174,63 +188,38 @@ class HostProbe:
         now = time.monotonic()
         pause_s, self._last_call = max(0.0, now - self._last_call - PAUSE_S), now
         limit_s = max(for_s, SILENT_INTERVALS * self._every_s)
-        self._collect(now)
+        poll = select.poll()
+        for node in self._nodes.values():
+            if node.connection is not None:
+                poll.register(node.connection, select.POLLOUT)
+        ready = {descriptor for descriptor, _ in poll.poll(0)}
         found = []
         for name, node in self._nodes.items():
+            if node.connection is not None:
+                if node.connection.fileno() in ready:
+                    node.end(node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
+                elif now - node.began > ANSWER_S:
+                    node.end(errno.ETIMEDOUT, now)
             if node.connection is None and now - node.began >= self._every_s:
-                self._connect(node, now)
+                node.connect(self._port, now)
             if node.answered is not None:
                 node.answered = min(now, node.answered + pause_s)
                 if now - node.answered > limit_s:
                     found.append(name)
         return found
 
-    def _connect(self, node: _Node, now: float) -> None:
-        """Begin to connect without waiting."""
-        family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
-        node.began, node.connection = now, socket.socket(family, socket.SOCK_STREAM)
-        node.connection.setblocking(False)
-        code = node.connection.connect_ex((node.address, self._port))
-        if code != errno.EINPROGRESS:
-            self._end(node, code, now)
-
-    def _collect(self, now: float) -> None:
-        """End the connections that have got an answer, or none in time."""
-        waiting = {node.connection.fileno(): node for node in self._nodes.values() if node.connection is not None}
-        poll = select.poll()
-        for descriptor in waiting:
-            poll.register(descriptor, select.POLLOUT)
-        ready = {descriptor for descriptor, _ in poll.poll(0)} if waiting else set()
-        for descriptor, node in waiting.items():
-            assert node.connection is not None
-            if descriptor in ready:
-                self._end(node, node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
-            elif now - node.began > ANSWER_S:
-                self._end(node, errno.ETIMEDOUT, now)
-
-    def _end(self, node: _Node, code: int, now: float) -> None:
-        """Close the connection of a node; `code` is the error with which it has ended."""
-        if node.connection is not None:
-            node.connection.close()
-            node.connection = None
-        if code in _ANSWERS:
-            node.answered = now
-
     def close(self) -> None:
         """Close all connections."""
         for node in self._nodes.values():
-            self._end(node, errno.ECANCELED, 0.0)
+            node.end(errno.ECANCELED, 0.0)
 
 
 def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
     """Return the address of each node whose name can be resolved."""
     found = {}
     for node in nodes:
-        try:
-            info = socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0]
-        except OSError:
-            continue
-        found[node] = str(info[4][0])
+        with suppress(OSError):
+            found[node] = str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
     return found
 
 
@@ -295,13 +284,19 @@ class FixedNodes(NodeChanges):
         """End the checks of nodes."""
 
 
+class _Examined(NamedTuple):
+    """Results of a check of lost nodes."""
+
+    fit: Sequence[str] = ()  #: nodes on which ranks can run again
+    gone: Sequence[str] = ()  #: nodes that do not belong to the job any more
+    all_answer: bool = True
+
+
 class ElasticNodes(FixedNodes):
     """Detects lost nodes of the running attempt and chooses the nodes of the next one.
 
     Order of the calls for each attempt: `begin` at its start; `detect_lost` and `detect_returned` while it runs; at its
     end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
-
-    Raises HpcdistError if the job has fewer nodes than the run needs.
     """
 
     def __init__(
@@ -320,10 +315,10 @@ class ElasticNodes(FixedNodes):
         self._probe = HostProbe(addresses_of(nodes), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[list[str]] | None = None
+        self._check: Future[_Examined] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
-        self._returned: list[str] = []
+        self._returned: Sequence[str] = ()
         #: Lost nodes that ran no ranks.
         self._lost_idle: set[str] = set()
         self._uses_returned = False
@@ -352,28 +347,22 @@ class ElasticNodes(FixedNodes):
         self._probe.close()
 
     def use_returned(self) -> None:
-        """Use the nodes found by `detect_returned` in the next attempt."""
         self.pool.restore(self._returned)
         self._uses_returned = bool(self._returned)
 
     def begin(self) -> bool:
         uses_returned, self._uses_returned = self._uses_returned, False
-        self._returned = []
+        self._returned = ()
         self._lost = ()
         self._step_at_start = newest_step(self._run)
         return uses_returned
 
-    # --- lost nodes
-
     def drop_rejected(self, blamed: Sequence[str]) -> bool:
-        """Continue without nodes that fail the preflight check.
-
-        Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
-        """
         if not self.pool.can_lose(blamed):
             return False
         answers = self._kill_ranks(blamed)
         if silent := [node for node in blamed if node not in answers]:
+            # Slurm cannot end the steps that the check has started on them.
             self.pool.drop_silent(silent)
             self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
         if unfit := [node for node in blamed if node in answers]:
@@ -381,7 +370,6 @@ class ElasticNodes(FixedNodes):
         return True
 
     def detect_lost(self) -> tuple[int, str] | None:
-        """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""
         silent = self._probe.silent()
         if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
             self.pool.drop_silent(idle)
@@ -399,14 +387,18 @@ class ElasticNodes(FixedNodes):
         return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
 
     def end_ranks(self, attempt: Attempt) -> bool:
-        """Kill the ranks on all nodes without Slurm. Return whether Slurm cannot end the attempt's step.
-
-        True if at least one node does not respond; without any response, only if a node was lost before.
-        """
-        self._drop_removed_nodes()
+        # A step with nodes that Slurm has taken out of the job does not start on any node.
+        allocated: list[str] = []
+        with suppress(HpcdistError):
+            allocated = self._allocated_nodes()
+        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
+        self._lost = tuple(dict.fromkeys((*self._lost, *(node for node in removed if node in self.pool.used))))
+        if idle := [node for node in removed if node not in self.pool.used]:
+            self.pool.drop_silent(idle)
+        self.pool.forget(removed)
         asked = [node for node in self.pool.used if node not in self._lost]
         answers = self._kill_ranks(asked)
-        if not answers:
+        if not answers:  # from no node: the controller does not answer, unless a node was lost before
             return bool(self._lost)
         self._lost = (*self._lost, *(node for node in asked if node not in answers))
         if not self._lost:
@@ -419,19 +411,6 @@ class ElasticNodes(FixedNodes):
         """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""
         return ranks_on_nodes(self._run, "kill", JobNodes([nodes], chosen=True), self._env, patient=False)
 
-    def _drop_removed_nodes(self) -> None:
-        """Count nodes as lost that Slurm has taken out of the job: a step with them does not start on any node."""
-        try:
-            allocated = self._allocated_nodes()
-        except HpcdistError:
-            return
-        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
-        used = [node for node in removed if node in self.pool.used]
-        self._lost = tuple(dict.fromkeys((*self._lost, *used)))
-        if idle := [node for node in removed if node not in used]:
-            self.pool.drop_silent(idle)
-        self.pool.forget(removed)
-
     def _allocated_nodes(self) -> list[str]:
         """Return the nodes that belong to the job; empty if Slurm does not say."""
         records = client.job_records(self._job_id)
@@ -439,7 +418,6 @@ class ElasticNodes(FixedNodes):
         return expand(names) if names else []
 
     def replace_lost(self) -> str:
-        """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
         lost, before = self._lost, self.pool.used
         self._lost = ()
         if lost:
@@ -449,34 +427,35 @@ class ElasticNodes(FixedNodes):
             chosen, why = self.pool.drop_unfit(lost), "ranks have failed twice in a row on"
         else:
             return ""
-        return f"{why} {', '.join(lost)}: {self._change(before)}" if chosen else ""
-
-    def _change(self, before: Sequence[str]) -> str:
-        """Return how the nodes of the next attempt differ from those of the last one."""
-        new = [node for node in self.pool.used if node not in before]
-        now = (
-            f"continuing on {len(self.pool.used)} of {len(before)} nodes" if len(self.pool.used) != len(before) else ""
-        )
-        taken = f"{', '.join(new)} takes over" if new else ""
-        return ", ".join(filter(None, [taken, now]))
-
-    # --- nodes that answer again
+        if not chosen:
+            return ""
+        used, changes = self.pool.used, []
+        if new := [node for node in used if node not in before]:
+            changes.append(f"{', '.join(new)} takes over")
+        if len(used) != len(before):
+            changes.append(f"continuing on {len(used)} of {len(before)} nodes")
+        return f"{why} {', '.join(lost)}: {', '.join(changes)}"
 
     def detect_returned(self) -> str:
-        """Return lost nodes that answer again if a checkpoint is newer than the attempt's start; otherwise "".
-
-        Called several times a second; the nodes are checked in another thread.
-        """
+        """Return lost nodes that answer again if a checkpoint is newer than the attempt's start; otherwise ""."""
         if self._returned:
             return ", ".join(self._returned)
         if not self._may_grow or not self.pool.missing:
             return ""
-        if self._check is not None:
-            if self._check.done():
-                self._take(self._check)
-                self._check = None
-            return ""
-        if time.monotonic() >= self._next_check:
+        # The nodes are checked in another thread, since this is called several times a second.
+        if self._check is not None and self._check.done():
+            check, self._check = self._check, None
+            try:
+                self._returned, gone, all_answer = check.result()
+            except (HpcdistError, OSError) as error:
+                log.info("the lost nodes cannot be checked: %s", error)
+                return ""
+            self.pool.forget(gone)
+            if gone:
+                log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
+            if not all_answer:
+                self.abandoned.add(NODES_STEP)
+        elif self._check is None and time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + CHECK_EVERY_S
             # Slurm could not end a step on a node that is known to be silent.
             silent = self._probe.silent()
@@ -484,26 +463,16 @@ class ElasticNodes(FixedNodes):
                 self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _take(self, check: Future[list[str]]) -> None:
-        try:
-            self._returned = check.result()
-        except (HpcdistError, OSError) as error:
-            log.info("the lost nodes cannot be checked: %s", error)
-
-    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> list[str]:
-        """Return the lost nodes on which ranks can run again; forget those that have left the job."""
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+        """Check lost nodes, in another thread."""
         if newest_step(self._run) == step_at_start:
-            return []
+            return _Examined()
         allocated = self._allocated_nodes()
-        if gone := [node for node in missing if node not in allocated] if allocated else []:
-            self.pool.forget(gone)
-            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
+        gone = [node for node in missing if node not in allocated] if allocated else []
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = self._kill_ranks(mine)
-        if answers.keys() != set(mine):
-            self.abandoned.add(NODES_STEP)
-        return [node for node in mine if answers.get(node) == []]
+        return _Examined([node for node in mine if answers.get(node) == []], gone, answers.keys() == set(mine))
 
 
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
