@@ -155,7 +155,6 @@ def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
 
 
 def batch_script(job_id: str) -> str:
-    """Return the batch script of a job of this user."""
     return run("scontrol", "write", "batch_script", job_id, "-", timeout_s=JOB_TIMEOUT_S)
 
 
@@ -199,12 +198,10 @@ def signal_steps(step_ids: Sequence[str], name: str) -> None:
 
 
 def settings() -> dict[str, str]:
-    """Return the settings of the cluster (`scontrol show config`)."""
     return parse_settings(run("scontrol", "show", "config"))
 
 
 def cluster_name() -> str:
-    """Return the name of the cluster that this machine belongs to."""
     return settings().get("ClusterName", "")
 
 
@@ -219,13 +216,11 @@ def partitions() -> list[Partition]:
 
 
 def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:
-    """Return the nodes of a partition, or the named ones."""
     chosen = [f"--partition={partition}"] * bool(partition) + [f"--nodes={','.join(names)}"] * bool(names)
     return parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={NODE_FORMAT}"))
 
 
 def node_features(names: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Return the active features of nodes, by name."""
     return parse_node_features(_node_records(names))
 
 
@@ -249,13 +244,11 @@ def _node_records(names: Sequence[str]) -> str:
 
 
 def user_accounts(user: str, *, cluster: str = "") -> list[str]:
-    """Return the accounts that a user may charge, sorted."""
     chosen = [f"user={user}"] + [f"cluster={cluster}"] * bool(cluster)
     return sorted(set(_sacctmgr("show", "assoc", *chosen, "format=account")))
 
 
 def qos_names() -> list[str]:
-    """Return the names of all QOS, sorted."""
     return sorted(set(_sacctmgr("show", "qos", "format=name")))
 
 

@@ -41,7 +41,6 @@ class JobComponent:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all nodes of the component."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -159,6 +158,17 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
             raise ConfigError([problem])
     memories = [part.mem for part in parts if part.mem is not None]
+    constraint = parts[0].constraint
+    if any(part.constraint != constraint for part in parts):
+        # With the number of nodes per feature: `[cpu*1&gpu*2]`.
+        counts: dict[str, int] = {}
+        for part in parts:
+            if part.constraint is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", part.constraint):
+                problem = f"constraint {part.constraint!r} needs a heterogeneous job (cluster.het)"
+                raise ConfigError([f"cluster.roles: {problem}"])
+            if part.constraint is not None:
+                counts[part.constraint] = counts.get(part.constraint, 0) + part.nodes
+        constraint = f"[{'&'.join(f'{kind}*{count}' for kind, count in counts.items())}]"
     return JobComponent(
         roles=tuple(role for part in parts for role in part.roles),
         nodes=sum(part.nodes for part in parts),
@@ -167,7 +177,7 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         cpus_per_task=max(part.cpus_per_task for part in parts),
         mem=max(memories, key=_megabytes) if memories else None,
         partition=parts[0].partition,
-        constraint=_merged_constraint(parts),
+        constraint=constraint,
         sbatch=parts[0].sbatch,
     )
 
@@ -177,18 +187,6 @@ def _megabytes(mem: str) -> float:
     if size is None:
         raise ConfigError([f"cluster.mem must be like 64G, got {mem!r}"])
     return size or float("inf")  # 0 requests all memory of a node
-
-
-def _merged_constraint(parts: Sequence[JobComponent]) -> str | None:
-    """Return a constraint with the number of nodes per feature: `[cpu*1&gpu*2]`."""
-    wanted = [part.constraint for part in parts]
-    if len(set(wanted)) == 1:
-        return wanted[0]
-    for constraint in filter(None, wanted):
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", constraint):
-            raise ConfigError([f"cluster.roles: constraint {constraint!r} needs a heterogeneous job (cluster.het)"])
-    kinds = {kind: sum(part.nodes for part in parts if part.constraint == kind) for kind in filter(None, wanted)}
-    return f"[{'&'.join(f'{kind}*{count}' for kind, count in kinds.items())}]"
 
 
 def assign_nodes(
@@ -246,11 +244,9 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
 
 
 def with_nodes(config: Config, num_nodes: int) -> Config:
-    """Return the config of a run on another number of nodes."""
     return replace(config, cluster=replace(config.cluster, nodes=num_nodes))
 
 
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
-    """Return the section `cluster` with the request of one component."""
     values = {name: getattr(part, name) for name in ("nodes", "tasks_per_node", *_INHERITED)}
     return replace(cluster, sbatch={**cluster.sbatch, **part.sbatch}, **values)

@@ -40,8 +40,6 @@ def component_job_ids(env: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentJob:
-    """The job that this process runs in."""
-
     id: str
     restart_count: int
     end_time: float | None  #: seconds since the epoch; None without a time limit
@@ -124,7 +122,6 @@ def _expand_nodes(text: str | None) -> tuple[str, ...]:
 
 
 def running_steps(*, retry_s: float = 0.0) -> dict[str, str]:
-    """Return the steps of the current job that have not ended: names by step id."""
     # A step over several components is one step in each of them.
     return client.running_steps(component_job_ids(os.environ), retry_s=retry_s)
 

@@ -44,7 +44,6 @@ class JobNodes:
 
     @property
     def names(self) -> list[str]:
-        """The names of all nodes."""
         return [node for own in self.by_component for node in own]
 
     @property
@@ -54,8 +53,6 @@ class JobNodes:
 
 
 class Answers(NamedTuple):
-    """The answers of nodes."""
-
     by_node: Mapping[str, dict[str, Any]]
     started: set[str]  #: nodes that have announced the command or answered it
     errors: str  #: error output of srun
@@ -101,7 +98,6 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
 
 
 def print_answer(answer: Mapping[str, Any]) -> None:
-    """Print the answer of this node."""
     sys.stdout.write("".join(f"{line}\n" for line in answer_lines(node_name(), answer)))
     sys.stdout.flush()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,7 +38,6 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Return the settings that `scontrol show config` prints."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
@@ -112,14 +111,11 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """One partition."""
-
     name: str
     facts: Mapping[str, str]  #: the record that `scontrol show partition` prints
     nodes: tuple[NodeGroup, ...]
 
     def limit(self, key: str) -> int | None:
-        """Return a numeric limit, or None without a limit."""
         return parse_count(self.facts.get(key, ""))
 
     def allowed(self, kind: str) -> tuple[str, ...] | None:
@@ -128,15 +124,12 @@ class Partition:
         return None if text.upper() in ("ALL", "(NULL)", "") else tuple(text.split(","))
 
     def denied(self, kind: str) -> tuple[str, ...]:
-        """Return the `Accounts` or `Qos` that may not use the partition."""
         text = self.facts.get(f"Deny{kind}", "")
         return tuple(name for name in text.split(",") if name and name.upper() not in ("NONE", "(NULL)"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:
-    """State and hardware of one node."""
-
     name: str
     state: str  #: long name: idle, mixed, allocated, down*, …
     hardware: str  #: features, GPUs and other GRES, cores and memory, as `sinfo` prints them
@@ -151,7 +144,6 @@ class NodeState:
 
 
 def count_nodes(groups: Iterable[NodeGroup]) -> int:
-    """Return the number of nodes in groups."""
     return sum(group.num_nodes for group in groups)
 
 
@@ -206,7 +198,6 @@ def parse_node_states(text: str) -> list[NodeState]:
 
 
 def parse_node_features(text: str) -> dict[str, frozenset[str]]:
-    """Return the active features by node from `scontrol show node --oneliner`."""
     return {
         record["NodeName"]: frozenset(record.get("ActiveFeatures", "").split(",")) - {"", "(null)"}
         for record in parse_records(text)
@@ -231,8 +222,8 @@ WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUE
 #: Reasons that repeat the state or the exit code of a failed job.
 _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.
-SQUEUE_FIELDS = "%i|%T|%r|%V|%S|%e|%N|%l|%j"
-SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,Timelimit,MaxRSS"
+SQUEUE_FIELDS = "%i|%T|%r|%V|%S|%e|%N|%j"
+SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,MaxRSS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,24 +241,20 @@ class JobInfo:
     signal: int = 0
     nodes: str = ""
     restarts: int = 0
-    time_limit: str = ""
     max_rss: str = ""  #: largest memory of a task, as sacct prints it
     earlier: tuple[str, ...] = ()  #: final states of the job before each requeue, from accounting
     step_states: tuple[str, ...] = ()  #: states of the steps since the last requeue
 
     @property
     def alive(self) -> bool:
-        """Whether the job runs or will run."""
         return self.state in ALIVE
 
     @property
     def waiting(self) -> bool:
-        """Whether the job is in the queue."""
         return self.state in WAITING
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the job or a step of it has exceeded its memory."""
         return "OUT_OF_MEMORY" in (self.state, *self.step_states)
 
     def queue_s(self, now: float) -> float | None:
@@ -309,7 +296,7 @@ def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
     if not records:
         return None
     first = records[0]
-    keys = ("JobName", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "ExitCode", "TimeLimit")
+    keys = ("JobName", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "ExitCode")
     nodes = ",".join(filter(None, (parse_text(record.get("NodeList")) for record in records)))
     restarts = parse_count(first.get("Restarts", "0")) or 0
     return _job_info(job_id, *(first.get(key, "") for key in keys), nodes=nodes, restarts=restarts)
@@ -318,11 +305,11 @@ def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
 def parse_squeue(text: str, job_id: str) -> JobInfo | None:
     """Return a job from lines of squeue with SQUEUE_FIELDS."""
     for line in text.splitlines():
-        if line.count("|") < 8:
+        if line.count("|") < 7:
             continue  # a line of another format
-        found_id, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
+        found_id, state, reason, submitted, started, ended, nodes, name = line.split("|", 7)
         if found_id in (job_id, f"{job_id}+0"):
-            return _job_info(job_id, name, state, reason, submitted, started, ended, "", limit, nodes=nodes)
+            return _job_info(job_id, name, state, reason, submitted, started, ended, "", nodes=nodes)
     return None
 
 
@@ -347,7 +334,7 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     if not starts:
         return None
     row, steps = starts[-1]
-    texts = (row[key] for key in ("Submit", "Start", "End", "ExitCode", "Timelimit"))
+    texts = (row[key] for key in ("Submit", "Start", "End", "ExitCode"))
     return _job_info(
         job_id,
         row["JobName"],
@@ -371,7 +358,6 @@ def _job_info(
     started: str,
     ended: str,
     exit_code: str,
-    time_limit: str,
     *,
     nodes: str,
     **more: Any,
@@ -391,13 +377,12 @@ def _job_info(
         exit_code=int(codes[1]) if codes else 0,
         signal=int(codes[2]) if codes else 0,
         nodes=parse_text(nodes),
-        time_limit=parse_text(time_limit),
         **more,
     )
 
 
 def _parse_state(text: str) -> str:
-    """Return the state: CANCELLED for `CANCELLED by 1000` and `CANCELLED+`."""
+    """Return CANCELLED for `CANCELLED by 1000` and `CANCELLED+`."""
     return text.split()[0].rstrip("+") if text.split() else "UNKNOWN"
 
 
@@ -435,32 +420,24 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     lost nodes, with the nodes and cores of its begin. Times in which the job only waited are left out.
     """
     fields = START_FIELDS.split(",")
-    found: list[AccountedStart] = []
-    is_het = False
-    for line in text.splitlines():
-        values = line.split("|")
-        if len(values) != len(fields):
-            continue  # a line of another format
-        row = dict(zip(fields, values, strict=True))
-        if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
-            found.append(start)
-            is_het = is_het or "+" in row["JobID"]
-    return _with_requeues(_joined(sorted(found, key=lambda start: start.began), is_het=is_het))
-
-
-def _with_requeues(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
-    """Return the starts with the time in the queue since the end of the start before.
-
-    Slurm submits a requeued job again when it has cleaned up all of its nodes, some seconds after the job's end.
-    """
-    found: list[AccountedStart] = []
-    for start in starts:
-        before = found[-1] if found else None
-        # Slurm may give the id of an old job to another one.
-        if before is not None and before.ended is not None and before.name == start.name:
-            start = replace(start, queue_s=max(start.queue_s, start.began - before.ended))
-        found.append(start)
-    return found
+    rows = [dict(zip(fields, line.split("|"), strict=False)) for line in text.splitlines()]
+    # Without lines of another format.
+    rows = [row for row in rows if len(row) == len(fields) and row["JobID"].partition("+")[0] == job_id]
+    is_het = any("+" in row["JobID"] for row in rows)
+    parsed = [start for row in rows if (start := _parse_start(row)) is not None]
+    starts: list[AccountedStart] = []
+    for start in sorted(parsed, key=lambda start: start.began):
+        last = starts[-1] if starts else None
+        # Components start in the same second. A job that has lost nodes has a record for each size.
+        if last is not None and (start.began == last.began if is_het else last.state == "RESIZING"):
+            starts[-1] = _joined(last, start, is_het=is_het)
+            continue
+        # Slurm submits a requeued job again when it has cleaned up all of its nodes, some seconds after the job's end.
+        # It may give the id of an old job to another one.
+        if last is not None and last.ended is not None and last.name == start.name:
+            start = replace(start, queue_s=max(start.queue_s, start.began - last.ended))
+        starts.append(start)
+    return starts
 
 
 def _parse_start(row: dict[str, str]) -> AccountedStart | None:
@@ -484,24 +461,11 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
     )
 
 
-def _joined(starts: Sequence[AccountedStart], *, is_het: bool) -> list[AccountedStart]:
-    """Join the components of a heterogeneous job, which start in the same second, or the sizes of a plain one.
-
-    Slurm writes a record for each size of a job from which it has removed failed nodes. The first one counts.
-    """
-    found: list[AccountedStart] = []
-    for start in starts:
-        last = found[-1] if found else None
-        if last is None or not (start.began == last.began if is_het else last.state == "RESIZING"):
-            found.append(start)
-            continue
-        energies = [one.energy_j for one in (last, start) if one.energy_j is not None]
-        last = replace(last, energy_j=sum(energies) if energies else None)
-        if is_het:
-            nodes = ",".join(filter(None, (last.nodes, start.nodes)))
-            ended = max(last.ended, start.ended) if last.ended is not None and start.ended is not None else None
-            cores, gpus = last.cores + start.cores, last.gpus + start.gpus
-            found[-1] = replace(last, ended=ended, nodes=nodes, cores=cores, gpus=gpus)
-        else:
-            found[-1] = replace(last, ended=start.ended, state=start.state)
-    return found
+def _joined(one: AccountedStart, other: AccountedStart, *, is_het: bool) -> AccountedStart:
+    energies = [start.energy_j for start in (one, other) if start.energy_j is not None]
+    one = replace(one, energy_j=sum(energies) if energies else None)
+    if not is_het:
+        return replace(one, ended=other.ended, state=other.state)
+    nodes = ",".join(filter(None, (one.nodes, other.nodes)))
+    ended = max(one.ended, other.ended) if one.ended is not None and other.ended is not None else None
+    return replace(one, ended=ended, nodes=nodes, cores=one.cores + other.cores, gpus=one.gpus + other.gpus)

@@ -263,7 +263,6 @@ class _Blamed(NamedTuple):
 
 
 def _peers(answers: Answers) -> dict[Pair, Mapping[str, Any]]:
-    """Return the answers about connections by source and target."""
     return {(node, to): peer for node, answer in answers.items() for to, peer in answer["network"]["peers"].items()}
 
 
@@ -299,7 +298,6 @@ def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
 
 
 def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
-    """Report nodes that others cannot reach, nodes that cannot reach others, and single pairs."""
     #: Kind (`Peer.status`, or `ephemeral`) and detail of each problem; None without one.
     ways: dict[Pair, tuple[str, str] | None] = {}
     for way, peer in _peers(answers).items():
@@ -334,7 +332,6 @@ def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
 
 
 def _describe(request: ProbeRequest, kind: str, detail: str, node: str) -> tuple[str, str]:
-    """Return the problem of a connection to or from a node, and the fix."""
     port = f"port {request.port}"
     firewall = (
         "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"

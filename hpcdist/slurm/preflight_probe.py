@@ -342,7 +342,6 @@ class Peer:
 
 
 def connection_failure(error: Exception) -> tuple[str, str]:
-    """Return the status and the detail of a peer."""
     if isinstance(error, UnknownPeerError):
         return "mute" if isinstance(error, SilentPeerError) else "stranger", str(error)
     if isinstance(error, TimeoutError):
@@ -416,7 +415,6 @@ class Mesh:
         self._open = contextlib.ExitStack()
 
     async def run(self) -> None:
-        """Connect to all peers and exchange data; return when all results are known or have timed out."""
         with self._open:
             await self._listen()
             await asyncio.gather(*map(self._reach, self.peers.values()))
@@ -564,7 +562,6 @@ class Mesh:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print this node's answer and return the exit code."""
     request = ProbeRequest.from_json(arguments[0], os.environ[_TOKEN])
     try:
         print_answer(answer(request, os.environ))

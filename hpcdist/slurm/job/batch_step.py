@@ -223,7 +223,6 @@ class SupervisedJob:
 
 
 def _stop_cause(run: RunDir, state: State) -> Cause | None:
-    """Return the cause of the request to end the run in its last attempt, or None."""
     request = run.attempt(state.attempt).read_request()
     return request.cause if request is not None and request.ends_run else None
 

@@ -67,7 +67,6 @@ class NodePool:
 
     @property
     def fit(self) -> tuple[str, ...]:
-        """The nodes on which ranks can run."""
         return tuple(node for node in self.present if node not in self._unfit)
 
     @property
@@ -152,7 +151,6 @@ class _Node:
     answered: float | None = None  #: time of the last answer
 
     def connect(self, port: int, now: float) -> None:
-        """Begin to connect without waiting."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self.began, self.connection = now, socket.socket(family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
@@ -209,7 +207,6 @@ class HostProbe:
         return found
 
     def close(self) -> None:
-        """Close all connections."""
         for node in self._nodes.values():
             node.end(errno.ECANCELED, 0.0)
 
@@ -237,8 +234,6 @@ CHECK_EVERY_S = 5.0
 
 
 class FixedNodes(NodeChanges):
-    """The nodes of a run that needs all nodes of its job."""
-
     def __init__(self, nodes: JobNodes) -> None:
         self._nodes = nodes
         #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
@@ -251,7 +246,6 @@ class FixedNodes(NodeChanges):
 
     @property
     def fit(self) -> JobNodes:
-        """The nodes on which ranks can run."""
         return self._nodes
 
     @property
@@ -412,7 +406,6 @@ class ElasticNodes(FixedNodes):
         return ranks_on_nodes(self._run, "kill", JobNodes([nodes], chosen=True), self._env, patient=False)
 
     def _allocated_nodes(self) -> list[str]:
-        """Return the nodes that belong to the job; empty if Slurm does not say."""
         records = client.job_records(self._job_id)
         names = parse_text(records[0].get("NodeList")) if records else ""
         return expand(names) if names else []

@@ -240,7 +240,6 @@ class SlurmLauncher:
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """See `Ranks.examine`; outside of containers."""
         step = nodes_command(self.nodes.used, command)
         self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
@@ -269,7 +268,6 @@ class SlurmLauncher:
         return ""
 
     def _lost_nodes(self) -> list[str]:
-        """Return the nodes that do not answer."""
         names, step = self.nodes.used.names, nodes_command(self.nodes.used, announced(["true"]))
         until = time.monotonic() + REGISTRATION_S
         # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
@@ -547,7 +545,6 @@ def job_resources(
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return the names of each component's nodes, from the environment of a job."""
     parts = components(config)
     if is_het(config):
         return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]

@@ -51,19 +51,15 @@ def obstacle_to_fork(config: Config, box: ContainerSpec | None, env: Mapping[str
         return "roles have nodes of their own (cluster.roles)"
     if others := sorted(config.cluster.srun.keys() - _PASSED_ON):
         return f"a forked rank cannot have the srun option --{others[0]} (cluster.srun)"
-    chosen = {name: str(value) for name, value in config.cluster.sbatch.items()} | {
-        name: env[variable] for name in _OF_EACH_TASK if (variable := _variable(name)) in env
-    }
+    # sbatch passes these options on to srun by variables.
+    variables = {name: f"SLURM_{name.upper().replace('-', '_')}" for name in _OF_EACH_TASK}
+    chosen = {name: str(value) for name, value in config.cluster.sbatch.items()}
+    chosen |= {name: env[variable] for name, variable in variables.items() if variable in env}
     for name in _OF_EACH_TASK:
         # Slurm 23.11 also has --cpus-per-task in SLURM_TRES_PER_TASK.
         if name in chosen and "none" not in chosen[name] and (name != "tres-per-task" or "gres" in chosen[name]):
             return f"--{name}={chosen[name]} gives each rank GPUs or memory of its own, which a forked rank cannot have"
     return ""
-
-
-def _variable(option: str) -> str:
-    """Return the variable by which sbatch passes an option on to srun."""
-    return f"SLURM_{option.upper().replace('-', '_')}"
 
 
 def planned_commands(run: RunDir, config: Config, python: str) -> tuple[list[str], list[str]]:
@@ -77,7 +73,6 @@ def planned_commands(run: RunDir, config: Config, python: str) -> tuple[list[str
 
 
 def _answer_limit_s(config: Config) -> float:
-    """Return how long a task waits for its rank, in seconds."""
     return config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
 
 
@@ -188,14 +183,12 @@ class ParentSteps:
         return found
 
     def close(self) -> None:
-        """End all steps, and with them their ranks."""
         if self._step is not None:
             self._end(self._step)
         if self._abandoned:
             signal_named_steps(PARENTS_STEP, "KILL")
 
     def _end(self, step: _Step) -> None:
-        """End a step, and with it the ranks."""
         if step.process.poll() is None:
             step.process.terminate()  # srun then also ends its tasks
             try:

@@ -42,7 +42,6 @@ def ranks_on_nodes(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the ranks of a run on this node; with `kill`, end them."""
     folder, action = argv
     node = os.environ.get("SLURMD_NODENAME", "")
     run = Path(folder)

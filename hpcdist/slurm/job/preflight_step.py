@@ -1,7 +1,6 @@
 """The preflight check of a job's nodes, as one srun step before the ranks, and its consequences.
 
-It runs at each start of a job with more than one node. `slurm/preflight_checks.py` defines the checks; this module runs
-them on the nodes, in the ranks' containers if there are any, and decides whether the ranks start.
+It runs at each start of a job with more than one node, in the ranks' containers if there are any.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ ROUNDS = 2
 
 
 class Preflight:
-    """The preflight check at one start of a job."""
-
     def __init__(
         self,
         run: RunDir,
@@ -83,15 +80,18 @@ class Preflight:
             return
         # Slurm 22.05 numbers the tasks of heterogeneous steps incorrectly.
         tasks = [] if self._nodes.het else expand(self._env["SLURM_JOB_NODELIST"])
-        checks = find_problems(request, found, tasks)
+        checks = _find_problems(request, found, tasks)
         seconds = time.monotonic() - began
         self._write(attempt, request, found, checks, seconds)
-        for line in log_lines(checks, seconds):
-            log.info("%s", line)
         failures = [check for check in checks if check.level == "failure"]
+        # The first failure ends the run.
+        for check in failures[1:] + [check for check in checks if check.level == "warning"]:
+            log.info("preflight: %s: %s", check.level, check.sentence())
         if failures:
             self.failed = True
             raise PreflightError(self._verdict(attempt, failures))
+        for check in [check for check in checks if check.level == "ok"][-1:]:
+            log.info("preflight: %s (%.1f s with srun)", check.text, seconds)
 
     def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
         config, parts = self._config, components(self._config)
@@ -135,7 +135,7 @@ class Preflight:
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
-        more = f" (and {len(failures) - 1} more in {text_file(attempt)})" if len(failures) > 1 else ""
+        more = f" (and {len(failures) - 1} more in {_text_file(attempt)})" if len(failures) > 1 else ""
         sentence = f"preflight: {failures[0].sentence()}{more}"
         if self._config.preflight.on_failure == "stop":
             return sentence
@@ -165,22 +165,23 @@ class Preflight:
             "checks": [asdict(check) for check in checks],
             "answers": found.by_node,
         }
+        lines = [f"preflight of {len(request.nodes)} nodes ({', '.join(request.nodes)}), {seconds:.1f} s", ""]
+        lines += [f"{check.level:<8} {check.sentence()}" for check in checks]
         try:
             write_json(attempt.preflight, report)
-            write_atomic(text_file(attempt), page(request.nodes, checks, seconds))
+            write_atomic(_text_file(attempt), "\n".join([*lines, ""]))
         except OSError as error:
             log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -> list[Check]:
+def _find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -> list[Check]:
     """Return the checks of the answers, with the error output of nodes that did not answer.
-
-    Without any answer the step itself failed, which does not show a problem of the nodes: ranks may still start.
 
     Args:
         tasks: the node of each task.
     """
     if not found.by_node:
+        # The step itself failed, which does not show a problem of the nodes: ranks may still start.
         why = last_line(found.errors) or "no output of srun"
         return [warning("probe", f"no node answered in {ROUNDS} steps: {why}", "the ranks start nevertheless")]
     checks = check_nodes(request, found.by_node)
@@ -193,23 +194,7 @@ def find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -
     ]
 
 
-def log_lines(checks: Sequence[Check], seconds: float) -> list[str]:
-    """Return lines for the job's log: warnings and failures, except the first one, which ends the run."""
-    failures = [check for check in checks if check.level == "failure"]
-    bad = failures[1:] + [check for check in checks if check.level == "warning"]
-    lines = [f"preflight: {check.level}: {check.sentence()}" for check in bad]
-    passed = [] if failures else [check.text for check in checks if check.level == "ok"][-1:]
-    return lines + [f"preflight: {text} ({seconds:.1f} s with srun)" for text in passed]
-
-
-def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
-    """Return the text of `preflight.txt`: all checks, the most severe first."""
-    lines = [f"preflight of {len(nodes)} nodes ({', '.join(nodes)}), {seconds:.1f} s", ""]
-    return "\n".join([*lines, *(f"{check.level:<8} {check.sentence()}" for check in checks), ""])
-
-
-def text_file(attempt: Attempt) -> Path:
-    """Return the file with the results of an attempt's preflight as text."""
+def _text_file(attempt: Attempt) -> Path:
     return attempt.preflight.with_suffix(".txt")
 
 
@@ -220,6 +205,5 @@ def loaders(data: DataConfig) -> int:
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:
-    """Return the size of the newest complete checkpoint, or None."""
     complete = complete_checkpoints(run)
     return sum(path.stat().st_size for path in complete[-1][1].rglob("*") if path.is_file()) if complete else None

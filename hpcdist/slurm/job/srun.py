@@ -40,7 +40,7 @@ def step_command(
     *,
     overlap: bool = False,
 ) -> list[str]:
-    """Return the step that runs all ranks of a run, in containers if `box` is given.
+    """Return the step that runs all ranks of a run.
 
     Args:
         chosen: the nodes, if the allocation may have more. Their number is `cluster.nodes`.
@@ -68,11 +68,7 @@ def srun_command(
     *,
     overlap: bool = False,
 ) -> list[str]:
-    """Return the step with the same number of ranks on each node.
-
-    A rank that fails ends the others (`--kill-on-bad-exit`). The cores per task are repeated because srun does not
-    inherit them from sbatch since Slurm 22.05.
-    """
+    """Return the step with the same number of ranks on each node."""
     flags = _flags(cluster, attempt) | {"nodelist": ",".join(chosen) or None, "overlap": overlap or None}
     return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
@@ -116,7 +112,7 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "nodes": cluster.nodes,
         "ntasks": cluster.nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,
-        "cpus-per-task": cluster.cpus_per_task,
+        "cpus-per-task": cluster.cpus_per_task,  # srun does not inherit it from sbatch since Slurm 22.05
         "gpus-per-node": cluster.gpus_per_node or None,
         "kill-on-bad-exit": 1,
         "input": "none",
@@ -132,11 +128,7 @@ def step_name(attempt: Attempt) -> str:
 
 
 def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]:
-    """Return the variables of ranks in addition to the job's. Ranks find their network interfaces themselves.
-
-    Args:
-        part: the ranks' component; the first one by default.
-    """
+    """Return the variables of ranks in addition to the job's. Ranks find their network interfaces themselves."""
     part = part or allocations(config)[0]
     threads = config.launch.num_threads or part.cpus_per_task
     policy = processor_env(threads, use_gpus=part.gpus_per_node > 0 and config.launch.device != "cpu")
@@ -157,8 +149,7 @@ def parents_command(
     """Return the step that runs the parent process of the ranks on each node, with all processors of the job there.
 
     Args:
-        nodes: names of the nodes; None if they are not known yet.
-        output: file for the output, with srun's patterns.
+        nodes: None if they are not known yet.
     """
     num_nodes = cluster.nodes if nodes is None else len(nodes)
     flags = {

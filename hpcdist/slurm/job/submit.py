@@ -70,8 +70,14 @@ def _submit(
     paths = [str(run.path) for run in runs]
     with _queued(runs, kind):
         jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
+    try:
+        cluster = client.cluster_name()
+    except SlurmError:
+        cluster = ""
+    # With name and cluster, because ids are not unique over time and clusters.
+    record = {"job_name": f"{owner.experiment}/{owner.name}", "cluster": cluster}
     for run, job in zip(runs, jobs, strict=True):
-        write_job(run, str(job.job_id), name=f"{owner.experiment}/{owner.name}")
+        write_json(run.slurm, {"job_id": str(job.job_id), **record})
     return list(jobs)
 
 
@@ -84,7 +90,7 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
     for run, state, _ in before:
         keep_job(run)
         # Before the status `queued`: a queued run with a previous job that is over counts as lost.
-        write_json(run.path / "slurm.json", {"job_id": None})
+        write_json(run.slurm, {"job_id": None})
         # Before the submission: the job may start before sbatch returns.
         run.write_state(replace(state, status="queued", reason="", ended=None, lost=False))
     try:
@@ -93,23 +99,13 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
         # Not after Ctrl-C, when Slurm may have accepted the job.
         for run, state, record in before:
             run.write_state(state)
-            write_json(run.path / "slurm.json", record or {"job_id": None})
+            write_json(run.slurm, record or {"job_id": None})
         if isinstance(error, OSError):
             raise
         raise UserMistake(f"Slurm rejected the {job}: {' '.join(str(error).split())}") from error
 
 
-def write_job(run: RunDir, job_id: str, *, name: str) -> None:
-    """Write the job of a run to `slurm.json`, with its name and cluster: ids are not unique over time and clusters."""
-    try:
-        cluster = client.cluster_name()
-    except SlurmError:
-        cluster = ""
-    write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
-
-
 def require_sbatch() -> None:
-    """Raise UserMistake if sbatch is not installed."""
     if shutil.which("sbatch") is None:
         raise UserMistake("sbatch is not installed here: submit from a login node, or show the script with --dry-run")
 
@@ -118,7 +114,6 @@ def resolve_het(config: Config) -> tuple[Config, str]:
     """Return the config with `cluster.het` off if it is not set and the cluster has no heterogeneous jobs.
 
     The second value is the message about that change, or empty.
-    Raises ConfigError for a request that the resulting kind of job does not support.
     """
     allocations(config)
     if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
@@ -143,9 +138,6 @@ def why_no_het_jobs(settings: Mapping[str, str]) -> str:
 
 def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:
     """Return Slurm's estimate of the start of a job, without a submission and without side effects.
-
-    Args:
-        flags: sbatch flags of this submission only, such as `dependency`.
 
     Raises UserMistake with Slurm's reason, in one line, if it rejects the job.
     """
@@ -201,6 +193,14 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     flags_of_config = {
         name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
     }
+    # Secrets come from the run folder instead, because Slurm shows batch scripts.
+    hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
+    exports = [
+        f"# The supervisor sets {name} from secrets.json in the run folder"
+        if name in hidden
+        else f"export {name}={shlex.quote(value)}"
+        for name, value in config.cluster.env.items()
+    ]
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -208,24 +208,14 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         **size,
         # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
         # #SBATCH lines before the first command.
-        "setup": [
-            *components,
-            *_exports(config),
-            *cluster.setup,
-            _SUPERVISE % _PYTHON,
-        ],
+        "setup": [*components, *exports, *cluster.setup, _SUPERVISE % _PYTHON],
         # The supervisor runs in the batch step and starts the ranks with srun itself.
         "use_srun": False,
         "stderr_to_stdout": True,
         # submitit sets a workload key by default, which clusters that check these keys reject.
         "wckey": None,
         "signal_delay_s": cluster.signal_lead_s,
-        "additional_parameters": {
-            "requeue": True,
-            **more,
-            **flags_of_config,
-            **(flags or {}),
-        },
+        "additional_parameters": {"requeue": True, **more, **flags_of_config, **(flags or {})},
     }
 
 
@@ -242,17 +232,6 @@ def _size(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     # computes with the number of nodes, so the range comes as a flag.
     mincpus = cluster.tasks_per_node * cluster.cpus_per_task
     return {"nodes": most}, {**more, "nodes": f"{least}-{most}", "mincpus": mincpus}
-
-
-def _exports(config: Config) -> list[str]:
-    """Return the job's variables; secrets come from the run folder instead, because Slurm shows batch scripts."""
-    hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
-    return [
-        f"# The supervisor sets {name} from secrets.json in the run folder"
-        if name in hidden
-        else f"export {name}={shlex.quote(value)}"
-        for name, value in config.cluster.env.items()
-    ]
 
 
 def component_lines(cluster: ClusterConfig) -> list[str]:
@@ -314,22 +293,21 @@ def resolve(text: str, runs_dir: Path) -> str:
     """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`.
 
     Raises UserMistake for a malformed dependency, for a run that was never submitted, and for a run with a final
-    status that rules the dependency out; RunFolderError for an unknown run.
+    status that rules the dependency out.
     """
-    return "".join(
-        part if part in (",", "?") else _resolve_part(part, text, runs_dir)
-        for part in re.split(r"([,?])", text.strip())
-    )
-
-
-def _resolve_part(part: str, text: str, runs_dir: Path) -> str:
-    kind, *names = part.split(":")
-    if kind not in KINDS or bool(names) == (kind == "singleton") or not all(names):
-        raise UserMistake(
-            f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB"
-            f" (or {', '.join(name for name in KINDS if name != 'afterok')})"
-        )
-    return ":".join([kind, *(_job_id(kind, name, runs_dir) for name in names)])
+    found = ""
+    for part in re.split(r"([,?])", text.strip()):
+        if part in (",", "?"):
+            found += part
+            continue
+        kind, *names = part.split(":")
+        if kind not in KINDS or bool(names) == (kind == "singleton") or not all(names):
+            raise UserMistake(
+                f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB"
+                f" (or {', '.join(name for name in KINDS if name != 'afterok')})"
+            )
+        found += ":".join([kind, *(_job_id(kind, name, runs_dir) for name in names)])
+    return found
 
 
 def _job_id(kind: str, name: str, runs_dir: Path) -> str:

@@ -4,7 +4,6 @@ the folder of runs. All problems are reported at once, each with its key and the
 
 from __future__ import annotations
 
-import grp
 import os
 import pwd
 import socket
@@ -36,8 +35,6 @@ _SMALL_MB = 1024
 
 @dataclass
 class Findings:
-    """Results of checks."""
-
     errors: list[str] = field(default_factory=list)  #: prevent the submission
     warnings: list[str] = field(default_factory=list)
 
@@ -84,23 +81,6 @@ def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findin
         if value is not None and (value in partition.denied(kind) or (allowed is not None and value not in allowed)):
             fix = f"use {', '.join(allowed)}" if allowed else "choose another"
             error(f"cluster.{key}={value} may not use partition {name}: {fix}")
-    groups = partition.allowed("Groups")
-    if os.getuid() == 0:
-        return
-    if partition.facts.get("RootOnly") == "YES":
-        error(f"cluster.partition={name} is reserved for root: choose another")
-    elif groups is not None and not set(groups) & set(_own_groups()):
-        why = f"is reserved for groups {', '.join(groups)}, and you are in none of them"
-        error(f"cluster.partition={name} {why}: choose another")
-
-
-def _own_groups() -> list[str]:
-    me = pwd.getpwuid(os.getuid())
-    names = []
-    for number in os.getgrouplist(me.pw_name, me.pw_gid):
-        with suppress(KeyError):  # a group without a name
-            names.append(grp.getgrgid(number).gr_name)
-    return names
 
 
 def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
@@ -128,7 +108,6 @@ def _requested(cluster: ClusterConfig) -> tuple[str, int]:
 
 
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    """Check whether enough nodes have the cores, GPUs and memory that are requested per node."""
     name, nodes, gpus = partition.name, partition.nodes, cluster.gpus_per_node
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
@@ -175,7 +154,6 @@ def runs_dir_problems(
 
     Args:
         file_system: type of its file system, empty if unknown.
-        nodes: the nodes that the job may run on.
         hostname: name of this machine, which may be one of the nodes.
     """
     if file_system not in LOCAL or set(nodes) == {hostname}:
@@ -274,7 +252,7 @@ def _conflict(program: str, flag: str) -> str:
 
 
 def rejected_flags(program: str, flags: Mapping[str, str], options: Collection[str] = ()) -> list[str]:
-    """Return a problem for each flag that sbatch or srun does not know or cannot parse. Does not ask the controller.
+    """Return a problem for each flag that sbatch or srun does not know or cannot parse.
 
     Args:
         options: flags that are options of the `hpcdist` command, not keys of the config.
@@ -314,8 +292,6 @@ def check_submission(
         cwd: folder with the user's modules; None for a run with a copy of them in its folder.
         missing_data: a message if the dataset is not on disk, else empty.
         force: report problems with the cluster as warnings. Problems of the config and Slurm's rejection stay errors.
-
-    Raises ConfigError with all problems, UserMistake if Slurm is not installed.
     """
     submit.require_sbatch()
     problems = _config_problems(config, cwd)
@@ -345,7 +321,6 @@ def check_submission(
 
 
 def _requests(config: Config) -> list[ClusterConfig]:
-    """Return the section `cluster` as each component requests it."""
     return [component_cluster(config.cluster, part) for part in allocations(config)]
 
 
@@ -358,11 +333,22 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
             own = requested_partitions(cluster, partitions, findings)
             check_partitions(cluster, own, findings)
             requested += own
-    _check_qos(config.cluster, findings)
-    _check_runs_dir(config, requested, findings)
-    _check_signal_lead(config, findings)
-    _check_batch_size(config, findings)
-    _check_data(config, missing_data, findings)
+    if config.cluster.qos is not None:
+        # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
+        with suppress(SlurmError):  # a cluster without accounting
+            known = client.qos_names()
+            if known and config.cluster.qos not in known:
+                findings.errors.append(
+                    f"cluster.qos={config.cluster.qos}: no such QOS, the cluster has {', '.join(known)}"
+                )
+    if not config.cluster.shared_runs:
+        runs_dir = Path(config.runs_dir)
+        nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
+        hostname = socket.gethostname().partition(".")[0]
+        errors, warnings = runs_dir_problems(runs_dir, file_system(runs_dir), nodes, hostname)
+        findings.errors += errors
+        findings.warnings += warnings
+    _check_run(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
     missing_torch = torch_problems(config, {**os.environ, **config.cluster.env}, on_slurm=True)
     if config.cluster.setup:  # these commands may provide it; the job checks it again
@@ -387,18 +373,6 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     return problems
 
 
-def _check_qos(cluster: ClusterConfig, findings: Findings) -> None:
-    """Check the QOS: without enforced limits Slurm accepts a job with an unknown QOS and never starts it."""
-    if cluster.qos is None:
-        return
-    try:
-        known = client.qos_names()
-    except SlurmError:
-        return  # a cluster without accounting
-    if known and cluster.qos not in known:
-        findings.errors.append(f"cluster.qos={cluster.qos}: no such QOS, the cluster has {', '.join(known)}")
-
-
 def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
     """Return Slurm's reason, with the key and the user's accounts if it is about the account."""
     if "account" not in reason.lower():
@@ -412,23 +386,13 @@ def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
     return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")
 
 
-def _check_runs_dir(config: Config, partitions: Sequence[Partition], findings: Findings) -> None:
-    if config.cluster.shared_runs:
-        return
-    runs_dir = Path(config.runs_dir)
-    nodes = {node for partition in partitions for group in partition.nodes for node in expand(group.names)}
-    hostname = socket.gethostname().partition(".")[0]
-    errors, warnings = runs_dir_problems(runs_dir, file_system(runs_dir), nodes, hostname)
-    findings.errors += errors
-    findings.warnings += warnings
-
-
-def _check_signal_lead(config: Config, findings: Findings) -> None:
-    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_limit_min * 60
+def _check_run(config: Config, missing_data: str, findings: Findings) -> None:
+    cluster = config.cluster
+    lead, limit_s = cluster.signal_lead_s, cluster.time_limit_min * 60
     if lead >= limit_s:
         findings.errors.append(
             f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because cluster.time_limit_min="
-            f"{config.cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
+            f"{cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
         )
     save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
     # The ranks may be saving already when the signal arrives, and then save again.
@@ -437,19 +401,20 @@ def _check_signal_lead(config: Config, findings: Findings) -> None:
             f"cluster.signal_lead_s={lead}: run {name} needed {save_s:.0f} s for a checkpoint:"
             f" set at least twice that, cluster.signal_lead_s={2 * save_s:.0f}"
         )
-
-
-def _check_batch_size(config: Config, findings: Findings) -> None:
-    cluster = config.cluster
     if cluster.fewest_nodes < cluster.nodes and config.data.global_batch_size is None and not config.trainer.script:
         findings.warnings.append(
             f"cluster.min_nodes={cluster.min_nodes} without data.global_batch_size: the batch of a step, and so the"
             " training, depends on the number of nodes"
         )
+    if missing_data and not config.trainer.script:
+        if config.data.download and config.data.name != "image_folder":
+            findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
+        else:
+            fix = "put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
+            findings.errors.append(f"{missing_data}: {fix}")
 
 
 def longest_save(experiment: Path) -> tuple[float, str]:
-    """Return the seconds of the longest checkpoint save of an experiment's runs, and the name of that run."""
     saves = []
     for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
         with suppress(RunFolderError, OSError):  # damaged files of other runs do not matter here
@@ -457,12 +422,3 @@ def longest_save(experiment: Path) -> tuple[float, str]:
             if type(seconds) in (int, float) and 0 <= seconds <= LARGEST:
                 saves.append((float(seconds), path.parents[2].name))
     return max(saves, default=(0.0, ""))
-
-
-def _check_data(config: Config, missing_data: str, findings: Findings) -> None:
-    if not missing_data or config.trainer.script:
-        return
-    if config.data.download and config.data.name != "image_folder":
-        findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
-    else:
-        findings.errors.append(f"{missing_data}: put it there, or point data.root (or HPCDIST_DATA_DIR) at it")

@@ -29,13 +29,11 @@ POLL_EVERY_S = 20.0
 
 
 def is_partly_requeued(records: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the first component is pending while another one runs."""
     states = [facts.get("JobState") for facts in records]
     return bool(states) and states[0] == "PENDING" and "RUNNING" in states[1:]
 
 
 def has_lost_batch_host(records: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the job runs without its batch host."""
     if not records or records[0].get("JobState") != "RUNNING":
         return False
     host, nodes = parse_text(records[0].get("BatchHost")), parse_text(records[0].get("NodeList"))
@@ -59,12 +57,7 @@ def main() -> None:
             print(error, flush=True)  # tried again at the next poll
 
 
-# The step in which the supervisor runs the watchdog.
-
-
 class WatchdogStep:
-    """Runs the watchdog on one node at a time."""
-
     def __init__(self, job_id: str, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
         self._job_id = job_id
         self._guard = guard
@@ -84,11 +77,10 @@ class WatchdogStep:
         """Let the watchdog of a job whose nodes may change run on a node other than the batch host.
 
         Args:
-            used: nodes with ranks, which come first.
             present: all nodes that answer; empty if the nodes do not change.
         """
         others = [node for node in present if node != batch_host]
-        # With the loss of a node that runs ranks a new attempt begins, and with it a new watchdog.
+        # Nodes with ranks come first: with the loss of one a new attempt begins, and with it a new watchdog.
         others = [node for node in others if node in used] or others
         if self._process is not None and self._node and (self._process.poll() is not None or self._node not in others):
             self.close()
@@ -96,7 +88,6 @@ class WatchdogStep:
             self.start(others[-1])
 
     def close(self) -> None:
-        """End srun; the step's task ends with the job."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

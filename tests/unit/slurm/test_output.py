@@ -91,7 +91,6 @@ def test_requeued_job_of_scontrol() -> None:
         started=at("08:02:58"),
         ended=at("09:02:58"),
         restarts=1,
-        time_limit="01:00:00",
     )
     assert info.describe(at("08:01:57")) == (
         "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"
@@ -170,7 +169,7 @@ def test_memory_and_steps_of_sacct() -> None:
     assert info is not None
     assert (info.max_rss, info.step_states, info.out_of_memory) == ("3404K", ("CANCELLED",), False)
     text = (
-        recorded("sacct", "timeout") + "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1||1.5G\n1.1|step|FAILED|1:0|x|x|x|n1||9M\n"
+        recorded("sacct", "timeout") + "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1|1.5G\n1.1|step|FAILED|1:0|x|x|x|n1|9M\n"
     )
     info = parse_sacct(text, "1")
     assert info is not None
@@ -179,8 +178,8 @@ def test_memory_and_steps_of_sacct() -> None:
 
 def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
     rows = [
-        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|10:00|",
-        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|10:00|",
+        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|",
+        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|",
     ]
     info, first = parse_sacct("\n".join(rows), "7"), parse_sacct(rows[0], "7")
     assert info is not None
@@ -234,7 +233,7 @@ def test_lines_of_another_format_are_ignored() -> None:
     assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
     assert parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
     assert parse_sacct("1\n1|a|b\n", "1") is None
-    rows = "1|a|COMPLETED|0:0|x|x|x|n1|1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1|1.2.3K\n"
+    rows = "1|a|COMPLETED|0:0|x|x|x|n1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1.2.3K\n"
     info = parse_sacct(rows, "1")
     assert info is not None
     assert info.max_rss == "1.2.3K"

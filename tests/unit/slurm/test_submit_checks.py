@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 from dataclasses import replace
@@ -21,7 +20,7 @@ from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job import submit, submit_checks
+from hpcdist.slurm.job import submit
 from hpcdist.slurm.job.srun import option_value
 from hpcdist.slurm.job.submit_checks import (
     Findings,
@@ -315,21 +314,6 @@ def test_all_errors_are_reported_at_once() -> None:
 
 def test_partition_without_visible_nodes_is_not_checked() -> None:
     assert found(replace(GPU, nodes=()), **FITTING) == Findings()
-
-
-def test_partition_reserved_for_groups_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(submit_checks, "_own_groups", lambda: ["users"])
-    assert found(of(AllowGroups="users,staff")) == Findings()
-    (line,) = found(of(AllowGroups="staff")).errors
-    assert line == "cluster.partition=gpu is reserved for groups staff, and you are in none of them: choose another"
-    assert found(of(RootOnly="YES")).errors == ["cluster.partition=gpu is reserved for root: choose another"]
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert found(of(AllowGroups="staff", RootOnly="YES")) == Findings()
-
-
-def test_current_user_has_groups() -> None:
-    assert submit_checks._own_groups()
 
 
 def test_requested_partitions_default_and_unknown_names() -> None:
