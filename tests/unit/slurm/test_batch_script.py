@@ -79,10 +79,6 @@ def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
     return submit.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
 
 
-def test_default_parameters() -> None:
-    assert parameters({}) == SMALL
-
-
 def test_range_of_nodes_and_spare_nodes() -> None:
     ranged = {name: value for name, value in SMALL.items() if name not in ("ntasks_per_node", "cpus_per_task")}
     more = {"requeue": True, "nodes": "2-8", "no_kill": True, "mincpus": 6}
@@ -97,25 +93,6 @@ def test_range_of_nodes_and_spare_nodes() -> None:
     lines = submit.render(config, RUN)[0].splitlines()
     assert {"#SBATCH --nodes=2-8", "#SBATCH --no-kill"} <= set(lines)
     assert sum(line.startswith("#SBATCH --nodes") for line in lines) == 1
-
-
-def test_parameters_of_a_site() -> None:
-    assert parameters(SITE) == SMALL | {
-        "partition": "gpu",
-        "account": "climate",
-        "qos": "long",
-        "mem": "64G",
-        "constraint": "a100|h100",
-        "exclude": "n[7-9]",
-        "gpus_per_node": 4,
-        "time": 90,
-        "nodes": 2,
-        "ntasks_per_node": 4,
-        "cpus_per_task": 8,
-        "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda", SUPERVISE],
-        "signal_delay_s": 300,
-        "additional_parameters": {"requeue": True, "mail-type": "FAIL", "exclusive": True},
-    }
 
 
 def test_step_of_forked_ranks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -521,12 +520,6 @@ def test_cores_of_a_heterogeneous_job() -> None:
 
 
 RELEASES = ["22_05", "24_11", "26_05"]
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return FakeCommands(tmp_path)
 
 
 @pytest.mark.parametrize("release", RELEASES)

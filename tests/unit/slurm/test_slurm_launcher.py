@@ -157,14 +157,6 @@ def test_killed_rank_of_a_container_is_found_before_its_client_ends(
     assert failure.sentence() == "rank 3 on n2 was killed by SIGKILL"
 
 
-def test_each_report_is_read_once(step: Step, searches: list[set[int]]) -> None:
-    for rank in (3, 1):
-        step.report(rank, "failed")
-        step.ranks.wait(0)
-        step.ranks.wait(0)
-    assert [found for found in searches if found] == [{3}, {1}]
-
-
 def test_unchanged_folder_is_not_searched(
     step: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,13 +310,6 @@ def preflight(monkeypatch: pytest.MonkeyPatch, error: HpcdistError | None = None
             raise error
 
     monkeypatch.setattr(Preflight, "run", run_preflight)
-
-
-def test_obstacle_to_forks_is_logged_once(slurm: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with launcher_of(slurm, runs_dir, fork=True, sbatch={"gpus-per-task": "1"}):
-        pass
-    (message,) = [message for message in caplog.messages if "fork" in message]
-    assert message.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs or memory of its own")
 
 
 def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path) -> None:
@@ -588,18 +573,6 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
 )
 def test_messages_of_srun_give_exit_codes_by_task(messages: str, expected: dict[int, tuple[str, int]]) -> None:
     assert ended_tasks(messages) == expected
-
-
-def test_first_message_about_a_task_counts_and_order_is_kept() -> None:
-    found = ended_tasks(
-        "srun: error: n2: task 3: Killed\n"
-        "srun: Terminating StepId=5.0\n"
-        "slurmstepd-n1: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-20T06:36:00 ***\n"
-        "srun: error: n1: tasks 0-1: Terminated\n"
-        "srun: error: n2: tasks 2-3: Terminated\n"
-    )
-    assert list(found) == [3, 0, 1, 2]
-    assert found[3] == ("n2", -signal.SIGKILL)
 
 
 def test_task_numbers_of_a_heterogeneous_step_are_offset_by_component() -> None:

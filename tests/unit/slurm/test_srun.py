@@ -112,26 +112,11 @@ def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
 def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
     cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
     env = rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
-    assert env == {
-        "OMP_NUM_THREADS": "6",
-        "PYTHONUNBUFFERED": "1",
-        "MALLOC_MMAP_THRESHOLD_": "33554432",
-        "MALLOC_TRIM_THRESHOLD_": "1073741824",
-        "A": "job",
-        "B": "rank",
-    }
-
-
-def test_rank_environment_with_gpus_does_not_tune_malloc() -> None:
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+    assert env == {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", **malloc, "A": "job", "B": "rank"}
     env = rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(num_threads=3)))
     assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
-
-
-def test_rank_environment_is_that_of_the_first_component() -> None:
-    env = rank_env(roles())
-    assert (env["OMP_NUM_THREADS"], "MALLOC_TRIM_THRESHOLD_" in env) == ("4", True)
-    env = rank_env(roles(het=False))
-    assert (env["OMP_NUM_THREADS"], "MALLOC_TRIM_THRESHOLD_" in env) == ("4", False)
+    assert rank_env(roles())["OMP_NUM_THREADS"] == "4", "of the first component"
 
 
 def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
@@ -292,38 +277,24 @@ def test_step_that_cannot_be_started_is_not_needed(scene: Scene, caplog: pytest.
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("parts", "env", "expected"),
     [
-        ({}, ""),
-        ({"cluster": ClusterConfig(srun={"cpu-bind": "cores", "mpi": "none"})}, ""),
-        ({"cluster": ClusterConfig(srun={"gpu-bind": "closest"})}, "the srun option --gpu-bind"),
-        ({"cluster": ClusterConfig(sbatch={"gpus-per-task": "1"})}, "--gpus-per-task=1 gives each rank GPUs"),
-        ({"trainer": TrainerConfig(script=["train.py"])}, "scripts import torch themselves"),
-        ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(roles={"a": RoleRequest()})}, "nodes of their own"),
+        ({}, {}, ""),
+        ({"cluster": ClusterConfig(srun={"cpu-bind": "cores", "mpi": "none"})}, {}, ""),
+        ({"cluster": ClusterConfig(srun={"gpu-bind": "closest"})}, {}, "the srun option --gpu-bind"),
+        ({"cluster": ClusterConfig(sbatch={"gpus-per-task": "1"})}, {}, "--gpus-per-task=1 gives each rank GPUs"),
+        ({"trainer": TrainerConfig(script=["train.py"])}, {}, "scripts import torch themselves"),
+        ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(roles={"a": RoleRequest()})}, {}, "nodes of their own"),
+        # From a batch script.
+        ({}, {"SLURM_GPUS_PER_TASK": "1"}, "--gpus-per-task=1 gives"),
+        ({}, {"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, "--tres-per-task=cpu=2,gres/gpu=1 gives"),
+        ({}, {"SLURM_TRES_PER_TASK": "cpu=2"}, ""),
+        ({}, {"SLURM_GPU_BIND": "none"}, ""),
     ],
 )
-def test_obstacles_to_forks(parts: dict[str, Any], expected: str) -> None:
-    assert_obstacle(obstacle_to_fork(Config(**parts), None, {}), expected)
-
-
-@pytest.mark.parametrize(
-    ("variable", "expected"),
-    [
-        ("SLURM_GPUS_PER_TASK=1", "--gpus-per-task=1 gives"),
-        ("SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1", "--tres-per-task=cpu=2,gres/gpu=1 gives"),
-        ("SLURM_TRES_PER_TASK=cpu=2", ""),
-        ("SLURM_GPU_BIND=single:1", "--gpu-bind=single:1 gives"),
-        ("SLURM_GPU_BIND=none", ""),
-    ],
-)
-def test_obstacles_to_forks_from_a_batch_script(variable: str, expected: str) -> None:
-    name, _, value = variable.partition("=")
-    assert_obstacle(obstacle_to_fork(Config(), None, {name: value}), expected)
-
-
-def assert_obstacle(found: str, expected: str) -> None:
-    assert bool(found) == bool(expected), found
-    assert expected in found
+def test_obstacles_to_forks(parts: dict[str, Any], env: dict[str, str], expected: str) -> None:
+    found = obstacle_to_fork(Config(**parts), None, env)
+    assert (bool(found), expected in found) == (bool(expected), True), found
 
 
 # --- A command on each node of a job: its step, the nodes' answers, and the search for ranks on a node.
