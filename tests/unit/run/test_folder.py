@@ -28,7 +28,7 @@ from hpcdist.host.files import read_json, write_atomic, write_json
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run import lease
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import IDENTITY_VARIABLE, Cause, RunDir, State, StopRequest, identity, require_same
+from hpcdist.run.folder import IDENTITY_VARIABLE, Cause, RunDir, StopRequest, identity, require_same
 from hpcdist.run.lookup import find_runs, find_unfinished, resolve_run
 
 # --- Run folders: creation, lookup, and atomic files
@@ -71,22 +71,15 @@ def test_read_json_returns_none_for_invalid_objects(tmp_path: Path, content: byt
     assert read_json(path) is None
 
 
-def test_read_json_returns_the_written_object(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"b": [1, "ü"]})
-    assert read_json(tmp_path / "a.json") == {"b": [1, "ü"]}
-    assert read_json(tmp_path / "missing.json") is None
-
-
 # --- creation
 def test_create_makes_a_private_folder(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
-    assert run.path.stat().st_mode & 0o777 == 0o700
-    assert run.journal.is_dir()
-    assert run.checkpoints.is_dir()
+    assert (run.path.stat().st_mode & 0o777, run.journal.is_dir(), run.checkpoints.is_dir()) == (0o700, True, True)
     assert (run.name, run.experiment) == ("first", "exp")
-    state = run.read_state()
-    assert (state.status, state.attempt, state.restarts) == ("created", 0, 0)
-    assert state.created > 0
+    state = replace(run.read_state(), reason="größe", ended=2.5, rejected=True)
+    assert (state.status, state.attempt, state.restarts, state.created > 0) == ("created", 0, 0, True)
+    run.write_state(state)
+    assert run.read_state() == state
 
 
 def test_create_rejects_an_existing_run(runs_dir: Path) -> None:
@@ -121,13 +114,6 @@ def test_open_requires_state_and_config(runs_dir: Path, monkeypatch: pytest.Monk
     assert RunDir.open(Path("exp/first")).path == run.path
 
 
-def test_written_state_is_read_again(runs_dir: Path) -> None:
-    run = RunDir.create(runs_dir / "exp" / "first")
-    state = replace(run.read_state(), status="failed", reason="größe", attempt=3, ended=2.5, rejected=True)
-    run.write_state(state)
-    assert run.read_state() == state
-
-
 # --- attempts
 def test_attempts_are_numbered_from_one(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
@@ -151,11 +137,8 @@ def test_request_file_has_action_cause_author_and_time(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
     sent = StopRequest(action="cancel", cause="signal", by="SIGINT")
     attempt.send_request(sent)
-    request = read_json(attempt.request)
-    assert request is not None
-    assert (request["action"], request["cause"], request["by"]) == ("cancel", "signal", "SIGINT")
     assert attempt.read_request() == sent
-    assert request["time"] > 0
+    assert (read_json(attempt.request) or {})["time"] > 0
 
 
 @pytest.mark.parametrize("content", ["{}", "{", '{"cause": "ada"}', '{"action": "stop", "by": "growth"}'])
@@ -219,11 +202,6 @@ def test_request_reaches_an_attempt_that_starts_meanwhile(runs_dir: Path, monkey
     run.send_request(StopRequest(cause="user", by="ada"))
     assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
     assert states == []
-
-
-def test_sentence_of_a_state_is_its_status_and_its_reason() -> None:
-    assert State(status="failed", reason="rank 1 was killed").sentence == "failed: rank 1 was killed"
-    assert State(status="queued").sentence == "queued"
 
 
 # --- Processes of a run refuse a folder that another user has put in the place of the run folder.
@@ -295,12 +273,8 @@ def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path
     assert (done.returncode, REPLACED in done.stderr) == (code, True), done.stderr
     assert "planted" not in done.stderr
     assert {path.name for path in run.path.iterdir()} == {
-        "attempts",
-        "checkpoints",
-        "config.yaml",
-        "journal",
-        "state.json",
-    }
+        "attempts", "checkpoints", "config.yaml", "journal", "state.json",
+    }  # fmt: skip
 
 
 # --- Ownership and modes of the folder of runs and its database, also with two users
@@ -514,15 +488,8 @@ def make_run(config: Config, tmp_path: Path) -> Make:
 
 def write_container_lease(run: RunDir, *, renewed: float) -> None:
     """Write the lease of another container with this host's name, as with `--network=host`."""
-    facts = {
-        "host": socket.gethostname(),
-        "processes": "pid:[1]",
-        "pid": 7,
-        "started": 1.0,
-        "user": "ada",
-        "job_id": None,
-    }
-    write_json(run.lease, {**facts, "acquired": renewed, "renewed": renewed})
+    facts = {"host": socket.gethostname(), "processes": "pid:[1]", "pid": 7, "started": 1.0, "user": "ada"}
+    write_json(run.lease, {**facts, "job_id": None, "acquired": renewed, "renewed": renewed})
 
 
 @pytest.mark.processes

@@ -50,11 +50,6 @@ except RunFolderError as error:
 
 
 @pytest.fixture
-def run(runs_dir: Path) -> RunDir:
-    return RunDir.create(runs_dir / "exp" / "first")
-
-
-@pytest.fixture
 def contender(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start processes that compete for the run, and kill them after the test."""
     started: list[subprocess.Popen[str]] = []
@@ -86,6 +81,15 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.fixture
+def first(contender: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """A process that holds the run."""
+    process = contender()
+    go(process)
+    assert [line_of(process), line_of(process)] == ["ready", "won"]
+    return process
+
+
 def write_lease(run: RunDir, **changes: Any) -> None:
     mine = psutil.Process()
     known = {"host": socket.gethostname(), "pid": mine.pid, "started": mine.create_time(), "user": "ada"}
@@ -94,12 +98,7 @@ def write_lease(run: RunDir, **changes: Any) -> None:
 
 
 @pytest.mark.processes
-def test_error_names_the_process_that_holds_the_run(
-    run: RunDir, contender: Callable[[], subprocess.Popen[str]]
-) -> None:
-    first = contender()
-    go(first)
-    assert [line_of(first), line_of(first)] == ["ready", "won"]
+def test_error_names_the_process_that_holds_the_run(run: RunDir, first: subprocess.Popen[str]) -> None:
     with pytest.raises(RunFolderError) as caught, hold(run):
         pytest.fail("held by two")
     message = str(caught.value)
@@ -119,10 +118,7 @@ def test_error_names_the_process_that_holds_the_run(
 
 
 @pytest.mark.processes
-def test_lease_of_a_killed_holder_is_free_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
-    first = contender()
-    go(first)
-    assert [line_of(first), line_of(first)] == ["ready", "won"]
+def test_lease_of_a_killed_holder_is_free_at_once(run: RunDir, first: subprocess.Popen[str]) -> None:
     first.kill()
     first.wait()
     assert run.lease.exists()
@@ -132,10 +128,7 @@ def test_lease_of_a_killed_holder_is_free_at_once(run: RunDir, contender: Callab
 
 
 @pytest.mark.processes
-def test_zombie_does_not_hold_a_run(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
-    first = contender()
-    go(first)
-    assert [line_of(first), line_of(first)] == ["ready", "won"]
+def test_zombie_does_not_hold_a_run(run: RunDir, first: subprocess.Popen[str]) -> None:
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its exit status is not collected
     assert holder(run) is None
@@ -215,20 +208,15 @@ def test_holder_on_another_host_is_alive_while_it_renews(
 
 def test_requeued_job_takes_over_its_lease_at_once(run: RunDir) -> None:
     """After a node failure, the last renewal of its lease is recent."""
-    write_lease(run, host="n2", pid=1, job_id="41")
-    for other in ("42", None):
+    for mine, other in (("41", "42"), ("41", None), (None, "41")):
+        write_lease(run, host="n2", pid=1, job_id=mine)
         with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run, job_id=other):
             pytest.fail("held by two")
+    write_lease(run, host="n2", pid=1, job_id="41")
     with hold(run, job_id="41"):
         found = read_json(run.lease) or {}
         assert (found["host"], found["job_id"]) == (socket.gethostname(), "41")
     assert not run.lease.exists()
-
-
-def test_job_does_not_take_over_a_lease_without_a_job(run: RunDir) -> None:
-    write_lease(run, host="n2", pid=1, job_id=None)
-    with pytest.raises(RunFolderError, match=r"held by process 1"), hold(run, job_id="41"):
-        pytest.fail("held by two")
 
 
 def test_incomplete_lease_file_is_free(run: RunDir) -> None:
@@ -270,20 +258,14 @@ def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float]
     return times, renewed
 
 
-def test_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    times, renewed = renewals(monkeypatch, failing=0)
-    with hold(run):
-        acquired = (read_json(run.lease) or {})["acquired"]
-        assert renewed.wait(10)
-    assert times[0] > acquired
-
-
 def test_renewals_continue_after_a_full_disk(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, renewed = renewals(monkeypatch, failing=2)
+    times, renewed = renewals(monkeypatch, failing=2)
     with caplog.at_level(logging.WARNING), hold(run):
+        acquired = (read_json(run.lease) or {})["acquired"]
         assert renewed.wait(10)
+    assert times[2] > acquired
     assert caplog.messages == [
         "the lease of run first cannot be renewed: [Errno 28] No space left on device",
         "the lease of run first is renewed again",

@@ -33,31 +33,6 @@ Git = Callable[..., str]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    path = tmp_path / "project"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
-def git(project: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
-    """Return a function that runs git in the project, independent of this machine's configuration."""
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
-    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
-        monkeypatch.setenv(name, "ada@example.org")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-
-    def git(*arguments: str, cwd: Path = project) -> str:
-        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, check=True)
-        return done.stdout.decode(errors="surrogateescape")
-
-    git("init", "--quiet")
-    return git
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "elsewhere" / "exp" / "first")
 
@@ -195,12 +170,9 @@ def copied_code(project: Path, run: RunDir) -> Path:
 
 
 @pytest.mark.parametrize("through_a_link", [False, True])
-@pytest.mark.parametrize("in_git", [False, True])
 def test_run_folders_inside_the_tree_are_not_copied(
-    project: Path, tmp_path: Path, through_a_link: bool, in_git: bool, request: pytest.FixtureRequest
+    project: Path, tmp_path: Path, through_a_link: bool, in_git: bool
 ) -> None:
-    if in_git:
-        request.getfixturevalue("git")
     write(project, train="1", runs__exp__earlier__big="x" * 1000)
     runs_dir = project / "runs"
     if through_a_link:
@@ -211,13 +183,8 @@ def test_run_folders_inside_the_tree_are_not_copied(
     assert set(contents(run.code)) == {"train.py"}
 
 
-@pytest.mark.parametrize("in_git", [False, True])
-def test_successive_runs_in_one_tree_have_the_same_snapshot(
-    project: Path, in_git: bool, request: pytest.FixtureRequest
-) -> None:
+def test_successive_runs_in_one_tree_have_the_same_snapshot(project: Path, in_git: bool) -> None:
     """Runs from several folders have several folders of runs, sweeps and databases among them."""
-    if in_git:
-        request.getfixturevalue("git")
     write(project, train="1", part__train="2")
     (project / "part" / "sweep.json").write_text("{}")  # a file of the user
     sizes = []
@@ -245,12 +212,9 @@ def test_runs_dir_that_contains_the_code_hides_only_the_runs(project: Path, git:
     assert set(contents(run.code)) == {"train.py"}
 
 
-@pytest.mark.parametrize("in_git", [False, True])
 def test_files_that_vanish_during_the_copy_are_left_out(
-    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    project: Path, run: RunDir, in_git: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if in_git:
-        request.getfixturevalue("git")
     write(project, train="1", early="2", late="3", sub__folder="4")
     (project / "early.txt").touch()
     find, copy = snapshot.without_secrets, shutil.copy2
@@ -281,12 +245,7 @@ def test_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunDir
     assert contents(run.code) == {"train.py": "2"}
 
 
-@pytest.mark.parametrize("in_git", [False, True])
-def test_symbolic_links_are_copied_as_links(
-    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest
-) -> None:
-    if in_git:
-        request.getfixturevalue("git")
+def test_symbolic_links_are_copied_as_links(project: Path, run: RunDir, in_git: bool) -> None:
     write(project, src__pkg__model="1")
     (project / "model.py").symlink_to("src/pkg/model.py")
     (project / "pkg").symlink_to("src/pkg")
@@ -330,16 +289,6 @@ def test_plain_folder_is_copied_without_hidden_files_and_environments(project: P
     assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
     assert not (run.path / "code.patch").exists()
     assert import_path(code, run) == [str(run.code)]
-
-
-def test_machine_without_git_copies_the_folder(
-    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(project, train="1")
-    monkeypatch.setenv("PATH", "/nowhere")
-    code = take(config(run), run, project)
-    assert (code.git_commit, code.root) == (None, str(project))
-    assert set(contents(run.code)) == {"train.py"}
 
 
 # --- conditions and limits
@@ -487,12 +436,7 @@ def test_editable_installs_outside_of_the_tree_are_recorded_as_live(
     assert not {str(project), str(tmp_path / "x")} & {*take(config(run), run, project).live}
 
 
-@pytest.mark.parametrize("in_git", [False, True])
-def test_what_the_copy_leaves_out_is_linked_to_the_original(
-    project: Path, in_git: bool, request: pytest.FixtureRequest
-) -> None:
-    if in_git:
-        request.getfixturevalue("git")
+def test_what_the_copy_leaves_out_is_linked_to_the_original(project: Path, in_git: bool) -> None:
     write(project, train="1", pkg__model="2", pkg__cache__x="3", data__y="4", env__lib__torch="5")
     (project / "env" / "pyvenv.cfg").touch()
     (project / ".gitignore").write_text("data\ncache\nenv\n")
@@ -617,7 +561,6 @@ def test_change_without_secrets_logs_nothing(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("in_git", [False, True])
 def test_files_in_hpcdistignore_are_left_out_without_a_message(
     project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -642,7 +585,8 @@ def test_hpcdistignore_without_git_is_an_error(project: Path, run: RunDir, monke
     write(project, train="1")
     (project / ".gitignore").write_text("x\n")
     monkeypatch.setenv("PATH", "/nowhere")
-    take(config(run), run, project)
+    code = take(config(run), run, project)
+    assert (code.git_commit, code.root, set(contents(run.code))) == (None, str(project), {"train.py"})
     (project / ".hpcdistignore").write_text("x\n")
     with pytest.raises(UserMistake, match=r"\.hpcdistignore needs git to be read: install git, or remove the file"):
         take(config(run), run, project)

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,11 +47,6 @@ ENDED = JobSnapshot(info=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=17
 UNKNOWN = JobSnapshot()
 NO_ANSWER = JobSnapshot(error="no answer")
 NO_SLURM = JobSnapshot(error="no scontrol here", installed=False)
-
-
-@pytest.fixture
-def run(runs_dir: Path) -> RunDir:
-    return RunDir.create(runs_dir / "exp" / "first")
 
 
 def set_state(run: RunDir, **state: Any) -> None:
@@ -325,16 +319,19 @@ def test_each_start_of_a_job_is_recorded(run: RunDir, monkeypatch: pytest.Monkey
     assert [start.began for start in all_job_starts(run)] == [130.0, 207.0, 207.0], "also of the earlier job"
 
 
+def accounted(began: float, state: str, nodes: str) -> AccountedStart:
+    return AccountedStart(
+        name="digits/first", began=began, ended=began + 0.5, queue_s=0.0, nodes=nodes, cores=4, gpus=0,
+        energy_j=None, state=state,
+    )  # fmt: skip
+
+
 def test_nodes_that_ended_a_start_are_recorded_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     queries: list[tuple[list[str], float]] = []
 
-    def start(number: int, state: str, nodes: str = "n[1-2]", *, age_s: float = 300.0) -> AccountedStart:
-        began = now - age_s + number
-        return AccountedStart(
-            name="digits/first", began=began, ended=began + 0.5, queue_s=0.0, nodes=nodes, cores=4, gpus=0,
-            energy_j=None, state=state,
-        )  # fmt: skip
+    def start(number: int, state: str, nodes: str = "n[1-2]") -> AccountedStart:
+        return accounted(now - 300.0 + number, state, nodes)
 
     def failed_nodes(names: list[str], since: float) -> list[str]:
         queries.append((names, since))
@@ -367,14 +364,10 @@ def test_start_without_known_failed_nodes(
             raise SlurmError("scontrol: timed out")
         return [names]
 
-    began = time.time() - age_s
-    start = AccountedStart(
-        name="a", began=began, ended=began + 1, queue_s=0.0, nodes="n1", cores=4, gpus=0, energy_j=None,
-        state="NODE_FAIL",
-    )  # fmt: skip
+    start = accounted(time.time() - age_s, "NODE_FAIL", "n1")
     monkeypatch.setattr(client, "accounted_starts", lambda job_id: [start])
     monkeypatch.setattr(client, "failed_nodes", failed_nodes)
-    write_json(run.path / "slurm.json", {"job_id": "41", "job_name": "a"})
+    write_json(run.path / "slurm.json", {"job_id": "41", "job_name": "digits/first"})
     update_job_starts(run)
     assert [one.failed_nodes for one in all_job_starts(run)] == [""]
 
@@ -397,10 +390,7 @@ def test_heartbeat_rate_of_all_ranks_is_bounded(num_ranks: int) -> None:
     rates = [1 / status.beat_interval_s(rank, num_ranks, DEFAULT_HANG_S) for rank in range(num_ranks)]
     assert sum(rates) <= status.WRITES_PER_S + 1
     assert rates[0] == 1, "heartbeats of rank 0 show the progress"
-
-
-def test_ranks_of_small_runs_write_once_per_second() -> None:
-    assert {status.beat_interval_s(rank, 64, DEFAULT_HANG_S) for rank in range(64)} == {1.0}
+    assert num_ranks > 64 or set(rates) == {1}
 
 
 @pytest.mark.parametrize("hang_timeout_s", [0.5, 60.0, DEFAULT_HANG_S])
@@ -432,24 +422,6 @@ Git = Callable[..., str]
 
 
 @pytest.fixture
-def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
-    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
-        monkeypatch.setenv(name, "ada@example.org")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    project = tmp_path / "project"
-    (project / "src").mkdir(parents=True)
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=project, capture_output=True, check=True, text=True).stdout
-
-    git("init", "--quiet")
-    return git
-
-
-@pytest.fixture
 def config(tmp_path: Path) -> Config:
     return Config(runs_dir=str(tmp_path / "runs"), trainer=TrainerConfig(target="mine:train"))
 
@@ -461,6 +433,7 @@ def recorded(git: Git, config: Config, tmp_path: Path) -> tuple[CodeState, RunDi
     The run was started in a subfolder.
     """
     project = tmp_path / "project"
+    (project / "src").mkdir()
     (project / "src" / "mine.py").write_text("x = 1\n")
     (project / "gone.py").write_text("x = 1\n")
     (project / "data.bin").write_bytes(b"\0\1" * 50)
