@@ -19,7 +19,7 @@ from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, ScriptedJob, fails
 from hpcdist.config.launch_schema import ContainerConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.run import create, folder, snapshot
 from hpcdist.run.commands import end
@@ -61,10 +61,6 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
 # --- names
 
 
-def test_configured_name_is_kept(make: Callable[..., Config]) -> None:
-    assert with_name(make()) == make()
-
-
 @pytest.mark.parametrize(
     ("trainer", "label"),
     [
@@ -76,6 +72,7 @@ def test_configured_name_is_kept(make: Callable[..., Config]) -> None:
 def test_generated_name_has_trainer_time_and_random_suffix(
     make: Callable[..., Config], trainer: TrainerConfig, label: str
 ) -> None:
+    assert with_name(make()) == make(), "a configured name"
     config = make(trainer=trainer, name="")
     names = {with_name(config).name for _ in range(5)}
     assert len(names) == 5
@@ -162,22 +159,6 @@ def test_create_run_writes_config_code_environment_and_secrets(
     assert kept(run) == secrets
     for path in run.path.rglob("*"):
         assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path
-
-
-def test_create_run_removes_the_folder_on_errors(project: Path, make: Callable[..., Config]) -> None:
-    (project / "big.bin").write_bytes(bytes(2**20))
-    config = make(trainer=TrainerConfig(target="train:train"), launch=LaunchConfig(code_max_mb=0.5))
-    with pytest.raises(UserMistake, match=r"more than launch\.code_max_mb=0\.5"):
-        create_run(config, project)
-    assert not Path(config.runs_dir, "exp", "first").exists()
-    create_run(make(), project)
-
-
-def test_create_run_keeps_an_existing_run(project: Path, make: Callable[..., Config]) -> None:
-    run = create_run(make(), project)
-    with pytest.raises(RunFolderError, match="exists already"):
-        create_run(make(seed=3), project)
-    assert load_run_config(run.config, [], {}).seed == 0
 
 
 # --- supervising
@@ -352,13 +333,6 @@ def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Sc
     assert (state.status, state.attempt, state.restarts) == ("finished", 3, 2)
     assert "restart: no answer from n3: continuing on 3 of 4 nodes" in scene.report.notes
     assert scene.run.attempt(1).failure.exists(), "it counts in the search for a failing node"
-
-
-def test_other_failures_count_as_without_changes_of_nodes(scene: Scene) -> None:
-    scene.launch = {"max_restarts": 0}
-    scene.script(first=[fails("nan"), EXIT_0])
-    supervisor = scene.supervisor(ScriptedJob(nodes=Nodes()))
-    assert (scene.supervise(supervisor).status, scene.run.read_state().attempt) == ("failed", 1)
 
 
 def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:

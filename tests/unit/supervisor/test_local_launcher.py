@@ -104,16 +104,6 @@ def test_rank_gets_environment_folder_log_and_no_standard_input(scene: Scene, tm
     assert scene.log(1) == "earlier\nout\nerr\n"
 
 
-def test_each_rank_leads_a_process_group(scene: Scene) -> None:
-    wait_for_all(scene.start(*["echo $$ $(cut -d ' ' -f 5,6 /proc/$$/stat)"] * 2))
-    groups = set()
-    for rank in range(2):
-        process, group, session = scene.log(rank).split()
-        assert process == group == session
-        groups.add(group)
-    assert len(groups) == 2
-
-
 def test_signal_is_sent_to_running_ranks_only(scene: Scene, pipe: NamedPipe) -> None:
     ranks = scene.start(f"exec 3> {pipe.path}; sleep 600 & echo ready >&3; wait", "exit 0")
     assert pipe.line() == "ready"
@@ -219,13 +209,6 @@ def test_rank_starts_after_the_guard_was_killed(tmp_path: Path, guard: Guard) ->
     process.kill()
     guard.forget(process.pid)
     assert process.wait() == -9
-
-
-def test_guard_runs_in_its_own_session() -> None:
-    guard = Guard()
-    pid = guard._process.pid
-    assert os.getsid(pid) == os.getpgid(pid) == pid
-    guard.close()
 
 
 SUPERVISOR = """

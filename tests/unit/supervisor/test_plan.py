@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError
 from hpcdist.supervisor import plan as plans
-from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks, rank_command
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 CPU = {
@@ -65,59 +63,15 @@ def test_launch_env_overrides_variables() -> None:
     assert plan.threads == 4
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "launch", "message"),
-    [
-        (0, {"device": "cuda"}, "launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"),
-        (
-            2,
-            {"num_ranks": 3},
-            "launch.num_ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu",
-        ),
-    ],
-)
-def test_missing_gpus_are_an_error(num_gpus: int, launch: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        planned(8, num_gpus, **launch)
-    assert str(caught.value) == message
-
-
-def test_environment_of_a_rank() -> None:
-    plan = replace(planned(8, 0, num_ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
-    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
-    assert env == {
-        "A": "b",
-        "HPCDIST_RANK": "3",
-        "HPCDIST_WORLD_SIZE": "4",
-        "HPCDIST_LOCAL_RANK": "3",
-        "HPCDIST_LOCAL_WORLD_SIZE": "4",
-        "HPCDIST_NODE_RANK": "0",
-        "HPCDIST_NUM_NODES": "1",
-        "HPCDIST_MASTER_ADDR": "127.0.0.1",
-        "HPCDIST_MASTER_PORT": "20000",
-        "HPCDIST_JOB_ID": "exp/first",
-        "HPCDIST_ATTEMPT": "2",
-    }
-    assert plan.env == {"A": "b", "HPCDIST_RANK": "77"}
-
-
 def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
-    env = planned(8, 0, num_ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    plan = replace(planned(8, 0, num_ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
+    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    assert (env["A"], env["HPCDIST_RANK"], plan.env["HPCDIST_RANK"]) == ("b", "3", "77")
     found = Topology.from_env(slurm | env)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 3, 4)
     assert (found.master_addr, found.master_port) == ("127.0.0.1", 20000)
     assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
-
-
-def test_rank_command_excludes_the_current_folder() -> None:
-    assert rank_command(Path("/r/exp/first")) == [
-        sys.executable,
-        "-P",
-        "-m",
-        "hpcdist.rank.worker",
-        "/r/exp/first",
-    ]
 
 
 # --- the machine
@@ -218,12 +172,41 @@ def test_number_of_ranks_is_the_sum_of_the_roles() -> None:
     plan = planned_with_roles(0, HYBRID)
     assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cpu", "gloo", 2)
     assert plan == planned_with_roles(0, HYBRID, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "roles", "launch", "message"),
+    [
+        (0, {}, {"device": "cuda"}, "launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"),
+        (2, {}, {"num_ranks": 3}, "launch.num_ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu"),
+        (
+            0,
+            HYBRID,
+            {"num_ranks": 3},
+            "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.num_ranks=3: leave"
+            " launch.num_ranks out, or change one of them",
+        ),
+        (
+            1,
+            HYBRID,
+            {"devices": {"master": "cpu"}},
+            "roles: 3 ranks need a GPU each (trainer 1, parameter_server 2), but 1 are visible: run some roles without"
+            " one, as in launch.devices.parameter_server=cpu",
+        ),
+        (
+            0,
+            HYBRID,
+            {"devices": {"trainer": "cuda"}},
+            "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu",
+        ),
+    ],
+)
+def test_plan_that_does_not_fit_the_machine_is_an_error(
+    num_gpus: int, roles: dict[str, int], launch: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        planned_with_roles(0, HYBRID, num_ranks=3)
-    assert str(caught.value) == (
-        "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.num_ranks=3: leave"
-        " launch.num_ranks out, or change one of them"
-    )
+        planned_with_roles(num_gpus, roles, **launch)
+    assert str(caught.value) == message
 
 
 def test_roles_on_cpu_need_no_gpu() -> None:
@@ -246,17 +229,3 @@ def test_ranks_without_a_gpu_get_the_malloc_variables() -> None:
 def test_roles_on_gpus_use_nccl() -> None:
     plan = planned_with_roles(2, {"agent": 1, "observer": 1})
     assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")
-
-
-def test_too_few_gpus_for_the_roles_are_an_error() -> None:
-    with pytest.raises(ConfigError) as caught:
-        planned_with_roles(1, HYBRID, devices={"master": "cpu"})
-    assert str(caught.value) == (
-        "roles: 3 ranks need a GPU each (trainer 1, parameter_server 2), but 1 are visible: run some roles without"
-        " one, as in launch.devices.parameter_server=cpu"
-    )
-    with pytest.raises(ConfigError) as caught:
-        planned_with_roles(0, HYBRID, devices={"trainer": "cuda"})
-    assert str(caught.value) == (
-        "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu"
-    )

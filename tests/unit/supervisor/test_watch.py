@@ -199,25 +199,14 @@ def test_rank_with_the_oldest_heartbeat_is_reported_if_all_hang(scene: Scene) ->
     assert failure.rank == 700
 
 
-def test_single_suspect_of_the_stack_traces_is_reported(scene: Scene) -> None:
+@pytest.mark.parametrize(("suspects", "rank"), [((3,), 3), ((3, 4), 700)])
+def test_single_suspect_of_the_stack_traces_is_reported(scene: Scene, suspects: tuple[int, ...], rank: int) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.summary = Summary(
-        sentence="rank 3 differs from the others", suspects=(3,), odd_first=(), hosts={3: "n3"}, text=""
-    )
+    scene.summary = Summary(sentence="they differ", suspects=suspects, odd_first=(), hosts={3: "n3"}, text="")
     failure = scene.watch.until_over()
     assert failure is not None
-    assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
-    assert failure.sentence().endswith(") after step 30; rank 3 differs from the others")
-
-
-def test_several_suspects_do_not_replace_the_reported_rank(scene: Scene) -> None:
-    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.summary = Summary(
-        sentence="ranks 3-4 differ from the others", suspects=(3, 4), odd_first=(), hosts={}, text=""
-    )
-    failure = scene.watch.until_over()
-    assert failure is not None
-    assert (failure.rank, failure.detail) == (700, "ranks 3-4 differ from the others")
+    assert (failure.rank, failure.host, failure.step) == (rank, f"n{rank}", 10 * rank)
+    assert failure.sentence().endswith(f") after step {10 * rank}; they differ")
 
 
 SCRIPT = ("train.py",)
@@ -415,20 +404,9 @@ def test_straggler_is_reported_and_recorded_in_the_attempt_folder(
 def test_straggler_is_reported_if_its_record_cannot_be_written(attempt: Attempt) -> None:
     notes: list[str] = []
     progress = monitor(attempt, 2, notes=notes)
-    event = StragglerEvent(
-        event="over",
-        name="n2",
-        others="the other node",
-        host="n2",
-        rank=1,
-        role="trainer",
-        over_s=60.0,
-        slower=0.0,
-        data_s=0.1,
-        compute_s=0.1,
-        others_data_s=0.1,
-        others_compute_s=0.1,
-    )
+    place = {"event": "over", "name": "n2", "others": "the other node", "host": "n2", "rank": 1, "role": "trainer"}
+    means = dict.fromkeys(("over_s", "slower", "data_s", "compute_s", "others_data_s", "others_compute_s"), 0.1)
+    event = StragglerEvent(**place, **means)  # type: ignore[arg-type]
     attempt.stragglers.mkdir()
     progress._report_straggler(event)
     assert notes == [
