@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def measure_stalls(state: State, folder: Path, device: torch.device, rounds: int
     if pinned:
         times["ours, device done"] = []
 
-    with AsyncSaver(CheckpointStore(folder / "checkpoints")) as saver:
+    with closing(AsyncSaver(CheckpointStore(folder / "checkpoints"))) as saver:
         for step in range(rounds + 1):
             sync()
             saved = timed(lambda: torch.save(state, folder / "plain.pt"))
@@ -124,8 +125,9 @@ def wait_and_set(saver: AsyncSaver, done: threading.Event) -> None:
 def measure_slowdown(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Return the speed of a busy loop during a save, relative to its speed without one, and its pauses."""
     result: dict[str, list[float]] = {"speed while saving": [], "longest pause (s)": []}
-    with AsyncSaver(CheckpointStore(folder / "slowdown")) as saver:
-        saver.save(0, **state, rank_states=[None], block=True)
+    with closing(AsyncSaver(CheckpointStore(folder / "slowdown"))) as saver:
+        saver.save(0, **state, rank_states=[None])
+        saver.wait()
         for step in range(1, rounds + 1):
             done = threading.Event()
             timer = threading.Timer(0.3, done.set)

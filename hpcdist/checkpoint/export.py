@@ -9,8 +9,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import MaybeSharded, load_weights
-from hpcdist.checkpoint.store import CheckpointStore, Found
+from hpcdist.checkpoint.store import CheckpointStore, Manifest
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import ExportError
 from hpcdist.host.machine import install_command
 from hpcdist.run.folder import RunDir
-
-# Export of the final model to MLflow's format. It runs in the rank, because it needs torch and the model's code.
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +36,8 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
     Args:
         module: the bare model. It is moved to the CPU and set to evaluation mode.
         example: one input batch of at least two samples, so that the batch dimension is exported as dynamic.
-        run: the run folder.
     """
-    if MaybeSharded(list(module.parameters())).is_sharded:  # this rank alone cannot compute
+    if MaybeSharded(list(module.parameters())).is_sharded:  # this rank cannot compute alone
         log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
         return
     try:
@@ -110,7 +106,7 @@ _PACKAGES: Mapping[Format, tuple[str, ...]] = {
 _MAX_ONNX_BYTES = 1 << 30
 
 
-def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Found:
+def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Manifest:
     """Return a checkpoint of a run. Raises ExportError if there is none.
 
     Args:
@@ -139,7 +135,7 @@ def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig)
     return found[int(which)]
 
 
-def _listed(found: Mapping[int, Found]) -> str:
+def _listed(found: Mapping[int, Manifest]) -> str:
     steps = [str(step) for step in sorted(found)]
     return ", ".join(steps if len(steps) <= 10 else [*steps[:3], "...", *steps[-6:]])
 
@@ -150,7 +146,7 @@ def require_packages(kind: Format) -> None:
         raise ExportError(f"format {kind} needs {' and '.join(missing)}: run {install_command('export')}")
 
 
-def write_model(run: RunDir, checkpoint: Found, kind: Format, output: Path) -> list[Path]:
+def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> list[Path]:
     """Write the model of a checkpoint to a file. Returns the written files, all in the folder of `output`.
 
     Files appear under their names when they are complete. The weights of all ranks are merged, and names are those of
@@ -165,43 +161,29 @@ def write_model(run: RunDir, checkpoint: Found, kind: Format, output: Path) -> l
     weights = load_weights(checkpoint.path)
     if not weights:
         raise ExportError(f"the checkpoint of step {checkpoint.step} of {run.name} contains no weights")
-    with _scratch_folder(output) as scratch:
-        file = scratch / output.name
-        if kind == "safetensors":
-            _write_safetensors(weights, file, {"run": run.name, "step": str(checkpoint.step)})
-        elif kind == "torch":
-            torch.save(weights, file)
-        else:
-            _write_onnx(_exported_program(run, weights), file)
-        written = sorted(scratch.iterdir(), key=lambda path: path == file)  # the file that users open comes last
-        for path in written:
-            path.replace(output.parent / path.name)
-    return [output.parent / path.name for path in written]
-
-
-@contextmanager
-def _scratch_folder(output: Path) -> Iterator[Path]:
     try:
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent)
     except OSError as error:
         raise ExportError(f"--output {output}: {output.parent} cannot be written ({error.strerror})") from error
     with scratch as folder:
-        yield Path(folder)
+        file = Path(folder) / output.name
+        if kind == "safetensors":
+            from safetensors.torch import save_file
 
-
-def _write_safetensors(weights: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    # The format has no shared memory, which tied weights have.
-    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
-    save_file(copies, file, metadata={"format": "pt", **metadata})
-    os.chmod(file, 0o666 & ~_umask())
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
+            # The format has no shared memory, which tied weights have.
+            copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+            save_file(copies, file, metadata={"format": "pt", "run": run.name, "step": str(checkpoint.step)})
+            umask = os.umask(0o077)  # reading it means setting it
+            os.umask(umask)
+            file.chmod(0o666 & ~umask)
+        elif kind == "torch":
+            torch.save(weights, file)
+        else:
+            _write_onnx(_exported_program(run, weights), file)
+        written = sorted(file.parent.iterdir(), key=lambda path: path == file)  # the file that users open comes last
+        for path in written:
+            path.replace(output.parent / path.name)
+    return [output.parent / path.name for path in written]
 
 
 def _exported_program(run: RunDir, weights: Mapping[str, Tensor]) -> Any:

@@ -9,15 +9,13 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpcdist.checkpoint.folder import CollectShards, Snapshot
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore, CollectShards, Snapshot
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry
 
@@ -108,7 +106,7 @@ class BackgroundWriter:
 
 
 class AsyncSaver(BackgroundWriter):
-    """Saves checkpoints in the background. As a context manager it closes itself.
+    """Saves checkpoints in the background.
 
     If the file system was unreachable, only `wait()` and `close()` raise an error. The caller must restore before the
     first save.
@@ -134,17 +132,15 @@ class AsyncSaver(BackgroundWriter):
         rank_states: list[Any],
         metrics: Mapping[str, float] | None = None,
         collect_shards: CollectShards | None = None,
-        block: bool = False,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy the state to host memory and write it in the background; later changes of the state are not saved.
 
-        Waits for the previous save first. If the step is saved already, the call only adds the metrics. With `block`
-        it returns only after the checkpoint is on disk. `on_written` is called once it is on disk. The other arguments
-        are the fields of `Snapshot`; `step` must not be less than the step of the newest checkpoint.
+        Waits for the previous save first. If the step is saved already, the call only adds the metrics. `on_written` is
+        called once it is on disk. The other arguments are the fields of `Snapshot`.
 
-        Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, for a value
-        that a checkpoint cannot contain, and with `block` if this save fails.
+        Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, and for a
+        value that a checkpoint cannot contain.
         """
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
@@ -171,21 +167,11 @@ class AsyncSaver(BackgroundWriter):
             self._store.prune()
 
         self.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
-        if block:
-            self.wait()
 
     def close(self) -> None:
         """Write what is pending, and end the writer's thread; later saves are refused."""
         self._closed = True
         super().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # Copy a nested state into host memory that is allocated once and reused for every save.

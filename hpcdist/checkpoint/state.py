@@ -21,13 +21,18 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hpcdist.checkpoint import folder as checkpoint_folder
-from hpcdist.checkpoint.folder import FileRecord
+from hpcdist.checkpoint.store import (
+    MODEL_FILE,
+    FileRecord,
+    load_file,
+    read_manifest,
+    save_file,
+    shard_name,
+    verify_hashes,
+)
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder, parse_json
-
-# State dicts under the names of the bare model, without the prefixes of DDP and `torch.compile`.
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -36,8 +41,20 @@ def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
     The prefixes are derived from the wrapper modules, so a layer that a user calls `module` keeps its name. The tensors
     share memory with the module.
     """
-    prefixes = _wrapper_prefixes(module)
-    return {_clean(key, prefixes): value for key, value in module.state_dict().items()}
+    prefixes = {}  # and their replacements
+    for name, part in module.named_modules(remove_duplicate=False):
+        outer = f"{name}." if name else ""
+        if isinstance(part, DistributedDataParallel | DataParallel):
+            prefixes[f"{outer}module."] = outer
+        elif isinstance(part._modules.get("_orig_mod"), nn.Module):  # torch.compile's OptimizedModule
+            prefixes[f"{outer}_orig_mod."] = outer
+    state = {}
+    for key, value in module.state_dict().items():
+        for prefix in sorted(prefixes, key=len, reverse=True):
+            if key.startswith(prefix):
+                key = prefixes[prefix] + key.removeprefix(prefix)
+        state[key] = value
+    return state
 
 
 class MaybeSharded:
@@ -56,25 +73,6 @@ class MaybeSharded:
                 whole = value.full_tensor()
                 self._values[number] = whole.cpu() if keep else None
         return tree_unflatten(self._values, self._structure) if keep else None
-
-
-def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of a wrapper's key prefix and its replacement, the longest prefix first."""
-    prefixes = []
-    for name, part in module.named_modules(remove_duplicate=False):
-        outer = f"{name}." if name else ""
-        if isinstance(part, DistributedDataParallel | DataParallel):
-            prefixes.append((f"{outer}module.", outer))
-        elif isinstance(part._modules.get("_orig_mod"), nn.Module):  # torch.compile's OptimizedModule
-            prefixes.append((f"{outer}_orig_mod.", outer))
-    return sorted(prefixes, key=lambda pair: len(pair[0]), reverse=True)
-
-
-def _clean(key: str, prefixes: list[tuple[str, str]]) -> str:
-    for prefix, outer in prefixes:
-        if key.startswith(prefix):
-            key = outer + key[len(prefix) :]
-    return key
 
 
 # The state of a rank's random number generators: save and restore.
@@ -181,7 +179,7 @@ class ShardExchange:
         """
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
-            record = checkpoint_folder.save_file(dict(content), staging / checkpoint_folder.shard_name(self._rank))
+            record = save_file(dict(content), staging / shard_name(self._rank))
             report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
         except OSError as error:
             text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
@@ -198,11 +196,11 @@ class ShardExchange:
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
-                retry.rename(staging / checkpoint_folder.shard_name(rank), into / checkpoint_folder.shard_name(rank))
+                retry.rename(staging / shard_name(rank), into / shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         retry.retry(lambda: fsync_folder(into), into)
-        return {checkpoint_folder.shard_name(rank): record for rank, record in reports.items()}
+        return {shard_name(rank): record for rank, record in reports.items()}
 
     def _report(self, step: int, rank: int) -> FileRecord:
         key = f"{step}/{rank}"
@@ -229,39 +227,29 @@ def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]
 
     Raises CheckpointError if rows are missing or a content is not that of a `Shard`.
     """
-    try:
-        return _merged(shards, source)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
-
-
-def _merged(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for shard in shards:
-        for name, tensor in shard["model"].items():
-            if name in shard["rows"]:
-                first, total = shard["rows"][name]
-                pieces.setdefault(name, []).append((first, total, tensor))
-            else:
-                whole[name] = tensor
-    for name, found in pieces.items():
-        found.sort(key=lambda piece: piece[0])
-        next_row = 0
-        for first, _, tensor in found:
-            if first != next_row:
-                break
-            next_row += len(tensor)
-        if next_row != found[0][1]:
-            raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {found[0][1]}")
-        whole[name] = torch.cat([tensor for _, _, tensor in found])
+    try:
+        for shard in shards:
+            for name, tensor in shard["model"].items():
+                if name in shard["rows"]:
+                    first, total = shard["rows"][name]
+                    pieces.setdefault(name, []).append((first, total, tensor))
+                else:
+                    whole[name] = tensor
+        for name, found in pieces.items():
+            found.sort(key=lambda piece: piece[0])
+            next_row = 0
+            for first, _, tensor in found:
+                if first != next_row:
+                    break
+                next_row += len(tensor)
+            if next_row != found[0][1]:
+                raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {found[0][1]}")
+            whole[name] = torch.cat([tensor for _, _, tensor in found])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
     return whole
-
-
-# Load a checkpoint's weights outside of a run, such as for inference.
-#
-# from hpcdist.checkpoint.state import load_weights
-# model.load_state_dict(load_weights("runs/digits/first/checkpoints/step-00001200"))
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
@@ -275,8 +263,8 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
     """
     folder = Path(path)
-    manifest = checkpoint_folder.read_manifest(folder)
-    checkpoint_folder.verify_hashes(folder, manifest)
-    weights = checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE)
-    shards = [checkpoint_folder.load_file(folder / name) for name in sorted(manifest.shards)]
+    manifest = read_manifest(folder)
+    verify_hashes(manifest)
+    weights = load_file(folder / MODEL_FILE)
+    shards = [load_file(folder / name) for name in sorted(manifest.shards)]
     return weights | merge(shards, str(folder))

@@ -1,56 +1,98 @@
 """The `checkpoints/` folder of a run: find, load, write and prune checkpoints. One process writes, all may read.
 
+    step-00001200/
+        model.pt        the model's state dict
+        trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
+        shard-00002.pt  the part of the model that rank 2 owns, if any: see state.py
+        manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
+                        files: {name: {bytes, sha256}}}
+
 A checkpoint is written to a temporary folder, synced, and renamed, so that a reader finds a complete checkpoint or none
-even if the writer is killed at any moment.
+even if the writer is killed at any moment. The `.pt` files are read with `torch.load(weights_only=True)`, which refuses
+a crafted file instead of executing it.
+
+`torch.distributed.checkpoint` (torch 2.15) is not used, because it stores no hashes, so that a changed byte of a tensor
+is loaded without an error, and because it reads its metadata with `pickle.load`, which executes a crafted file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
-from torch import Tensor
+import torch
 
-from hpcdist.checkpoint import folder as checkpoint_folder
-from hpcdist.checkpoint.folder import Snapshot
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, RunFolderError
 from hpcdist.host import retry as file_retry
-from hpcdist.host.files import fsync_folder
+from hpcdist.host.files import fsync_folder, open_regular, read_json_value, stamped, unstamped, write_atomic
 from hpcdist.host.retry import retry
-from hpcdist.run.records import folder_name, step_of
+from hpcdist.run.records import MANIFEST_FILE, folder_name, step_of
 
 log = logging.getLogger(__name__)
 
+MODEL_FILE = "model.pt"
+TRAINER_FILE = "trainer.pt"
+#: How long a read is retried, in seconds. A broken disk block causes the same error as an unreachable file server, so
+#: after this time an older checkpoint is used.
+READ_TIMEOUT_S = 30.0
+
 _TEMP_PREFIX = ".tmp-"
+_REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
+_FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A complete checkpoint on disk. A metric that was not finite when it was saved is NaN."""
+class FileRecord:
+    """Size and SHA-256 of one file, as written."""
+
+    size_bytes: int
+    sha256: str
+
+
+#: Moves the shards of other ranks into a folder, and returns their records by file name.
+CollectShards = Callable[[Path], Mapping[str, FileRecord]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of one checkpoint, in host memory: to be written, or loaded."""
+
+    step: int  #: number of steps done
+    model: dict[str, Any]  #: state dict of the bare model
+    trainer: Any
+    rank_states: list[Any]  #: by rank
+    metrics: Mapping[str, float]
+    collect_shards: CollectShards | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint on disk: its folder, and the contents of `manifest.json`. Metrics that were not finite are NaN."""
 
     path: Path
     step: int
+    created: float  #: Unix time
     world_size: int
     metrics: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+    write_s: float = 0.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A loaded checkpoint, all tensors in host memory. `world_size` is that of the run when it saved the checkpoint."""
-
-    step: int
-    model: dict[str, Tensor]
-    trainer: Any
-    rank_states: list[Any]
-    metrics: Mapping[str, float]
-    world_size: int
+    @property
+    def shards(self) -> list[str]:
+        """Names of the files written by ranks other than 0."""
+        return [name for name in self.files if name not in (MODEL_FILE, TRAINER_FILE)]
 
 
 class CheckpointStore:
@@ -58,14 +100,9 @@ class CheckpointStore:
 
     Args:
         folder: created at the first write.
-        keep_last: number of newest checkpoints to keep, at least 2.
+        keep_last: number of newest checkpoints to keep; at least 2, as one broken disk block would end a run of one.
         best_metric: metric by which the best checkpoint is kept in addition.
         monitor_mode: whether the largest or the smallest value is the best.
-
-    Attributes:
-        skipped: one line for each invalid checkpoint that the last `latest()` skipped.
-
-    Raises CheckpointError for a `keep_last` below 2: with a single checkpoint, one broken disk block would end the run.
     """
 
     def __init__(
@@ -76,22 +113,19 @@ class CheckpointStore:
         best_metric: str | None = None,
         monitor_mode: Literal["max", "min"] = "max",
     ) -> None:
-        if keep_last < 2:
-            raise CheckpointError(f"checkpoint.keep_last must be >= 2, got {keep_last}")
-        self.folder = Path(folder)
-        self.skipped: list[str] = []
+        self.folder = folder
         self._keep_last = keep_last
         self._best_metric = best_metric
         self._monitor_mode = monitor_mode
         self._looked = False
-        self._newest: Found | None = None  # verified or written by this process
+        self._newest: Manifest | None = None  # verified or written by this process
         self._broken: set[Path] = set()
 
     # --- reading
 
-    def latest(self) -> Found | None:
+    def latest(self) -> Manifest | None:
         """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none."""
-        self.skipped, self._broken = [], set()
+        self._broken = set()
         self._newest, self._looked = None, True
         for folder in self._folders():
             try:
@@ -99,15 +133,14 @@ class CheckpointStore:
                 break
             except CheckpointError as error:
                 self._broken.add(folder)
-                self.skipped.append(str(error))
                 log.warning("skipping checkpoint %s", error)
         return self._newest
 
-    def all(self) -> list[Found]:
+    def all(self) -> list[Manifest]:
         """Return the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
         return list(self._whole())
 
-    def best(self) -> Found | None:
+    def best(self) -> Manifest | None:
         """Return the checkpoint with the best metric, the newest of equal ones; None if no checkpoint has the metric.
 
         Hashes are not checked.
@@ -120,26 +153,18 @@ class CheckpointStore:
             self.latest()
         return None if self._newest is None else self._newest.step
 
-    def load(self, path: Path | str, *, verify: bool = True) -> Checkpoint:
+    def load(self, path: Path, *, verify: bool = True) -> Snapshot:
         """Load one checkpoint folder into host memory. `verify` checks the hashes, unless `latest()` has just done so.
 
         Raises CheckpointError if it is incomplete, has changed, or contains anything other than plain data.
         """
-        folder = Path(path)
-        manifest = checkpoint_folder.read_manifest(folder)
+        manifest = read_manifest(path)
         if verify:
-            checkpoint_folder.verify_hashes(folder, manifest)
-        trainer_file = folder / checkpoint_folder.TRAINER_FILE
-        rest = checkpoint_folder.load_file(trainer_file)
+            verify_hashes(manifest)
+        rest = load_file(path / TRAINER_FILE)
         if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
-            raise CheckpointError(f"{trainer_file} does not contain `trainer` and `rank_states`")
-        return Checkpoint(
-            step=manifest.step,
-            model=checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE),
-            metrics=manifest.metrics,
-            world_size=manifest.world_size,
-            **rest,
-        )
+            raise CheckpointError(f"{path / TRAINER_FILE} does not contain `trainer` and `rank_states`")
+        return Snapshot(step=manifest.step, model=load_file(path / MODEL_FILE), metrics=manifest.metrics, **rest)
 
     def _folders(self) -> list[Path]:
         """Return the folders named like a checkpoint, newest first."""
@@ -147,17 +172,17 @@ class CheckpointStore:
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
-    def _whole(self) -> Iterator[Found]:
+    def _whole(self) -> Iterator[Manifest]:
         """Yield the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
         for folder in self._folders():
             if folder not in self._broken:
                 try:
-                    yield _found(folder, checkpoint_folder.read_manifest(folder))
+                    yield read_manifest(folder)
                 except CheckpointError as error:
                     self._broken.add(folder)
                     log.warning("keeping invalid checkpoint %s", error)
 
-    def _by_metric(self, candidates: list[Found]) -> list[Found]:
+    def _by_metric(self, candidates: list[Manifest]) -> list[Manifest]:
         """Return the candidates that have the metric, the best first. `candidates` are newest first."""
         metric = self._best_metric
         if not metric:
@@ -180,10 +205,15 @@ class CheckpointStore:
         final = self.folder / folder_name(snapshot.step)
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
-            if file_retry.exists(final) and self._is_valid(final):
-                log.info("%s exists already and is valid: it is kept", final)
-            else:
+            if not file_retry.exists(final):
                 self._write_new(snapshot, final, before_publish)
+            else:
+                try:
+                    _verified(final)
+                    log.info("%s exists already and is valid: it is kept", final)
+                except CheckpointError as error:
+                    log.warning("replacing checkpoint %s", error)
+                    self._write_new(snapshot, final, before_publish)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
@@ -192,14 +222,14 @@ class CheckpointStore:
             ) from error
         self._broken.discard(final)
         if snapshot.step >= (self.newest_step() or 0):
-            self._newest = _found(final, checkpoint_folder.read_manifest(final))
+            self._newest = read_manifest(final)
         return final
 
     def _write_new(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
         temp = self._temp_name(final)
         try:
             retry(lambda: temp.mkdir(exist_ok=True), temp)
-            checkpoint_folder.write_checkpoint(temp, snapshot)
+            write_checkpoint(temp, snapshot)
             if before_publish is not None:
                 before_publish()
             if file_retry.exists(final):  # an invalid checkpoint
@@ -216,9 +246,9 @@ class CheckpointStore:
         Raises CheckpointError if the checkpoint does not exist or its manifest cannot be written.
         """
         folder = self.folder / folder_name(step)
-        manifest = checkpoint_folder.read_manifest(folder)
+        manifest = read_manifest(folder)
         try:
-            checkpoint_folder.write_manifest(folder, replace(manifest, metrics={**manifest.metrics, **metrics}))
+            write_manifest(replace(manifest, metrics={**manifest.metrics, **metrics}))
         except OSError as error:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
 
@@ -257,14 +287,6 @@ class CheckpointStore:
             log.info("removed %s, the incomplete checkpoint of an attempt that died while saving", entry)
         return leftovers
 
-    def _is_valid(self, folder: Path) -> bool:
-        try:
-            _verified(folder)
-        except CheckpointError as error:
-            log.warning("replacing checkpoint %s", error)
-            return False
-        return True
-
     def _remove(self, folder: Path) -> None:
         # Renamed first: a kill during the removal must not leave a checkpoint with missing files.
         temp = self._temp_name(folder)
@@ -279,14 +301,10 @@ class CheckpointStore:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
 
 
-def _verified(folder: Path) -> Found:
-    manifest = checkpoint_folder.read_manifest(folder)
-    checkpoint_folder.verify_hashes(folder, manifest)
-    return _found(folder, manifest)
-
-
-def _found(folder: Path, manifest: checkpoint_folder.Manifest) -> Found:
-    return Found(path=folder, step=manifest.step, world_size=manifest.world_size, metrics=manifest.metrics)
+def _verified(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    verify_hashes(manifest)
+    return manifest
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -305,3 +323,185 @@ def _free_space(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB free"
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+
+
+# The files of one checkpoint folder: write them with a hash and fsync, and verify them before loading.
+
+
+def shard_name(rank: int) -> str:
+    """Return the file name of a rank's shard."""
+    return f"shard-{rank:05d}.pt"
+
+
+class _HashingFile:
+    """A file for `torch.save` that hashes the data while it is written, and keeps the first error."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._raw = raw
+        self.digest = hashlib.sha256()
+        self.size_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        done = 0
+        try:
+            while done < len(view):  # one write stores at most 2 GiB, or less if the disk is nearly full
+                done += self._raw.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        self.size_bytes += done
+        return done
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+
+def save_file(content: Any, path: Path) -> FileRecord:
+    """Write a file with `torch.save` and fsync; return its size and hash. Raises OSError if that fails."""
+
+    def save_once() -> FileRecord:
+        with open(path, "wb", buffering=0) as raw:
+            file = _HashingFile(raw)
+            try:
+                torch.save(content, cast(IO[bytes], file))
+            except RuntimeError:
+                if file.error is not None:  # torch reports only an `enforce fail` without the cause
+                    raise file.error from None
+                raise
+            os.fsync(raw.fileno())
+        return FileRecord(size_bytes=file.size_bytes, sha256=file.digest.hexdigest())
+
+    return retry(save_once, path)
+
+
+def write_manifest(manifest: Manifest) -> None:
+    """Write or replace the manifest with fsync. Metrics that are not finite become null."""
+    text = json.dumps(
+        {
+            **stamped({"format_version": 1}),  # hpcdist 0.1 reads only `format_version`
+            "step": manifest.step,
+            "created": manifest.created,
+            "write_s": manifest.write_s,
+            "world_size": manifest.world_size,
+            "metrics": {k: v if math.isfinite(v) else None for k, v in manifest.metrics.items()},
+            "files": {k: {"bytes": v.size_bytes, "sha256": v.sha256} for k, v in manifest.files.items()},
+        },
+        indent=2,
+    )
+    write_atomic(manifest.path / MANIFEST_FILE, text + "\n", durable=True)
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
+    """Write all files of a checkpoint into an empty folder, with fsync."""
+    began = time.monotonic()
+    files = {
+        MODEL_FILE: save_file(snapshot.model, folder / MODEL_FILE),
+        TRAINER_FILE: save_file(
+            {"trainer": snapshot.trainer, "rank_states": snapshot.rank_states}, folder / TRAINER_FILE
+        ),
+    }
+    if snapshot.collect_shards is not None:
+        files |= snapshot.collect_shards(folder)
+    manifest = Manifest(
+        path=folder,
+        step=snapshot.step,
+        created=time.time(),
+        world_size=len(snapshot.rank_states),
+        metrics=snapshot.metrics,
+        files=files,
+        # The next submission checks by this time whether the last save fits into the remaining time limit.
+        write_s=round(time.monotonic() - began, 3),
+    )
+    write_manifest(manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest and compare the sizes of the files with it; hashes are not checked.
+
+    Raises CheckpointError with a message of one line.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = _parsed(retry(lambda: read_json_value(path), path, within_s=READ_TIMEOUT_S), path)
+        files = {name: folder / name for name in manifest.files}
+        sizes = {name: retry(file.stat, file, within_s=READ_TIMEOUT_S).st_size for name, file in files.items()}
+    except OSError as error:
+        name = Path(error.filename or MANIFEST_FILE).name
+        raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
+    except RunFolderError as error:  # of a newer format
+        raise CheckpointError(str(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    if step_of(folder) not in (None, manifest.step):  # a copy may have another name, such as `best` in MLflow
+        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is that of step {manifest.step}")
+    for name, record in manifest.files.items():
+        if sizes[name] != record.size_bytes:
+            raise CheckpointError(
+                f"{folder}: {name} has {sizes[name]} bytes, but {record.size_bytes} according to its manifest"
+            )
+    return manifest
+
+
+def _parsed(raw: Any, path: Path) -> Manifest:
+    if not isinstance(raw, dict):
+        raise TypeError(f"it contains a {type(raw).__name__}")
+    unstamped(raw, path)
+    if raw["format_version"] != 1:  # older manifests have no `format`
+        raise ValueError(f"format_version is {raw['format_version']!r:.50}, but this hpcdist reads only 1")
+    names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
+    if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"{strange[0]!r} is not a file name of a checkpoint")
+    files = {
+        name: FileRecord(size_bytes=int(raw["files"][name]["bytes"]), sha256=str(raw["files"][name]["sha256"]))
+        for name in names
+    }
+    return Manifest(
+        path=path.parent,
+        step=int(raw["step"]),
+        created=float(raw["created"]),
+        world_size=int(raw["world_size"]),
+        metrics={str(k): math.nan if v is None else float(v) for k, v in raw["metrics"].items()},
+        files=files,
+        write_s=float(raw.get("write_s", 0.0)),
+    )
+
+
+def verify_hashes(manifest: Manifest) -> None:
+    """Raise CheckpointError unless the SHA-256 of every file equals the one in the manifest."""
+
+    def digest_of(path: Path) -> str:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    for name, record in manifest.files.items():
+        path = manifest.path / name
+        try:
+            digest = retry(lambda path=path: digest_of(path), path, within_s=READ_TIMEOUT_S)  # type: ignore[misc]
+        except OSError as error:
+            raise CheckpointError(f"{manifest.path}: {name} cannot be read ({error.strerror})") from error
+        if digest != record.sha256:
+            raise CheckpointError(f"{manifest.path}: {name} has changed since it was written (its SHA-256 differs)")
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """Load a file to host memory with `torch.load(weights_only=True)`.
+
+    Raises CheckpointError if the file cannot be read or contains anything other than plain data.
+    """
+    try:
+        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_TIMEOUT_S)
+    except Exception as error:
+        # The first line of torch's error advises to load the file without this protection, so it is not shown.
+        refused = _REFUSED.search(str(error))
+        reason = refused[0] if refused else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise CheckpointError(
+            f"{path} was not loaded, because it does not contain plain data only: {reason}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a dict")
+    return content

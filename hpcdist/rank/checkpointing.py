@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcdist.checkpoint.folder import load_file, shard_name
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore, load_file, shard_name
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError
@@ -166,7 +165,7 @@ class RankCheckpoints:
         if not (path := self._groups.broadcast(path)):
             return None
         # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
-        checkpoint = self.store.load(path, verify=False)
+        checkpoint = self.store.load(Path(path), verify=False)
         self.saved_step = checkpoint.step
         local = None
         self.division = SavedDivision.of(checkpoint.rank_states[0])
@@ -182,7 +181,7 @@ class RankCheckpoints:
             set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
         else:
             seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
-        before, now = checkpoint.world_size, self._topology.world_size
+        before, now = len(checkpoint.rank_states), self._topology.world_size
         if before != now and (self._has_roles or is_elastic):  # trainers with roles report its effect themselves
             log.info("%d ranks instead of %d continue the run", now, before)
         elif before != now:
@@ -195,7 +194,7 @@ class RankCheckpoints:
             trainer=checkpoint.trainer,
             local=local,
             folder=Path(path),
-            world_size=checkpoint.world_size,
+            world_size=before,
             local_by_rank=[state["local"] for state in checkpoint.rank_states],
         )
 

@@ -19,7 +19,7 @@ folder of runs above; and the identity that shows a replaced folder.
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
-        checkpoints/step-00000100/               see checkpoint/folder.py
+        checkpoints/step-00000100/               see checkpoint/store.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow

@@ -15,7 +15,7 @@ from config_strategies import values
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.checkpoint.folder import read_manifest
+from hpcdist.checkpoint.store import read_manifest
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError

@@ -201,7 +201,7 @@ def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batc
     store = CheckpointStore(tmp_path / "runs" / "exp" / "first" / "checkpoints")
     newest = store.latest()
     assert newest is not None
-    assert store.load(str(newest.path)).trainer["position"]["samples"] == NUM_STEPS * 16 * 3
+    assert store.load(newest.path).trainer["position"]["samples"] == NUM_STEPS * 16 * 3
 
 
 def test_async_mode_loses_no_updates(tmp_path: Path) -> None:

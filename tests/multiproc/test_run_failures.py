@@ -303,11 +303,9 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run
     assert "No space left on device" in last
     assert last.endswith(f"; no restart, since the disk of {small_disk.run_dir(name).path} is full")
     assert "Traceback" not in output
-    store = CheckpointStore(small_disk.run_dir(name).checkpoints)
-    newest = store.latest()
+    newest = CheckpointStore(small_disk.run_dir(name).checkpoints).latest()
     assert newest is not None
     assert newest.step == 45
-    assert store.skipped == []
 
     filler.unlink()
     code, output = small_disk.command("resume", name, "tracking.drain_timeout_s=200")

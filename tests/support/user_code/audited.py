@@ -38,7 +38,7 @@ def _rank() -> str:
 
 hold("rendezvous")
 
-from hpcdist.checkpoint import folder, store  # noqa: E402
+from hpcdist.checkpoint import store  # noqa: E402
 from hpcdist.config.schema import Config  # noqa: E402
 from hpcdist.rank.context import Context  # noqa: E402
 from hpcdist.trainers.ddp import train as ddp  # noqa: E402
@@ -47,7 +47,7 @@ from hpcdist.trainers.ddp import train as ddp  # noqa: E402
 def train(ctx: Context, cfg: Config) -> None:
     """Train like `ddp`, and write a line for each micro-batch: step, number, samples."""
     ask_all, batches = ctx.should_stop, ctx.micro_batches
-    load, save_file = store.CheckpointStore.load, folder.save_file
+    load, save_file = store.CheckpointStore.load, store.save_file
 
     def should_stop(step: int, total_steps: int | None = None) -> bool:
         time.sleep(cfg.params["pace_s"])
@@ -72,6 +72,6 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.should_stop, ctx.micro_batches = should_stop, micro_batches  # type: ignore[method-assign]
     store.CheckpointStore.load = load_held  # type: ignore[method-assign]
     if os.environ.get("HOLD_AT", "").startswith(f"save:{ctx.attempt.number}:"):
-        folder.save_file = save_half
+        store.save_file = save_half
     with open(ctx.attempt.path / f"samples-{ctx.rank}.jsonl", "a", buffering=1) as audit:
         ddp.train(ctx, cfg)

@@ -11,15 +11,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hpcdist.checkpoint.folder import FileRecord, Snapshot, _HashingFile
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, _HashingFile
 from hpcdist.errors import CheckpointError
 
 
@@ -69,11 +67,11 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
         assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     loaded = store.load(path)
-    assert (loaded.step, loaded.world_size, loaded.metrics) == (12, 2, {"accuracy": 0.5})
+    assert (loaded.step, loaded.metrics) == (12, {"accuracy": 0.5})
     assert torch.equal(loaded.model["w"], torch.full((10,), 12.0))
     assert loaded.trainer == {"position": 12}
     assert [state["rng"].item() for state in loaded.rank_states] == [12, -12]
-    assert torch.equal(store.load(str(path), verify=False).model["w"], loaded.model["w"])
+    assert torch.equal(store.load(path, verify=False).model["w"], loaded.model["w"])
 
 
 def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
@@ -85,14 +83,9 @@ def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
 
 
 def test_steps_of_nine_digits_are_in_order(store: CheckpointStore) -> None:
-    assert store.newest_step() is None
     for step in (99_999_999, 100_000_000, 5):
         store.write(snapshot(step))
-    assert store.newest_step() == 100_000_000
-    found = store.latest()
-    assert found is not None
-    assert found.step == 100_000_000
-    assert store.newest_step() == 100_000_000
+    assert CheckpointStore(store.folder).newest_step() == store.newest_step() == 100_000_000
 
 
 def test_metrics_that_are_not_finite_become_null_and_nan(store: CheckpointStore) -> None:
@@ -126,7 +119,7 @@ def test_short_write_is_completed() -> None:
     content = bytes(range(100))
     assert file.write(content) == 100
     assert raw.getvalue() == content
-    assert file.record() == FileRecord(size_bytes=100, sha256=hashlib.sha256(content).hexdigest())
+    assert (file.size_bytes, file.digest.digest()) == (100, hashlib.sha256(content).digest())
 
 
 # --- invalid checkpoints
@@ -137,9 +130,8 @@ def replace_step(folder: Path, value: str) -> None:
     path.write_text(re.sub(r'"step": \d+', f'"step": {value}', path.read_text()))
 
 
-def truncate(folder: Path) -> None:
-    content = (folder / "model.pt").read_bytes()
-    (folder / "model.pt").write_bytes(content[:-1])
+def truncate(folder: Path, name: str = "model.pt", num_bytes: int = 1) -> None:
+    os.truncate(folder / name, (folder / name).stat().st_size - num_bytes)
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -152,34 +144,24 @@ def remove_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
 
-def halve_manifest(folder: Path) -> None:
-    text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text[: len(text) // 2])
-
-
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
-def remove_model(folder: Path) -> None:
-    (folder / "model.pt").unlink()
-
-
 def replace_model_by_a_folder(folder: Path) -> None:
-    size = json.loads((folder / "manifest.json").read_text())["files"]["model.pt"]
     (folder / "model.pt").unlink()
     (folder / "model.pt").mkdir()
-    size["bytes"] = (folder / "model.pt").stat().st_size
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    change_manifest(folder, files=files | {"model.pt": size})
+    files["model.pt"]["bytes"] = (folder / "model.pt").stat().st_size
+    change_manifest(folder, files=files)
 
 
 DAMAGE = [
     (truncate, r"model.pt has \d+ bytes, but \d+ according to its manifest"),
     (flip_a_byte, r"trainer.pt has changed since it was written \(its SHA-256 differs\)"),
     (remove_manifest, r"manifest.json cannot be read \(No such file or directory\)"),
-    (halve_manifest, r"manifest.json is broken \(JSONDecodeError: "),
+    (lambda folder: truncate(folder, "manifest.json", 100), r"manifest.json is broken \(JSONDecodeError: "),
     (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
@@ -189,7 +171,7 @@ DAMAGE = [
     (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
     (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
     (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version is 'v{49}, but this"),
-    (remove_model, r"model.pt cannot be read \(No such file or directory\)"),
+    (lambda folder: (folder / "model.pt").unlink(), r"model.pt cannot be read \(No such file or directory\)"),
     (replace_model_by_a_folder, r"model.pt cannot be read \(Is a directory\)"),
 ]
 
@@ -208,11 +190,8 @@ def test_invalid_checkpoint_is_skipped_with_the_reason(
         found = store.latest()
     assert found is not None
     assert (found.step, store.newest_step()) == (1, 1)
-    store.latest()
-    [reason] = store.skipped  # of the last call only
-    assert reason.startswith(f"{newest}: ")
+    (reason,) = [text for text in caplog.messages if text.startswith(f"skipping checkpoint {newest}: ")]
     assert "\n" not in reason
-    assert f"skipping checkpoint {reason}" in caplog.text
 
 
 def test_leftover_temporary_folders_are_removed(store: CheckpointStore) -> None:
@@ -252,7 +231,10 @@ class Payload:
 
 def replace_content(folder: Path, name: str, content: Any) -> None:
     """Replace a file together with its record in the manifest, as an attacker with write access can."""
-    torch.save(content, folder / name)
+    if isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    else:
+        torch.save(content, folder / name)
     raw = (folder / name).read_bytes()
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
@@ -280,6 +262,7 @@ def test_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_
     ("name", "content", "message"),
     [
         ("model.pt", [1], r"model.pt contains a list, not a dict"),
+        ("model.pt", b"PK\x03\x04 nothing", r"because it does not contain plain data only: RuntimeError: "),
         ("trainer.pt", {"trainer": 1}, r"trainer.pt does not contain `trainer` and `rank_states`"),
         ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not contain `trainer` and `rank_states`"),
     ],
@@ -291,25 +274,7 @@ def test_content_of_another_structure_is_refused(store: CheckpointStore, name: s
         store.load(path)
 
 
-def test_file_that_is_not_an_archive_is_refused(store: CheckpointStore) -> None:
-    path = store.write(snapshot(1))
-    (path / "model.pt").write_bytes(b"PK\x03\x04 nothing")
-    raw = (path / "model.pt").read_bytes()
-    record = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    change_manifest(path, files=files | {"model.pt": record})
-    with pytest.raises(
-        CheckpointError, match=r"model.pt was not loaded, because it does not contain plain data only: RuntimeError: "
-    ):
-        store.load(path)
-
-
 # --- pruning
-
-
-def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint.keep_last must be >= 2, got 1"):
-        CheckpointStore(tmp_path, keep_last=1)
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("max", [2, 5, 6]), ("min", [3, 5, 6])])
@@ -378,43 +343,6 @@ def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=message):
         store.write(snapshot(1))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB; mounting it requires root."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpcdist-test", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.processes
-def test_full_disk_leaves_older_checkpoints_unchanged(small_disk: Path) -> None:
-    store = CheckpointStore(small_disk / "checkpoints")
-    store.write(snapshot(1))
-    for size in (10**6, 400_000):  # 4 MB: fails within a tensor; 1.6 MB: fails in the second file
-        message = r"step 2 could not be written to .*: No space left on device \([12] MB free\); older"
-        with pytest.raises(CheckpointError, match=message):
-            store.write(
-                Snapshot(
-                    step=2,
-                    model={"w": torch.zeros(size)},
-                    trainer={"m": torch.zeros(size)},
-                    rank_states=[],
-                    metrics={},
-                )
-            )
-        assert names(store) == ["step-00000001"]
-    assert store.load(store.folder / "step-00000001").step == 1
-    store.write(snapshot(3, size=1000))
 
 
 @pytest.mark.processes

@@ -20,8 +20,7 @@ from command_line import Cli, Make, Result, one_line
 from hpcdist_runs import unused_port
 from report_scene import BEGAN, account, add_attempt
 
-from hpcdist.checkpoint.folder import Snapshot
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.review.ledger import CAUSES

@@ -149,7 +149,7 @@ LOOKUPS = [
     ("lease", "run/lease"),
     ("nodelist parsing", "host/nodelist"),
     ("MLflow retry", "tracking/shipper"),
-    ("checkpoint manifest", "checkpoint/folder"),
+    ("checkpoint manifest", "checkpoint/store"),
     ("stop agreement", "rank/stopping"),
     ("straggler rule", "supervisor/progress"),
     ("PPO update", "trainers/rl/train"),
