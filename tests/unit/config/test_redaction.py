@@ -58,14 +58,9 @@ HARMLESS_NAMES = """
 """
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES.split())
-def test_name_of_a_secret_is_detected(name: str) -> None:
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize("name", HARMLESS_NAMES.split())
-def test_harmless_name_is_not_detected(name: str) -> None:
-    assert not is_secret_name(name)
+def test_names_of_secrets_are_told_from_harmless_names() -> None:
+    assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
+    assert [name for name in HARMLESS_NAMES.split() if is_secret_name(name)] == []
 
 
 def test_schema_has_one_key_with_the_name_of_a_secret() -> None:
@@ -197,12 +192,8 @@ def test_line_without_a_secret_is_not_detected(line: str) -> None:
 
 def test_secret_in_a_long_line_is_detected() -> None:
     assert holds_secret("x" * 100_000 + ' "api_key": "abcdef0123456789" ' + "y" * 100_000, code=True)
-    assert not holds_secret("x" * 200_000, code=False)
-
-
-def test_placeholder_in_a_settings_file_is_not_detected() -> None:
-    assert not holds_secret("password: ${DB_PASSWORD}", code=False)
-    assert not holds_secret("password: <yours>", code=False)
+    for text in ("x" * 200_000, "password: ${DB_PASSWORD}", "password: <yours>"):
+        assert not holds_secret(text, code=False)
 
 
 # --- Stored configs, and parameters that a trainer of the user's own declares as a dataclass.
@@ -279,12 +270,9 @@ def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> N
 def test_mistake_is_named_before_the_run_starts(project: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("mine.yaml", [override])
-
-
-def test_missing_parameter_is_named(project: Path) -> None:
     (project / "mine.yaml").write_text("trainer: regression:train\n")
     with pytest.raises(ConfigError, match=r"params\.total_steps is missing: MyParams has no default for it"):
-        load_config("mine.yaml")
+        load_config("mine.yaml", ["params.rate=1"])
 
 
 @pytest.mark.parametrize(
@@ -324,13 +312,8 @@ def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
 
 
 def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
-    def sweep(key: str) -> list[dict[str, Any]]:
-        made = make_sweep({key: ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda config: "regression")
-        return [cell.values for cell in made.cells]
-
-    assert repr(sweep("params.rate")) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
-    with pytest.raises(ConfigError, match=r"params.rat is not a key: did you mean 'rate'"):
-        sweep("params.rat")
+    sweep = make_sweep({"params.rate": ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda _: "regression")
+    assert repr([cell.values for cell in sweep.cells]) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
 
 
 # --- in a rank
@@ -421,19 +404,14 @@ def test_an_unreadable_config_is_an_error(tmp_path: Path, text: str) -> None:
         stored(tmp_path, text)
 
 
-def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
+def test_code_of_the_users_own_has_no_monitored_metric_by_default(write: Write) -> None:
     for text, expected in (
         ("trainer: mine:train\n", ""),
         ("trainer: {script: [train.py]}\n", ""),
         ("trainer: mine:train\ncheckpoint: {every_steps: 5, monitor: eval/f1}\n", "eval/f1"),
-        ("trainer: ddp\n", "eval/accuracy"),
         ("checkpoint: {every_steps: 5}\n", "eval/accuracy"),
     ):
-        path.write_text(text)
-        assert load_config(path).checkpoint.monitor == expected, text
-    path.write_text("trainer: mine:train\n")
-    assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
+        assert load_config(write(text)).checkpoint.monitor == expected, text
 
 
 def test_config_of_a_run_can_start_another_run(tmp_path: Path) -> None:
@@ -468,8 +446,11 @@ params:
 """
 
 
-def test_written_config_contains_no_secrets(write: Write) -> None:
-    written = to_yaml(load_config(write(SECRETS)))
+def test_written_config_contains_no_secrets_and_is_restored_from_the_environment(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(SECRETS))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    written = path.read_text()
     assert "s3cret" not in written
     assert "w0rd" not in written
     shown = yaml.safe_load(written)
@@ -486,12 +467,6 @@ def test_written_config_contains_no_secrets(write: Write) -> None:
         "tokenizer": "visible-too",
         "empty_secret": "",
     }
-
-
-def test_secrets_are_restored_from_the_environment(write: Write, tmp_path: Path) -> None:
-    config = load_config(write(SECRETS))
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
     env = secrets_of(config)
     assert env["WANDB_API_KEY"] == "env-s3cret"
     assert env["HPCDIST_TRACKING_URI"] == "http://ada:p@ss-w0rd@mlflow:5000/x"
