@@ -40,25 +40,14 @@ from hpcdist.supervisor.launcher import Guard
 # --- A docker daemon of the tests in namespaces of its own: bridges, published ports and its firewall stay in there
 
 STORE = Path("/var/tmp/hpcdist-tests/docker")
-
-RECIPES = CHECKOUT / "scripts" / "runtimes"
-
-
 #: Leaves out limits that root may not raise, as in a container.
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
-
-
 #: Where scripts/runtimes/docker.sh installs the docker of Debian sid; without it the installed one is used.
 SID = RUNTIMES / "docker"
-
 PLUGINS = SID / "usr/libexec/docker/cli-plugins"
-
-
 #: `host`: the network of this machine without bridges, for builds that download packages. `own`: bridges, network
 #: address translation and published ports in a network namespace without a way to other machines.
 Network = Literal["host", "own"]
-
-
 #: The shell becomes the daemon, process 1 of its namespace: whatever it started ends with it. A new /sys shows the
 #: devices of the new network namespace; the control groups below the old one stay.
 _IN_NAMESPACES = """
@@ -223,24 +212,14 @@ def _path(env: Mapping[str, str]) -> str:
 pytestmark = pytest.mark.timeout(2400)
 
 REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
-
 TRUSTING_BASE = "localhost/debian-base-trusting:bookworm"
-
 POSTGRES = "localhost/postgres-for-tests"
-
 CERTIFICATES = Path("/usr/local/share/ca-certificates")
-
 USER = f"{UNKNOWN_UID}:{UNKNOWN_UID}"
-
-
 #: The README's flags without `--gpus all`.
 FLAGS = ("--ipc=host", "--ulimit", "memlock=-1", "--user", USER)
-
 TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
-
 CODE = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
-
-
 #: The address of the daemon's bridge, by which containers and other machines would reach a port.
 OTHER_ADDRESS = "172.31.255.1"
 
@@ -378,10 +357,6 @@ def test_run_in_docker_records_the_image(box: DockerBox, tmp_path: Path) -> None
     assert last_lines(done)[-1].startswith("finished: trained 23 steps")
     facts = json.loads(only_run(tmp_path / "runs").environment.read_text())
     assert (facts["image"], facts["image_digest"]) == ("hpcdist", box.inspect("hpcdist", "image")["Id"])
-    missing = box.hpcdist(*TRAIN, "--in", "docker", "--image", "localhost/never-built", cwd=tmp_path)
-    assert missing.returncode == 2
-    (line,) = last_lines(missing)
-    assert line.startswith("hpcdist: docker has no image 'localhost/never-built': `hpcdist image build` makes one here")
 
 
 # --- compose: MLflow, PostgreSQL and training
@@ -499,9 +474,6 @@ def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: P
 # --- docker/compose.yaml as podman-compose reads it: ports, secrets and dependencies.
 
 
-SERVICES = ("db", "mlflow", "mlflow-users", "train", "train-cpu")
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of docker/ after compose-init.sh."""
@@ -522,54 +494,44 @@ def services(checkout: Path) -> dict[str, Any]:
     return found
 
 
-def test_all_services_are_defined(services: dict[str, Any]) -> None:
-    assert sorted(services) == sorted(SERVICES)
-
-
 def test_ports_are_published_on_this_machine_alone(services: dict[str, Any]) -> None:
+    assert sorted(services) == ["db", "mlflow", "mlflow-users", "train", "train-cpu"]
     published = [str(port) for service in services.values() for port in service.get("ports", [])]
     assert published == ["127.0.0.1:5000:5000"]
     assert not [name for name, service in services.items() if service.get("network_mode") == "host"]
 
 
-def test_secrets_are_private_files_and_not_in_the_configuration(services: dict[str, Any], checkout: Path) -> None:
+def test_secrets_are_private_files_each_for_its_service(services: dict[str, Any], checkout: Path) -> None:
     files = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
     assert sorted(files) == ["admin_password", "db_password", "flask_key", "mlflow_credentials", "train_password"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
-    assert len({path.read_text() for path in files.values()}) == 5
+    texts = {name: path.read_text() for name, path in files.items()}
+    assert len({*texts.values()}) == 5
     configuration = yaml.safe_dump(services)
-    assert not [path for path in files.values() if path.read_text() in configuration]
-    for name in ("mlflow", "mlflow-users", "train", "train-cpu"):
-        assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
-
-
-def test_training_receives_the_password_of_its_user_alone(services: dict[str, Any], checkout: Path) -> None:
-    secrets = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    assert not [name for name, text in texts.items() if text in configuration]
     for name in ("train", "train-cpu"):
         (secret,) = services[name]["secrets"]
         assert (secret["source"], secret["target"]) == ("mlflow_credentials", "/home/hpcdist/.mlflow/credentials")
-        assert services[name]["depends_on"]["mlflow-users"]["condition"] == "service_completed_successfully"
-    assert secrets["mlflow_credentials"] == (
-        f"[mlflow]\nmlflow_tracking_username = hpcdist\nmlflow_tracking_password = {secrets['train_password']}\n"
+    assert texts["mlflow_credentials"] == (
+        f"[mlflow]\nmlflow_tracking_username = hpcdist\nmlflow_tracking_password = {texts['train_password']}\n"
     )
     assert services["mlflow-users"]["secrets"] == ["admin_password", "train_password"]
-    assert services["mlflow-users"]["depends_on"]["mlflow"]["condition"] == "service_healthy"
-
-
-def test_second_init_keeps_the_secrets(checkout: Path) -> None:
-    before = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    for name in ("mlflow", "mlflow-users", "train", "train-cpu"):
+        assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
     subprocess.run(["bash", checkout / "docker" / "compose-init.sh"], check=True, capture_output=True)
-    assert before == {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    assert texts == {name: path.read_text() for name, path in files.items()}, "a second start keeps them"
 
 
-def test_training_waits_for_a_healthy_server_and_has_time_to_save(services: dict[str, Any]) -> None:
-    assert services["mlflow"]["depends_on"]["db"]["condition"] == "service_healthy"
+def test_services_wait_for_each_other_and_training_has_time_to_save(services: dict[str, Any]) -> None:
+    def condition(service: str, of: str) -> str:
+        return str(services[service]["depends_on"][of]["condition"])
+
+    assert condition("mlflow", "db") == condition("mlflow-users", "mlflow") == "service_healthy"
     assert services["db"]["healthcheck"]["test"][1] == "pg_isready"
     for name in ("train", "train-cpu"):
-        service = services[name]
-        assert service["depends_on"]["mlflow"]["condition"] == "service_healthy"
-        assert service["stop_grace_period"] == "3m"
-        assert service["ipc"] == "host"
+        assert condition(name, "mlflow") == "service_healthy"
+        assert condition(name, "mlflow-users") == "service_completed_successfully"
+        assert (services[name]["stop_grace_period"], services[name]["ipc"]) == ("3m", "host")
     (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
     assert "resources" not in (services["train-cpu"].get("deploy") or {})

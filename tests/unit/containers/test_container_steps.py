@@ -221,22 +221,20 @@ def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Pa
     )
 
 
-def test_configured_mount_replaces_the_default_mount(tmp_path: Path) -> None:
+def spec_of(config: Config, cwd: str = "/p", root: str = "/p") -> ContainerSpec:
+    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path(cwd), root=Path(root))
+    assert spec is not None
+    return spec
+
+
+def test_configured_mount_replaces_the_default_one_and_system_folders_are_never_mounted(tmp_path: Path) -> None:
     config = Config(
         data=DataConfig(root=str(tmp_path)),
         container=ContainerConfig(runtime="podman", image=IMAGE, mounts=[f"/scratch/copy:{tmp_path}:ro"]),
     )
-    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
-    assert spec is not None
-    assert [mount.source for mount in spec.mounts if mount.target == str(tmp_path)] == ["/scratch/copy"]
-
-
-def test_system_folders_are_never_mounted() -> None:
-    spec = rank_container(
-        config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/")
-    )
-    assert spec is not None
-    assert not {"/", "/usr"} & {mount.target for mount in spec.mounts}
+    mounts = {mount.target: mount.source for mount in spec_of(config, "/usr", "/").mounts}
+    assert mounts[str(tmp_path)] == "/scratch/copy"
+    assert not {"/", "/usr"} & mounts.keys()
 
 
 @pytest.mark.parametrize(
@@ -255,9 +253,7 @@ def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gp
         cluster=ClusterConfig(gpus_per_node=gpus),
         container=ContainerConfig(runtime="podman", image=IMAGE, gpus=setting),
     )
-    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
-    assert spec is not None
-    assert spec.gpus == ("all" if expected else "")
+    assert spec_of(config).gpus == ("all" if expected else "")
 
 
 # --- checks before submission
@@ -272,61 +268,53 @@ def rootfs(tmp_path: Path) -> Path:
     return tmp_path / "image"
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("container", "problem"),
-    [
-        (
-            {"runtime": "podman", "image": "x", "mounts": ["/nowhere/data:/data"]},
-            "container.mounts: /nowhere/data does not exist here; mount folders that only the nodes have by"
-            " container.extra_args",
-        ),
-        ({"runtime": "pyxis", "image": "/no.sqsh"}, "container.image: no such file or folder: /no.sqsh"),
-        (
-            {"runtime": "pyxis", "image": "/proc/self"},
-            "container.image: /proc/self is a folder, and pyxis needs a .sqsh file or an image reference",
-        ),
-        ({"runtime": "apptainer", "image": "/no.sif"}, "container.image: no such file or folder: /no.sif"),
-        (
-            {"runtime": "apptainer", "image": "docker://hpcdist"},
-            "container.image: docker://hpcdist would be fetched by every rank: convert it to a file first",
-        ),
-        (
-            {"runtime": "charliecloud", "image": "/proc/self"},
-            "container.image: /proc/self holds no root file system (no usr and dev in it)",
-        ),
-        (
-            {"runtime": "enroot", "image": "/proc/self"},
-            "container.image: /proc/self holds no root file system (no usr and dev in it)",
-        ),
-    ],
+NO_ROOTFS = "/proc/self holds no root file system (no usr and dev in it)"
+NO_REFERENCE = (
+    "{image} is neither a path that begins with / nor an image reference of pyxis: [USER@][REGISTRY#]IMAGE[:TAG] with"
+    " IMAGE in lower case"
 )
-def test_missing_images_and_mounts_are_reported(tmp_path: Path, container: dict[str, Any], problem: str) -> None:
-    assert container_problems(config(**container), tmp_path, {"PATH": ""}) == [problem]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "image",
+    ("runtime", "image", "problem"),
     [
-        "debian",
-        "ada@registry.site:5000#team/hpcdist:0.1.0",
-        "docker://nvcr.io/nvidia/pytorch:26.10-py3",
-        f"team/hpcdist@sha256:{'0a' * 32}",
-        "dockerd://localhost/Mine:1",
-        str(Path(__file__)),
+        ("pyxis", "/no.sqsh", "no such file or folder: /no.sqsh"),
+        ("pyxis", "/proc/self", "/proc/self is a folder, and pyxis needs a .sqsh file or an image reference"),
+        *(("pyxis", image, NO_REFERENCE) for image in ("podman://hpcdist", "HPC", "my image", "registry#a#b", "hpc:")),
+        ("apptainer", "/no.sif", "no such file or folder: /no.sif"),
+        (
+            "apptainer",
+            "docker://hpcdist",
+            "docker://hpcdist would be fetched by every rank: convert it to a file first",
+        ),
+        ("charliecloud", "/proc/self", NO_ROOTFS),
+        ("enroot", "/proc/self", NO_ROOTFS),
+        *(
+            ("pyxis", image, None)
+            for image in (
+                "debian",
+                "ada@registry.site:5000#team/hpcdist:0.1.0",
+                "docker://nvcr.io/nvidia/pytorch:26.10-py3",
+                f"team/hpcdist@sha256:{'0a' * 32}",
+                "dockerd://localhost/Mine:1",
+                str(Path(__file__)),
+            )
+        ),
     ],
 )
-def test_files_and_references_of_pyxis_are_accepted(tmp_path: Path, image: str) -> None:
-    assert container_problems(config(runtime="pyxis", image=image), tmp_path, {"PATH": ""}) == []
+def test_images_that_a_runtime_cannot_start_are_reported(
+    tmp_path: Path, runtime: str, image: str, problem: str | None
+) -> None:
+    expected = [] if problem is None else [f"container.image: {problem.format(image=image)}"]
+    assert container_problems(config(runtime=runtime, image=image), tmp_path, {"PATH": ""}) == expected
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("image", ["podman://hpcdist", "HPCdist", "my image", "registry#a#b", "hpcdist:"])
-def test_references_that_pyxis_cannot_fetch_are_reported(tmp_path: Path, image: str) -> None:
-    assert container_problems(config(runtime="pyxis", image=image), tmp_path, {"PATH": ""}) == [
-        f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
-        " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
+def test_missing_mount_is_reported(tmp_path: Path) -> None:
+    own = config(runtime="podman", image="x", mounts=["/nowhere/data:/data"])
+    assert container_problems(own, tmp_path, {"PATH": ""}) == [
+        "container.mounts: /nowhere/data does not exist here; mount folders that only the nodes have by"
+        " container.extra_args"
     ]
 
 
@@ -348,12 +336,8 @@ def test_image_of_another_version_is_reported(tmp_path: Path) -> None:
     env = install_podman(tmp_path, f"[ $1 = image ] || echo '{probe_output(hpcdist='0.0.1')}'")
     (problem,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
     assert problem.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
-    assert (
-        container_problems(
-            config(runtime="podman", image=IMAGE), tmp_path, install_podman(tmp_path, f"echo '{probe_output()}'")
-        )
-        == []
-    )
+    env = install_podman(tmp_path, f"echo '{probe_output()}'")
+    assert container_problems(config(runtime="podman", image=IMAGE), tmp_path, env) == []
 
 
 # --- mount points and digests

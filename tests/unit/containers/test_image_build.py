@@ -38,48 +38,49 @@ LOCAL = Base(name="base:1", id="sha256:cd")
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
-def test_docker_command() -> None:
-    base = Base(name="debian:12", digest="sha256:ab")
-    build = Build(checkout=Path("/src"), tag="hpcdist", base=base, revision="abc", created="2026-11-20T08:00:00+00:00")
-    assert shlex.join(build_argv("docker", build)) == (
-        "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
-        " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
-        " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src"
-    )
+@pytest.mark.parametrize(
+    ("engine", "build", "command"),
+    [
+        (
+            "docker",
+            Build(
+                checkout=Path("/src"),
+                tag="hpcdist",
+                base=Base(name="debian:12", digest="sha256:ab"),
+                revision="abc",
+                created="2026-11-20T08:00:00+00:00",
+            ),
+            "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
+            " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
+            " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src",
+        ),
+        (
+            "podman",
+            Build(checkout=Path("/src"), tag="m:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--squash",)),
+            "podman build --format docker --file /src/docker/Dockerfile --tag m:1 --target slim"
+            " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
+            " --build-arg UID=0 --build-arg GID=7 --squash /src",
+        ),
+        (
+            "buildah",
+            Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow"),
+            "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
+            " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src",
+        ),
+    ],
+    ids=["docker", "podman", "buildah"],
+)
+def test_command_of_a_build(engine: Any, build: Build, command: str) -> None:
+    assert shlex.join(build_argv(engine, build)) == command
 
 
-def test_podman_command_with_all_options() -> None:
-    build = Build(
-        checkout=Path("/src"), tag="mine:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--network=host",)
-    )
-    assert shlex.join(build_argv("podman", build)) == (
-        "podman build --format docker --file /src/docker/Dockerfile --tag mine:1 --target slim"
-        " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
-        " --build-arg UID=0 --build-arg GID=7 --network=host /src"
-    )
-
-
-def test_mlflow_image_has_a_separate_dockerfile() -> None:
-    build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow")
-    assert shlex.join(build_argv("buildah", build)) == (
-        "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
-        " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src"
-    )
-
-
-def test_version_label_of_the_dockerfile_is_current() -> None:
-    """The label is the default of a build argument."""
+def test_dockerfile_has_the_version_of_hpcdist_and_the_cuda_version_of_torch() -> None:
     text = (CHECKOUT / "docker" / "Dockerfile").read_text()
     assert re.findall(r"^ARG VERSION=(.*)$", text, re.MULTILINE) == [hpcdist.__version__]
-
-
-def test_pinned_torch_and_base_image_have_the_same_cuda_version() -> None:
     lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
     (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
-    (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04(?:@.*)?$",
-                         (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
-    (label,) = re.findall(r"^ARG CUDA=(.+)$", (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
-    assert runtime == base == label
+    base = r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04(?:@.*)?$"
+    assert [runtime] == re.findall(base, text, re.MULTILINE) == re.findall(r"^ARG CUDA=(.+)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["build", "mlflow", "sbom"])
@@ -101,7 +102,12 @@ def pinned_packages(name: str) -> set[str]:
     return {entry.partition("==")[0] for entry in entries}
 
 
-def test_checkout_is_a_parent_folder(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_checkout_is_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
+    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
+        find_checkout(tmp_path)
+    assert revision_of(tmp_path) == ("", ""), "it is no checkout of git"
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     for name in ("docker/Dockerfile", "hpcdist/__init__.py"):
@@ -110,28 +116,13 @@ def test_checkout_is_a_parent_folder(tmp_path: Path) -> None:
     assert find_checkout(inner) == tmp_path
 
 
-def test_missing_checkout_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
-    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
-        find_checkout(tmp_path)
-
-
 @pytest.mark.processes
-def test_revision_is_empty_outside_of_git(tmp_path: Path) -> None:
-    assert revision_of(tmp_path) == ("", "")
-
-
-@pytest.mark.processes
-def test_failed_build_has_its_exit_code() -> None:
-    with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
-        run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
-
-
-@pytest.mark.processes
-def test_docker_builds_with_buildkit(capfd: pytest.CaptureFixture[str]) -> None:
+def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
     """Docker of Debian 12 refuses the Dockerfiles otherwise: "the --mount option requires BuildKit"."""
     run(Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
     assert capfd.readouterr().out == "1\n"
+    with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
+        run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 # --- The choice of a container engine, with scripts on PATH

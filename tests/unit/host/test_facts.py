@@ -65,22 +65,19 @@ def test_listener_of_a_port_is_identified(monkeypatch: pytest.MonkeyPatch) -> No
     assert machine.listener(port) == ""
 
 
-def test_lookups_have_address_time_or_error() -> None:
+def test_lookups_have_address_time_or_error_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Lookups(["localhost", "no-such-host.invalid"], reverse=["localhost"]).result(30.0)
     assert found["localhost"]["address"] == "127.0.0.1"
     assert found["localhost"]["forward_s"] >= 0
     assert "reverse_s" in found["localhost"]
     assert found["no-such-host.invalid"]["error"]
-
-
-def test_slow_lookup_is_abandoned_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(socket, "gethostbyname", lambda name: answered.wait())
     assert Lookups(["n1"], reverse=[]).result(0.0) == {"n1": {"late": 0.0}}
     answered.set()
 
 
-def test_interfaces_have_state_and_speed_and_exclude_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_have_state_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(text: str, family: int = socket.AF_INET) -> SimpleNamespace:
         return SimpleNamespace(address=text, family=family)
 
@@ -99,13 +96,11 @@ def test_interfaces_have_state_and_speed_and_exclude_loopback(monkeypatch: pytes
         {"name": "ib0", "address": "10.1.0.3", "up": False, "speed_mbit": None},
     ]
 
-
-def test_interfaces_are_unknown_if_their_state_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
 
     monkeypatch.setattr(psutil, "net_if_stats", fail)
-    assert machine.interfaces() == []
+    assert machine.interfaces() == [], "a sandbox"
 
 
 def test_network_variables_exclude_all_others() -> None:
@@ -115,53 +110,35 @@ def test_network_variables_exclude_all_others() -> None:
 
 # --- The GPU facts against a replacement for NVML, since test machines have no GPU
 
-IDLE = gpu(
-    "NVIDIA H200",
-    MemoryInfo=memory(4, 143771),
-    TotalEccErrors=0,
-    CurrentClocksEventReasons=0x01,
-    ComputeRunningProcesses=[],
-)
-
+IDLE = gpu("NVIDIA H200", MemoryInfo=memory(4, 143771), TotalEccErrors=0, CurrentClocksEventReasons=0x01)
 BROKEN = gpu(
     "NVIDIA H200",
     MemoryInfo=memory(90210, 143771),
     TotalEccErrors=2,
     CurrentClocksEventReasons=0xC4,
     ComputeRunningProcesses=processes(4711, 4712),
+    UtilizationRates=SimpleNamespace(gpu=3),
 )
-
-WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksEventReasons=0)
-
-
+WITHOUT_ECC = gpu(
+    "NVIDIA GeForce RTX 4090",
+    MemoryInfo=memory(12, 24564),
+    CurrentClocksEventReasons=0,
+    UtilizationRates=SimpleNamespace(gpu=0),
+)
 #: NVML reports the memory and processes of the slices instead.
-IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
-
-
-def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
-    assert machine.open_gpus() == {}
+IN_MIG_MODE_NAME = "NVIDIA A100-SXM4-40GB"
+IN_MIG_MODE = gpu(IN_MIG_MODE_NAME)
 
 
 def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fake_nvml(monkeypatch, IDLE, BROKEN)
-    idle, broken = machine.gpus()
+    install_fake_nvml(monkeypatch, IDLE, BROKEN, WITHOUT_ECC, IN_MIG_MODE)
+    idle, broken, without_ecc, in_mig_mode = machine.gpus()
     assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
     assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
     assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
-
-
-def test_gpu_that_computes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, idle = (gpu("H100", UtilizationRates=SimpleNamespace(gpu=percent)) for percent in (3, 0))
-    install_fake_nvml(monkeypatch, busy, idle, IN_MIG_MODE)
-    assert [one.busy for one in machine.gpus()] == [True, False, False]
-
-
-def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fake_nvml(monkeypatch, WITHOUT_ECC, IN_MIG_MODE)
-    without_ecc, in_mig_mode = machine.gpus()
+    assert [one.busy for one in (idle, broken, without_ecc)] == [False, True, False]
     assert (without_ecc.total_mb, without_ecc.uncorrected_errors) == (24564, None)
-    assert (in_mig_mode.used_mb, in_mig_mode.total_mb, in_mig_mode.throttled, in_mig_mode.pids) == (None, None, (), ())
+    assert in_mig_mode == Gpu(index=3, name=IN_MIG_MODE_NAME, used_mb=None, total_mb=None, uncorrected_errors=None)
 
 
 def test_old_driver_reports_throttling_and_memory_by_the_former_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,22 +171,20 @@ def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytes
     assert count_gpus() == 3, "the third GPU fails later than the second"
 
 
-def test_machine_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: FakeNvml) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
     install_fake_nvml(monkeypatch, IDLE)
+    monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
     assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
-
-
-def test_driver_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
     monkeypatch.setattr(machine, "DRIVER_S", 0.01)
-    install_fake_nvml(monkeypatch, IDLE)
     assert (machine.gpus(), count_gpus()) == ([], 0)
     answered.set()
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
+    assert machine.open_gpus() == {}
 
 
 def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,20 +44,14 @@ def test_mount_is_the_last_one_on_the_nearest_parent(
 
 
 def test_mount_without_information_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_mounts(monkeypatch)
-    assert storage.mount_of(Path("/srv/runs")) == ("", "")
-
-
-def test_mount_is_empty_if_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/self/mounts")
 
+    assert storage.file_system(Path("/proc/self")) == "proc"
+    set_mounts(monkeypatch)
+    assert storage.mount_of(Path("/srv/runs")) == ("", "")
     monkeypatch.setattr(psutil, "disk_partitions", fail)
     assert storage.mount_of(Path("/srv/runs")) == ("", "")
-
-
-def test_mounts_of_this_machine_are_read() -> None:
-    assert storage.file_system(Path("/proc/self")) == "proc"
 
 
 @pytest.mark.processes
@@ -70,15 +64,12 @@ def test_local_folder_has_no_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ineffective_lock_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
-    assert storage.lock_problem(tmp_path) == "two processes got the same lock"
-
-
-def test_unsupported_lock_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ineffective_or_unsupported_lock_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
+    monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
+    assert storage.lock_problem(tmp_path) == "two processes got the same lock"
     monkeypatch.setattr(storage.fcntl, "flock", fail)
     assert storage.lock_problem(tmp_path) == "No locks available"
 
@@ -120,16 +111,14 @@ def test_file_is_visible_with_its_content(tmp_path: Path) -> None:
     assert storage.sees(path, "token", 0.0)
 
 
-def test_hanging_file_system_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_folder_has_the_space_of_its_parent_and_a_hanging_one_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = storage.describe(tmp_path / "a" / "b", 5.0)
+    assert found["total"] >= found["free"] > 0
+    assert found["kind"]
     answered = threading.Event()
     monkeypatch.setattr(storage, "space", lambda path: answered.wait() and {})
     found = storage.describe(tmp_path, 0.01)
     answered.set()
-    assert found["error"] == "no answer in 0.01 s"
-    assert found["folder"] == str(tmp_path)
-
-
-def test_missing_folder_has_the_space_of_its_parent(tmp_path: Path) -> None:
-    found = storage.describe(tmp_path / "a" / "b", 5.0)
-    assert found["total"] >= found["free"] > 0
-    assert found["kind"]
+    assert (found["error"], found["folder"]) == ("no answer in 0.01 s", str(tmp_path))
