@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +18,6 @@ from typer.main import get_command
 
 from hpcdist.cli import doctor, runs
 from hpcdist.cli.app import make_app
-from hpcdist.config.loading import load_config
-from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.commands import CommandResult, read_command, write_result
@@ -47,13 +45,6 @@ def test_runs_lists_runs_by_creation_time(hpcdist: Cli, make: Make, monkeypatch:
     assert hpcdist("runs").out.startswith("no runs under ")
 
 
-def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Make) -> None:
-    make("first", status="failed", attempt=1, reason="a reason")
-    result = hpcdist("status", "fir")
-    assert result.code == 0
-    assert result.out.splitlines()[:2] == ["status       failed: a reason", "folder       runs/exp/first"]
-
-
 def test_explanation_is_indented_on_a_terminal(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make("first", status="stopped", attempt=1, reason="a reason that is longer than a line of this narrow terminal")
     monkeypatch.setattr(doctor, "console", lambda: Console(width=40, force_terminal=True, color_system=None))
@@ -61,15 +52,6 @@ def test_explanation_is_indented_on_a_terminal(hpcdist: Cli, make: Make, monkeyp
     assert lines[0].startswith("status:   stopped: a reason")
     assert {line[:10] for line in lines} >= {" " * 10, "cause:    "}
     assert max(map(len, lines)) <= 40
-
-
-@pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
-def test_ambiguous_name_is_an_error_with_the_matches(hpcdist: Cli, make: Make, command: str) -> None:
-    make("first")
-    make("fire")
-    assert one_line(hpcdist(command, "fir")) == (
-        "'fir' matches 2 runs (exp/fire, exp/first): write more of the name, or the folder"
-    )
 
 
 def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> None:
@@ -127,51 +109,50 @@ def test_request_is_written_to_the_last_attempt(hpcdist: Cli, make: Make, comman
     with hold(run):
         assert hpcdist(command, "first") == Result(0, output, "")
     request = read_json(run.attempt(2).request) or {}
-    assert request["action"] == command
-    assert (request["cause"], request["by"]) == ("user", f"`hpcdist {command}` by {user_name()}")
+    by = f"`hpcdist {command}` by {user_name()}"
+    assert (request["action"], request["cause"], request["by"]) == (command, "user", by)
     assert not run.attempt(1).request.exists()
 
 
 def test_stop_of_a_plain_script_does_not_promise_a_save(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    run = make("first", f"trainer.script=[{tmp_path}/train.py]", status="running", attempt=1)
-    with hold(run):
+    with hold(make("first", f"trainer.script=[{tmp_path}/train.py]", status="running", attempt=1)):
         assert hpcdist("stop", "first").out == (
             "first: train.py gets SIGTERM, and SIGKILL unless it ends within launch.stop_grace_s;"
             " `hpcdist status first` shows what it has saved\n"
         )
 
 
-@pytest.mark.parametrize("command", ["stop", "cancel"])
 @pytest.mark.parametrize(
     ("status", "attempt", "held"), [("running", 1, False), ("finished", 1, False), ("created", 0, True)]
 )
 def test_stop_and_cancel_reject_a_run_that_is_not_running(
-    hpcdist: Cli, make: Make, command: str, status: str, attempt: int, held: bool
+    hpcdist: Cli, make: Make, status: str, attempt: int, held: bool
 ) -> None:
     run = make("first", status=status, attempt=attempt)
-    holding: AbstractContextManager[None] = hold(run) if held else nullcontext()
-    with holding:
-        message = one_line(hpcdist(command, "first"))
-    assert message.startswith("run first is not running")
-    assert repr(status) in message
+    with hold(run) if held else nullcontext():
+        for command in ("stop", "cancel"):
+            message = one_line(hpcdist(command, "first"))
+            assert message.startswith("run first is not running")
+            assert repr(status) in message
     assert list(run.path.rglob("request.json")) == []
+
+
+@pytest.fixture
+def queued(make: Make, slurm: SetJob) -> RunDir:
+    """A run whose job 7 is in the queue."""
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING", reason="Resources"))
+    return run
 
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
 @pytest.mark.parametrize("before", ["queued", "running"])
 def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
-    hpcdist: Cli,
-    make: Make,
-    slurm: SetJob,
-    monkeypatch: pytest.MonkeyPatch,
-    before: str,
-    command: str,
-    status: str,
+    hpcdist: Cli, queued: RunDir, slurm: SetJob, monkeypatch: pytest.MonkeyPatch, before: Any, command: str, status: str
 ) -> None:
-    run = make("first", status=before, attempt=1)
-    write_json(run.path / "slurm.json", {"job_id": "7"})
-    slurm(job("PENDING", reason="Resources"))
+    queued.write_state(replace(queued.read_state(), status=before))
     cancelled: list[tuple[str, bool]] = []
 
     def scancel(job_id: str, *, pending_only: bool) -> None:
@@ -182,30 +163,27 @@ def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
     output = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
     assert hpcdist(command, "first") == Result(0, output, "")
     assert cancelled == [("7", True)]
-    state = run.read_state()
+    state = queued.read_state()
     assert state.status == status
     assert state.reason.startswith(f"taken out of the queue (`hpcdist {command}` by ")
 
 
 def test_stop_sends_a_request_if_the_job_starts_meanwhile(
-    hpcdist: Cli, make: Make, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, queued: RunDir, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make("first", status="queued")
-    write_json(run.path / "slurm.json", {"job_id": "7"})
-    slurm(job("PENDING"))
     monkeypatch.setattr("hpcdist.slurm.client.cancel_job", lambda job_id, pending_only: slurm(job("RUNNING")))
-    holding = hold(run)
+    holding = hold(queued)
 
     def supervisor_starts(seconds: float) -> None:
-        run.new_attempt()
-        run.write_state(replace(run.read_state(), status="running", attempt=1))
+        queued.new_attempt()
+        queued.write_state(replace(queued.read_state(), status="running", attempt=1))
         holding.__enter__()
 
     monkeypatch.setattr("hpcdist.run.commands.time.sleep", supervisor_starts)
     assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
-    assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
-    assert run.read_state().status == "running"
+    assert (read_json(queued.attempt(1).request) or {})["action"] == "stop"
+    assert queued.read_state().status == "running"
 
 
 @pytest.mark.parametrize(
@@ -223,33 +201,20 @@ def test_stop_sends_a_request_if_the_job_starts_meanwhile(
     ids=["unavailable", "unknown job"],
 )
 def test_stop_reports_an_unknown_state_of_the_job(
-    hpcdist: Cli, make: Make, slurm: SetJob, snapshot: JobSnapshot, message: str
+    hpcdist: Cli, queued: RunDir, slurm: SetJob, snapshot: JobSnapshot, message: str
 ) -> None:
-    run = make("first", status="queued")
-    write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(snapshot)
     assert one_line(hpcdist("stop", "first")).startswith(message)
-    assert run.read_state().status == "queued"
+    assert queued.read_state().status == "queued"
 
 
 # --- `hpcdist save` and `hpcdist profile`; the ranks are replaced
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
     """Set what happens while a command waits for the ranks."""
-
-    def act(action: Callable[[], None]) -> None:
-        class Clock:
-            time = staticmethod(time.time)
-
-            @staticmethod
-            def sleep(seconds: float) -> None:
-                action()
-
-        monkeypatch.setattr(runs, "time", Clock)
-
-    return act
+    return lambda action: monkeypatch.setattr(runs, "time", SimpleNamespace(sleep=lambda _: action()))
 
 
 def running(make: Make, *overrides: str) -> RunDir:
@@ -385,12 +350,7 @@ def test_stop_takes_the_newest_run_that_runs_or_waits(
 def test_newest_sweep_stands_for_its_cells(hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path) -> None:
     make("grid-1", created=20.0)
     write_json(tmp_path / "runs/exp/grid-1/cell.json", {"sweep": "grid"})
-    (tmp_path / "runs/exp/grid").mkdir()
-    cells = [{"name": "grid-1", "label": "1", "values": {"seed": 1}}]
-    write_json(
-        tmp_path / "runs/exp/grid/sweep.json",
-        {"uid": "u", "created": 19.0, "keys": ["seed"], "base": {}, "cells": cells},
-    )
+    make_sweep(tmp_path / "runs")
     assert hpcdist("status").err == "sweep: exp/grid (the newest in runs)\n"
     assert hpcdist("logs").err.splitlines()[1] == "hpcdist: grid is a sweep: name one of its cells (grid-1, …)"
 
@@ -414,8 +374,6 @@ def test_misspelt_names_have_a_suggestion(hpcdist: Cli, make: Make, made: list[R
 
 # --- The argument RUN: a name, prefix or folder finds the run; any other text is a one-line error
 
-Command = Callable[..., tuple[int, str]]
-
 
 def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Return every command with an argument RUN, read from the command line so that new ones are included."""
@@ -428,48 +386,41 @@ def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 COMMANDS = sorted(commands_of(get_command(make_app())))
 assert {("bench", "show"), ("cancel",), ("doctor",), ("logs",), ("resume",), ("sync",)} <= {*COMMANDS}
-
-
 #: Commands that only read; the others would start processes for an existing run.
-READING = [("status",), ("logs",), ("explain",)]
-
-ENDING = [("stop",), ("cancel",)]
+READING = ("status", "logs", "explain")
 
 
 @pytest.fixture
-def command(hpcdist: Cli) -> Command:
-    """Run a command in this process. Returns its exit code and its output."""
+def ended(make: Make) -> Callable[..., RunDir]:
+    """Make a finished run with a log."""
 
-    def run(*arguments: str) -> tuple[int, str]:
-        result = hpcdist(*arguments)
-        return result.code, result.out + result.err
+    def made(name: str) -> RunDir:
+        run = make(name, status="finished", reason="ended", attempt=1, ended=2.0)
+        run.attempt(1).log(0).write_text("one line of the log\n")
+        return run
 
-    return run
-
-
-def make(runs_dir: Path, name: str, experiment: str = "exp") -> RunDir:
-    run = RunDir.create(runs_dir / experiment / name)
-    run.config.write_text(run_yaml(load_config("ddp_digits", [f"name={name}", f"runs_dir={runs_dir}"])))
-    run.new_attempt().log(0).write_text("one line of the log\n")
-    run.write_state(replace(run.read_state(), status="finished", reason="ended", attempt=1, ended=2.0))
-    return run
+    return made
 
 
-def make_sweep(runs_dir: Path, name: str, *cells: str) -> SweepDir:
-    sweep = SweepDir(runs_dir / "exp" / name)
-    sweep.path.mkdir(parents=True)
-    listed = [{"name": cell, "label": cell, "values": {"seed": 1}} for cell in cells]
-    write_json(sweep.file, {"uid": "u", "created": 1.0, "keys": ["seed"], "base": {}, "cells": listed})
+@pytest.fixture
+def first(ended: Callable[..., RunDir]) -> RunDir:
+    ended("second")
+    return ended("first")
+
+
+def make_sweep(runs_dir: Path) -> SweepDir:
+    sweep = SweepDir(runs_dir / "exp" / "grid")
+    sweep.path.mkdir(parents=True, exist_ok=True)
+    cells = [{"name": "grid-1", "label": "grid-1", "values": {"seed": 1}}]
+    write_json(sweep.file, {"uid": "u", "created": 19.0, "keys": ["seed"], "base": {}, "cells": cells})
     return sweep
 
 
 def test_text_without_a_matching_run_is_a_one_line_error(
-    runs_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, first: RunDir, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make(runs_dir, "first")
-    make(runs_dir, "second")
-    make_sweep(runs_dir, "grid", "grid-1")
-    before = run.path.joinpath("state.json").read_bytes()
+    make_sweep(runs_dir)
+    before = first.path.joinpath("state.json").read_bytes()
     monkeypatch.chdir(runs_dir)
     (runs_dir / "a_file").touch()
     texts = ["", " ", "*", "f*", "a**b", "?irst", "[f]irst", ".", "..", "/", "a_file", "exp", "x" * 5000, "exp/*"]
@@ -477,106 +428,100 @@ def test_text_without_a_matching_run_is_a_one_line_error(
     for words in COMMANDS:
         # `cost` also takes an experiment.
         for text in [text for text in texts if (words, text) != (("cost",), "exp")]:
-            code, output = command(*words, "--runs-dir", str(runs_dir), "--", text)
-            assert code == 2, (words, text, output)
-            assert "Traceback" not in output
-            assert len(output) < 500, (words, text)
-            assert output.startswith("hpcdist: "), (words, text, output)
-    assert run.path.joinpath("state.json").read_bytes() == before
-    assert not run.attempt(1).request.exists()
+            code, out, err = hpcdist(*words, "--runs-dir", str(runs_dir), "--", text)
+            assert code == 2, (words, text, out)
+            assert "Traceback" not in err
+            assert len(out + err) < 500, (words, text)
+            assert (out + err).startswith("hpcdist: "), (words, text, out)
+    assert first.path.joinpath("state.json").read_bytes() == before
+    assert not first.attempt(1).request.exists()
 
 
 @pytest.mark.parametrize("text", ["absolute", "relative", "slash", "dots", "dot", "first", "exp/first", "fir"])
 def test_run_is_found_by_folder_name_and_prefix(
-    runs_dir: Path, command: Command, text: str, monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, first: RunDir, runs_dir: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make(runs_dir, "first")
-    make(runs_dir, "second")
-    monkeypatch.chdir(run.path if text == "dot" else runs_dir.parent)
-    texts = {"absolute": str(run.path), "relative": "runs/exp/first", "slash": f"{run.path}/"}
+    texts = {"absolute": str(first.path), "relative": "runs/exp/first", "slash": f"{first.path}/"}
     texts |= {"dots": "runs/exp/../exp/first", "dot": "."}
     name = texts.get(text, text)
+    monkeypatch.chdir(first.path if text == "dot" else runs_dir.parent)
     found = resolve_run(name, runs_dir)
-    assert found.path == run.path
-    assert (found.name, found.experiment) == ("first", "exp")
-    for words in READING:
-        code, output = command(*words, "--runs-dir", str(runs_dir), name)
-        assert code == 0, (words, output)
-    for words in ENDING:
-        code, output = command(*words, "--runs-dir", str(runs_dir), name)
-        assert code == 2, (words, output)
-        expected = "hpcdist: run first is not running: it has no supervisor, and its last state is 'finished'\n"
-        assert output == expected, "the run was found"
+    assert (found.path, found.name, found.experiment) == (first.path, "first", "exp")
+    for command in READING:
+        assert hpcdist(command, "--runs-dir", str(runs_dir), name).code == 0, command
+    for command in ("stop", "cancel"):
+        message = one_line(hpcdist(command, "--runs-dir", str(runs_dir), name))
+        assert message == "run first is not running: it has no supervisor, and its last state is 'finished'"
 
 
-def test_sweep_is_found_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
-    make(runs_dir, "first")
-    sweep = make_sweep(runs_dir, "grid", "grid-1")
+def test_sweep_is_found_by_folder_name_and_prefix(hpcdist: Cli, first: RunDir, runs_dir: Path) -> None:
+    sweep = make_sweep(runs_dir)
     for text in (str(sweep.path), f"{sweep.path}/", "grid", "exp/grid", "gri"):
         found = resolve(text, runs_dir)
         assert isinstance(found, SweepDir)
         assert found.path == sweep.path
-        code, output = command("stop", "--runs-dir", str(runs_dir), text)
-        assert (code, output) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
+        assert one_line(hpcdist("stop", text)) == "no cell of sweep grid runs or waits (1 cells: 1 missing)"
     with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
         resolve_run("grid", runs_dir)
 
 
-def test_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
-    make_sweep(runs_dir, "grid", "grid-1")
-    make(runs_dir, "grid-1")
+def test_ambiguous_prefix_is_an_error_with_the_matches(
+    hpcdist: Cli, ended: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The real module imports mlflow, which takes seconds.
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
+    make_sweep(runs_dir)
+    ended("grid-1")
     assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
-    with pytest.raises(RunFolderError, match=r"^'gri' matches 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
-        resolve("gri", runs_dir)
+    for command in ("status", "logs", "stop", "cancel", "resume", "sync"):
+        assert one_line(hpcdist(command, "gri")) == (
+            "'gri' matches 2 runs (exp/grid, exp/grid-1): write more of the name, or the folder"
+        )
 
 
 # --- folders of other users
 @pytest.fixture
-def foreign_run(runs_dir: Path) -> RunDir:
+def foreign_run(ended: Callable[..., RunDir]) -> RunDir:
     if os.geteuid() != 0:
         pytest.skip("only root can change the owner of a folder")
-    run = make(runs_dir, "theirs")
+    run = ended("theirs")
     for path in [run.path, *run.path.rglob("*")]:
         os.lchown(path, 65534, 65534)
     return run
 
 
-def test_commands_on_all_runs_skip_runs_of_other_users(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
-    mine = make(runs_dir, "mine")
+def test_commands_on_all_runs_skip_runs_of_other_users(
+    hpcdist: Cli, foreign_run: RunDir, ended: Callable[..., RunDir], runs_dir: Path
+) -> None:
+    mine = ended("mine")
     assert [run.path for run in find_runs(runs_dir)] == [mine.path]
     assert list_runs(runs_dir).num_others == 1
-    note = "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name"
-    code, output = command("runs", "--runs-dir", str(runs_dir))
-    assert code == 0
-    assert note in output
-    assert "theirs" not in output
+    code, out, _ = hpcdist("runs")
+    assert (code, "theirs" in out) == (0, False)
+    assert "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name" in out
 
 
-def test_run_of_another_user_can_be_read_but_not_changed(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
-    for words in READING:
-        code, output = command(*words, "--runs-dir", str(runs_dir), "theirs")
-        assert code == 0, (words, output)
-    for words in (("stop",), ("cancel",), ("resume",), ("doctor",), ("sync",)):
+def test_run_of_another_user_can_be_read_but_not_changed(hpcdist: Cli, foreign_run: RunDir) -> None:
+    for command in READING:
+        assert hpcdist(command, "theirs").code == 0, command
+    for command in ("stop", "cancel", "resume", "doctor", "sync"):
         for text in ("theirs", str(foreign_run.path)):
-            code, output = command(*words, "--runs-dir", str(runs_dir), text)
-            assert code == 2, (words, output)
-            expected = (
-                f"run folder {foreign_run.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
-            )
-            assert expected in output
+            code, out, err = hpcdist(command, text)
+            assert code == 2, (command, out)
+            assert (
+                f"run folder {foreign_run.path} belongs to nobody, and `hpcdist {command}` acts only on your own runs"
+            ) in out + err
     assert not foreign_run.attempt(1).request.exists()
 
 
-def test_link_of_another_user_to_an_own_run_is_skipped(runs_dir: Path) -> None:
+def test_link_of_another_user_to_an_own_run_is_skipped(first: RunDir, runs_dir: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can change the owner of a link")
-    run = make(runs_dir.parent / "elsewhere", "mine")
-    (runs_dir / "exp").mkdir(parents=True)
-    link = runs_dir / "exp" / "planted"
-    link.symlink_to(run.path)
-    assert [found.name for found in find_runs(runs_dir)] == ["planted"]
-    os.lchown(link, 65534, 65534)
-    assert find_runs(runs_dir) == []
+    first.path.rename(runs_dir.parent / "elsewhere")
+    first.path.symlink_to(runs_dir.parent / "elsewhere")
+    assert "first" in [found.name for found in find_runs(runs_dir)]
+    os.lchown(first.path, 65534, 65534)
+    assert "first" not in [found.name for found in find_runs(runs_dir)]
 
 
 @pytest.mark.parametrize(
@@ -590,18 +535,16 @@ def test_link_of_another_user_to_an_own_run_is_skipped(runs_dir: Path) -> None:
     ],
 )
 def test_resume_rejects_a_folder_that_others_can_write(
-    runs_dir: Path, command: Command, mode: int, inner: int, refused: str
+    hpcdist: Cli, first: RunDir, mode: int, inner: int, refused: str
 ) -> None:
-    run = make(runs_dir, "first")
-    (run.path / "attempts").chmod(inner)
-    run.path.chmod(mode)
-    code, output = command("resume", "--runs-dir", str(runs_dir), "first")
-    assert code == 2
+    (first.path / "attempts").chmod(inner)
+    first.path.chmod(mode)
+    message = one_line(hpcdist("resume", "first"))
     if refused:
-        path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
-        assert output == (
-            f"hpcdist: {path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
-            f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
+        path = next(path for path in (first.path, *first.path.iterdir()) if path.name == refused)
+        assert message == (
+            f"{path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+            f" `hpcdist resume` would execute their code: `chmod -R go-w {first.path}`"
         )
     else:
-        assert output == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"
+        assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"

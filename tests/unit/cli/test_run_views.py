@@ -1,4 +1,4 @@
-"""Output of commands on a terminal and in a log: plan, progress, result, tables of runs."""
+"""Output of the commands on runs: plan, progress, result, tables of runs, and runs that are followed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import Make
+from command_line import Make, SetJob, job
 from rich.console import Console
 
+from hpcdist.checks.doctor import status_check
 from hpcdist.cli import run_views
 from hpcdist.cli.run_views import (
     RunView,
+    follow,
     format_metrics,
     read_rows,
     read_status,
@@ -27,11 +30,13 @@ from hpcdist.cli.run_views import (
     show_plan,
     show_runs,
     show_status,
+    stream_log,
 )
 from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
 from hpcdist.host.files import write_json
+from hpcdist.run import status
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
@@ -81,38 +86,48 @@ def plan(**changes: Any) -> Plan:
     return replace(Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={}), **changes)
 
 
-def test_plan_has_five_rows(console: Console, tmp_path: Path) -> None:
-    show_plan(console, Config(), plan(), tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
-    assert rows_of(console) == [
-        "trainer     ddp",
-        "roles       trainer → rank 0 … 1",
-        "devices     2 × cpu, gloo, 1 thread per rank",
-        f"run folder  {tmp_path}",
-        "MLflow      http://ada:***@mlflow:5000",
-    ]
+ROLES = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
 
 
-def test_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Path) -> None:
-    roles = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
-    devices = {"trainer": "cuda", "parameter_server": "cpu"}
-    with_roles = plan(num_ranks=3, device="cuda", roles=roles, devices=devices)
-    show_plan(console, Config(), with_roles, tmp_path, "x", verbose=False)
-    assert rows_of(console)[1:5] == [
-        "roles       rank  role                  device",
-        "            0     trainer:0             cuda",
-        "            1-2   parameter_server:0-1  cpu",
-        "devices     1 × cuda + 2 × cpu, gloo, 1 thread per rank",
-    ]
-
-
-def test_plan_shows_the_script_without_passwords(console: Console, tmp_path: Path) -> None:
-    config = Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"]))
-    show_plan(console, config, plan(num_ranks=1, threads=4, device="cuda"), tmp_path, "x", verbose=False)
-    assert rows_of(console)[:3] == [
-        "trainer     /a/[b]/train.py --db http://ada:***@host",
-        "roles       trainer → rank 0",
-        "devices     1 × cuda, gloo, 4 threads per rank",
-    ]
+@pytest.mark.parametrize(
+    ("config", "changes", "rows"),
+    [
+        (
+            Config(),
+            {},
+            ["trainer     ddp", "roles       trainer → rank 0 … 1", "devices     2 × cpu, gloo, 1 thread per rank"],
+        ),
+        (
+            Config(),
+            {
+                "num_ranks": 3,
+                "device": "cuda",
+                "roles": ROLES,
+                "devices": {"trainer": "cuda", "parameter_server": "cpu"},
+            },
+            [
+                "trainer     ddp",
+                "roles       rank  role                  device",
+                "            0     trainer:0             cuda",
+                "            1-2   parameter_server:0-1  cpu",
+                "devices     1 × cuda + 2 × cpu, gloo, 1 thread per rank",
+            ],
+        ),
+        (
+            Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"])),
+            {"num_ranks": 1, "threads": 4, "device": "cuda"},
+            [
+                "trainer     /a/[b]/train.py --db http://ada:***@host",
+                "roles       trainer → rank 0",
+                "devices     1 × cuda, gloo, 4 threads per rank",
+            ],
+        ),
+    ],
+    ids=["two ranks", "roles", "script"],
+)
+def test_plan(console: Console, tmp_path: Path, config: Config, changes: dict[str, Any], rows: list[str]) -> None:
+    show_plan(console, config, plan(**changes), tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
+    assert rows_of(console) == [*rows, f"run folder  {tmp_path}", "MLflow      http://ada:***@mlflow:5000"]
 
 
 def test_verbose_plan_shows_command_and_variables_without_secrets(console: Console, tmp_path: Path) -> None:
@@ -186,26 +201,18 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     ]
 
 
-def test_progress_on_a_terminal_is_a_progress_bar() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
-    with RunView(console) as shown:
-        shown.progress({"step": 4, "total_steps": 100, "metrics": METRICS})
-        shown.progress({"step": 50, "total_steps": 100, "metrics": METRICS})
-    last = text_of(console).rpartition("step")[2]
-    assert "50/100" in last
-    assert "loss 0.1235  accuracy 0.975" in last
-
-
-def test_narrow_progress_bar_keeps_step_and_total() -> None:
+def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_one() -> None:
     numbers = METRICS | {"train/samples_per_s": 3832.0, "train/return": 1.5}
-    for width in (50, 80):
+    for width in (50, 80, 120):
         console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         with RunView(console) as shown:
-            shown.progress({"step": 253, "total_steps": 46000, "metrics": numbers})
+            for step in (4, 253):
+                shown.progress({"step": step, "total_steps": 46000, "metrics": numbers})
         last = text_of(console).rpartition("step")[2].splitlines()[0]
         assert " 253/46000 " in last, (width, last)
         assert "loss 0.1235" in last, (width, last)
         assert "-:--:--" in last, (width, last)
+    assert "loss 0.1235  return 1.5  accuracy 0.975" in last
 
 
 def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(
@@ -317,14 +324,19 @@ def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Mak
     ]
 
 
-@pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
-def test_end_of_an_unfinished_run_names_the_resume_command(console: Console, make: Make, status: str) -> None:
-    run = make(status=status, reason="a reason")
-    lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
-    assert lines == [
+def test_end_of_an_unfinished_run_names_the_resume_command(console: Console, make: Make) -> None:
+    run = make(status="failed", reason="a reason")
+    uri = TrackingConfig(uri="http://ada:s3cret@mlflow")
+    assert end(console, run, run.read_state(), tracking=uri) == [
         "review in MLflow: hpcdist ui --tracking-uri 'http://ada:***@mlflow'",
         f"continue: hpcdist resume {run.path}",
-        f"{status}: a reason",
+        "failed: a reason",
+    ]
+    ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}
+    write_json(run.mlflow, ids)  # it is in MLflow: links to its page and views
+    assert end(console, run, run.read_state(), tracking=uri)[3:-2] == [
+        "review in MLflow: http://mlflow/#/experiments/7/runs/ab?workflowType=machine_learning",
+        "  Cost: http://mlflow/#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-cost",
     ]
 
 
@@ -339,34 +351,18 @@ def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(console: Con
     ]
 
 
-def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, make: Make) -> None:
-    run = make(status="finished", reason="a reason")
-    ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}
-    write_json(run.mlflow, ids)
-    assert end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow")) == [
-        "review in MLflow: http://mlflow/#/experiments/7/runs/ab?workflowType=machine_learning",
-        "  Cost: http://mlflow/#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-cost",
-        "finished: a reason",
-    ]
-
-
 # --- status of runs
 
 
-def test_table_of_runs_does_not_cut_names_on_a_narrow_terminal(console: Console, make: Make, runs_dir: Path) -> None:
-    run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long reason " * 9)
-    show_runs(console, *read_rows(listed(run)), runs_dir)
-    assert "exp/ddp-20261120-051903-ab12" in text_of(console)
-
-
-def test_table_of_runs_lists_the_newest_last(make: Make, runs_dir: Path) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
+def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_dir: Path) -> None:
+    old = make("zzz-20261120-051903-ab12", created=1.0, attempt=3, status="failed", reason="nan [at] step 3 " * 9)
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
-    show_runs(console, *read_rows(listed(new, old)), runs_dir)
-    lines = [line for line in rows_of(console) if "exp/" in line]
-    assert [line.split()[1] for line in lines] == ["exp/zzz", "exp/aaa"]
+    for width in (60, 100):
+        console = Console(file=io.StringIO(), width=width)
+        show_runs(console, *read_rows(listed(new, old)), runs_dir)
+        lines = [line for line in rows_of(console) if "exp/" in line]
+        assert [line.split()[1] for line in lines] == ["exp/zzz-20261120-051903-ab12", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
     assert "lost" in lines[1]
 
@@ -431,12 +427,10 @@ def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Make) ->
 
 
 def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Make) -> None:
-    run = make(status="running", attempt=1, world_size=2)
-    show_status(console, run)
-    assert rows_of(console) == [
-        "status       lost",
-        f"folder       {run.path}",
-        "attempt      1, 0 restarts after failures",
+    show_status(console, make(status="running", attempt=1, world_size=2))
+    rows = rows_of(console)
+    assert rows[0] == "status       lost"
+    assert rows[-2:] == [
         "next         the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow",
         "checkpoints  none yet",
     ]
@@ -451,35 +445,28 @@ def waiting(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_status_of_a_queued_run_shows_the_expected_start(
-    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = waiting(make(status="queued"), monkeypatch)
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    facts = JobInfo(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
-    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
-    show_status(console, run)
-    monkeypatch.undo()
-    time.tzset()
-    slurm = "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 07:06, 0:01:00 in the queue"
-    assert [row for row in rows_of(console) if row.startswith(("status", "Slurm"))] == ["status       queued", slurm]
-
-
 @pytest.mark.parametrize(
     ("snapshot", "row"),
     [
+        (
+            JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Resources", started=4e9)),
+            "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 ",
+        ),
         (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
         (JobSnapshot(), "Slurm        the job is no longer known"),
     ],
-    ids=["unavailable", "unknown job"],
+    ids=["waiting", "unavailable", "unknown job"],
 )
-def test_status_without_an_answer_of_slurm(
-    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
+def test_status_has_the_answer_of_slurm(
+    console: Console, make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
 ) -> None:
     monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
-    show_status(console, waiting(make(status="finished"), monkeypatch))
-    assert row in rows_of(console)
+    run = waiting(make(status="queued"), monkeypatch)
+    show_status(console, run)
+    assert [line for line in rows_of(console) if line.startswith(row)]
+    if snapshot.error:
+        show_runs(console, *read_rows(listed(run)), runs_dir)
+        assert "Slurm does not report the states of jobs (no answer)" in rows_of(console)
 
 
 def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,11 +491,209 @@ def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatc
     assert [word for word in expected if word not in text] == []
 
 
-def test_table_of_runs_reports_an_unavailable_slurm(
-    make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+# --- `follow` and `logs -f` continue through restarts and requeues until the run ends
+
+
+def test_log_is_that_of_the_rank_that_failed_first(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(status="failed", attempt=1)
+    attempt = run.attempt(1)
+    for rank in range(2):
+        attempt.log(rank).write_text(f"rank {rank}\n")
+    write_json(attempt.failure, {"rank": 1})
+    assert "".join(stream_log(run, None, None, follow=False)) == "rank 1\n"
+    assert capsys.readouterr().err == "hpcdist: the log of rank 1, which failed first\n"
+    assert "".join(stream_log(run, 0, None, follow=False)) == "rank 0\n"
+
+
+class Events:
+    """Events of a run while a command follows it: one at each pause of the command."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]) -> None:
+        self._events: Iterator[Callable[[], object]] = iter(events)
+        monkeypatch.setattr(run_views, "Event", lambda: self)
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s == run_views.POLL_S
+        next(self._events, lambda: pytest.fail("the command waits after the last event"))()
+
+
+def append(path: Path, text: str) -> None:
+    with open(path, "a") as file:
+        file.write(text)
+
+
+def test_followed_log_continues_through_all_attempts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(status="running", attempt=1)
+    log = run.attempt(1).log(0)
+
+    def two_restarts() -> None:
+        """An attempt that starts and ends between two polls."""
+        append(log, "c")
+        for number in (2, 3):
+            run.new_attempt()
+            run.attempt(number).log(0).write_text(f" attempt {number} ")
+        run.write_state(replace(run.read_state(), attempt=3))
+
+    def finish() -> None:
+        append(run.attempt(3).log(0), "last")
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Events(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
+    with hold(run):
+        assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
+
+
+def test_followed_log_ends_with_a_lost_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(status="running", attempt=1)
+    run.attempt(1).log(0).write_text("the whole log")
+    Events(monkeypatch, [])
+    assert "".join(stream_log(run, 0, None, follow=True)) == "the whole log"
+
+
+# --- jobs of Slurm
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> SetJob:
+    """Set the job snapshot that Slurm returns; each poll returns a new one."""
+    now: list[JobSnapshot] = []
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(status, "QUERY_EVERY_S", 0.0)
+    monkeypatch.setattr(status, "QUERY_UNAVAILABLE_S", 0.0)
+    return now.append
+
+
+def submitted(run: RunDir) -> RunDir:
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    return run
+
+
+def test_follow_prints_each_straggler_event_once(make: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(status="running", attempt=1)
+
+    def report(text: str) -> None:
+        line = {"role": "trainer", "name": "n3", "event": "slow", "text": text}
+        append(run.attempt(1).stragglers, json.dumps(line) + "\n")
+
+    def finish() -> None:
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Events(
+        monkeypatch, [lambda: report("n3 is slow"), lambda: None, lambda: report("n3 is slower"), lambda: None, finish]
+    )
+    with hold(run):
+        follow(console, run)
+    assert [line for line in rows_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
+
+
+def test_follow_continues_through_a_requeue(
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(client, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
-    show_runs(console, *read_rows(listed(waiting(make(status="queued"), monkeypatch))), runs_dir)
-    assert "queued" in text_of(console)
-    assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"
+    run = submitted(make(status="queued"))
+
+    def state(**changes: Any) -> None:
+        run.write_state(replace(run.read_state(), **changes))
+
+    def beat(step: int) -> None:
+        write_json(run.attempt(1).beat(0), {"time": 1.0, "step": step, "total_steps": 9, "metrics": {}})
+
+    holding = hold(run, job_id="7")
+
+    def starts() -> None:
+        holding.__enter__()
+        slurm(job("RUNNING", nodes="n[1-2]"))
+        run.new_attempt()
+        state(status="running", attempt=1)
+        beat(4)
+
+    def preempted() -> None:
+        """The supervisor has written the state, which looks like the end, but still runs."""
+        state(status="stopped", reason="everything saved (SIGTERM)")
+
+    def supervisor_exits() -> None:
+        """No supervisor holds the lease, and the job is in the queue."""
+        holding.__exit__(None, None, None)
+        state(status="queued")
+        slurm(job("PENDING", reason="BeginTime"))
+
+    def starts_again() -> None:
+        """The supervisor has not written a state yet."""
+        slurm(job("RUNNING", nodes="n3"))
+
+    def runs_again() -> None:
+        state(status="running", reason="")
+
+    def ends() -> None:
+        state(status="finished", reason="all done")
+
+    slurm(job("PENDING", reason="Priority"))
+    events = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, supervisor_exits]
+    Events(monkeypatch, [*events, starts_again, runs_again, ends])
+    assert follow(console, run).status == "finished"
+    assert rows_of(console) == [
+        "queued: job 7 waits (Priority)",
+        "queued: job 7 waits (Resources)",
+        "running: job 7 on n[1-2]",
+        "step 4/9",
+        "stopped: everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
+        "queued: requeued (everything saved (SIGTERM)); job 7 waits (BeginTime)",
+        "starting: job 7 is RUNNING on n3",
+        "running: job 7 on n3",
+    ]
+
+
+def test_follow_without_progress_prints_states_only(
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="running", attempt=1))
+    write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
+    slurm(job("RUNNING"))
+    Events(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    with hold(run, job_id="7"):
+        assert follow(console, run, progress=False).status == "finished"
+    assert rows_of(console) == ["running: job 7"]
+
+
+def test_follow_closes_a_run_whose_job_died_without_a_status(
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers of Slurm must agree, since a network file system may show changes of the folder later."""
+    run = submitted(make(status="queued"))
+    slurm(job("FAILED", exit_code=1, nodes="n1"))
+    Events(monkeypatch, [lambda: None])
+    state = follow(console, run)
+    assert (state.status, state.reason) == ("failed", "job 7 ended as FAILED with exit code 1 on n1")
+    assert run.read_state() == state
+
+
+def test_follow_prints_a_note_if_slurm_is_unavailable(
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="running", attempt=1))
+    slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
+    Events(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    assert follow(console, run).status == "finished"
+    assert rows_of(console) == [
+        "running",
+        "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
+    ]
+
+
+def test_follow_closes_a_local_run_without_a_lease(
+    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1)
+    Events(monkeypatch, [])
+    state = follow(console, run)
+    assert (state.status, state.reason) == ("failed", "its supervisor died")
+
+
+def test_end_of_the_job_of_a_lost_run_is_shown_once(make: Make, slurm: SetJob) -> None:
+    """The reason of such a run is the end of its job, also after another process has recorded it."""
+    run = submitted(make(status="running", attempt=1))
+    slurm(job("NODE_FAIL"))
+    for name in ("lost", "failed"):
+        found = status.status_of(run)
+        sentence = f"{name}: {found.reason}"
+        assert (run_views._status_line(found), status_check(run, found).text) == (sentence, sentence)
+        status.close_if_lost(run)
