@@ -110,37 +110,18 @@ def newer(path: Path) -> None:
 
 def numbers(value: object) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
-        found = read_json(path) or {}
-        path.write_text(
-            json.dumps({key: value if isinstance(old, (int, float)) else old for key, old in found.items()})
-        )
+        found = (read_json(path) or {}).items()
+        path.write_text(json.dumps({key: value if isinstance(old, (int, float)) else old for key, old in found}))
 
     return damage
 
 
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
 
-
-def dangling(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/nowhere/at/all")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
+    return damage
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -158,11 +139,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "long number": text('{"attempt": ' + "9" * 6000 + "}"),
     "binary": lambda path: path.write_bytes(bytes(range(256)) * 8) and None,
     "surrogate": text('{"status": "\\ud800", "reason": "\\ud800", "text": "\\ud800"}\n'),
-    "folder": folder,
-    "dangling": dangling,
-    "loop": loop,
-    "pipe": pipe,
-    "endless": endless,
+    "folder": replaced(Path.mkdir),
+    "dangling": replaced(lambda path: path.symlink_to("/nowhere/at/all")),
+    "loop": replaced(lambda path: path.symlink_to(path)),
+    "pipe": replaced(os.mkfifo),
+    "endless": replaced(lambda path: path.symlink_to("/dev/zero")),
     "newer": newer,
     "format": lambda path: path.write_text('{"format": "new"}') and None,
 }
@@ -306,43 +287,32 @@ def test_commands_report_a_damaged_file_in_one_line(
                 read(run)
 
 
-def test_damaged_sweep_file_raises_an_error_with_its_path(undamaged: Path, tmp_path: Path) -> None:
-    for kind, damage in DAMAGES.items():
-        runs_dir = tmp_path / "runs"
-        shutil.rmtree(runs_dir, ignore_errors=True)
-        shutil.copytree(undamaged, runs_dir)
-        sweep = SweepDir(runs_dir / "counting" / "grid")
-        damage(sweep.file)
-        if kind in ("NaN", "infinite", "huge", "negative") or "created" not in sweep.file.name:
-            with pytest.raises((HpcdistError, OSError), match=r"sweep\.json"):
-                sweep.read()
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_sweep_file_raises_an_error_with_its_path(undamaged: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(undamaged, tmp_path / "runs")
+    sweep = SweepDir(tmp_path / "runs" / "counting" / "grid")
+    DAMAGES[kind](sweep.file)
+    with pytest.raises((HpcdistError, OSError), match=r"sweep\.json"):
+        sweep.read()
 
 
 def test_messages_about_damaged_and_newer_state_files(undamaged: Path, tmp_path: Path) -> None:
-    runs_dir = tmp_path / "runs"
-    shutil.copytree(undamaged, runs_dir)
-    run = RunDir(runs_dir / "counting" / "half")
+    run = RunDir(shutil.copytree(undamaged, tmp_path / "runs") / "counting" / "half")
     path = run.path / "state.json"
-    output = {}
-    for kind, content in {
-        "truncated": '{"status": "run',
-        "newer": '{"format": 2, "status": "dormant"}',
-        "unknown": '{"format": 1, "status": "dormant"}',
-        "later key": '{"format": 1, "status": "stopped", "mood": "fine"}',
-        "missing key": '{"format": 1}',
+    for content, message in {
+        '{"status": "run': "is damaged (it holds no JSON object): restore it, or remove the run folder",
+        '{"format": 2, "status": "dormant"}': (
+            "was written by a newer hpcdist (format 2; this version reads up to 1): upgrade hpcdist"
+        ),
+        '{"format": 1, "status": "dormant"}': "is damaged: status cannot be 'dormant'",
+        '{"format": 1}': "is damaged: it has no status",
     }.items():
         path.write_text(content)
-        try:
-            output[kind] = run.read_state().status
-        except HpcdistError as error:
-            output[kind] = str(error).removeprefix(f"{path} ")
-    assert output == {
-        "truncated": "is damaged (it holds no JSON object): restore it, or remove the run folder",
-        "newer": "was written by a newer hpcdist (format 2; this version reads up to 1): upgrade hpcdist",
-        "unknown": "is damaged: status cannot be 'dormant'",
-        "later key": "stopped",
-        "missing key": "is damaged: it has no status",
-    }
+        with pytest.raises(HpcdistError) as raised:
+            run.read_state()
+        assert str(raised.value) == f"{path} {message}"
+    path.write_text('{"format": 1, "status": "stopped", "mood": "fine"}')
+    assert run.read_state().status == "stopped", "a key of a later version"
 
 
 def test_search_for_an_unfinished_run_skips_damaged_runs(undamaged: Path, tmp_path: Path) -> None:
