@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import csv
+import functools
 import io
 import json
 import os
@@ -19,19 +20,24 @@ import torch
 from command_line import Cli, Make, Result, one_line
 from hpcdist_runs import unused_port
 from report_scene import BEGAN, account, add_attempt
+from sample_comm import sample
 
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.review.ledger import CAUSES
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
+from hpcdist.supervisor import local as supervisor_local
 from hpcdist.tracking import sync_runs, ui
 from hpcdist.tracking.sync_runs import SyncReport
+from hpcdist.trainers.comm.results import ARTIFACT, Results
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -59,7 +65,9 @@ def runs(make: Make) -> list[RunDir]:
     return found
 
 
-def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[RunDir]) -> None:
+def test_cost_of_one_run_has_a_line_for_each_cause_and_of_all_runs_for_each_run(
+    hpcdist: Cli, runs: list[RunDir]
+) -> None:
     result = hpcdist("cost", "second")
     assert (result.code, result.err) == (0, "")
     assert "core-hours" in result.out
@@ -67,13 +75,11 @@ def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[Ru
     cells = [re.findall(r"[\w.%]+", line) for line in result.out.splitlines()]
     assert ["down", "4", "40.0", "%"] in cells
     assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "data", "compute", "idle", "down"]
-
-
-def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[RunDir]) -> None:
     result = hpcdist("cost", "--by", "run")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
     assert "down 40%, idle 20%" in result.out, "the largest losses"
+    assert hpcdist("cost", "old").out == "no runs with a ledger\n"
 
 
 def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: list[RunDir]) -> None:
@@ -163,12 +169,6 @@ def test_cost_of_a_sweep_is_that_of_its_cells(
     assert len(rows(hpcdist("cost", "grid", "--csv").out)) == 2
 
 
-def test_nothing_to_show(hpcdist: Cli, make: Make) -> None:
-    make("old")
-    assert hpcdist("cost", "old").out == "no runs with a ledger\n"
-    assert "no run" in one_line(hpcdist("cost", "absent"))
-
-
 # --- `hpcdist compare`
 
 
@@ -256,14 +256,9 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
 def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
     message = one_line(hpcdist("export", run.name, "--format", "keras"))
     assert message.startswith("Invalid value for '--format': 'keras' is not one of 'safetensors', 'onnx', 'torch'")
-    assert "--format" in one_line(hpcdist("export", run.name))
-    assert "no run 'second'" in one_line(hpcdist("export", "second", "--format", "torch"))
     assert "has no checkpoint of step 5: it has 10, 20" in one_line(
         hpcdist("export", run.name, "--format", "torch", "--checkpoint", "5")
     )
-
-
-def test_onnx_of_a_folder_that_others_can_write_is_refused(hpcdist: Cli, run: RunDir) -> None:
     run.path.chmod(0o770)
     assert "is writable by group or others" in one_line(hpcdist("export", run.name, "--format", "onnx"))
 
@@ -440,3 +435,104 @@ def test_report_is_written_and_its_path_printed(hpcdist: Cli, make: Make, monkey
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     assert "no browser was found: open /" in hpcdist("report", "--open").err
     assert "report       runs/exp/first/report.html" in hpcdist("status", "first").out
+
+
+# --- `hpcdist bench`
+
+
+@pytest.fixture
+def bench(hpcdist: Cli) -> Cli:
+    """Run `hpcdist bench` in this process, in an empty folder."""
+    return functools.partial(hpcdist, "bench")
+
+
+@pytest.fixture
+def make_benchmark(tmp_path: Path) -> Make:
+    """Make a finished benchmark in `runs/comm`, newer than all others."""
+    times = iter(range(1000, 2000))
+
+    def make(name: str, results: Results | None, *, status: Any = "finished", experiment: str = "comm") -> RunDir:
+        config = load_config("bench_comm", [f"name={name}", f"runs_dir={tmp_path}/runs", f"experiment={experiment}"])
+        run = create.create_run(config, tmp_path)
+        run.write_state(replace(run.read_state(), status=status, created=float(next(times))))
+        if results is not None:
+            (run.artifacts / ARTIFACT).parent.mkdir(parents=True)
+            (run.artifacts / ARTIFACT).write_text(results.to_json())
+        return run
+
+    return make
+
+
+def mistake(result: Result) -> str:
+    """Return the message of a rejected command, which prints nothing else."""
+    assert result.out == ""
+    return one_line(result)
+
+
+def test_show_prints_the_report_or_json(bench: Cli, make_benchmark: Make) -> None:
+    make_benchmark("first", sample())
+    result = bench("show", "fir")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main")
+    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
+    assert len(json.loads(bench("show", "first", "--json").out)["rows"]) == len(sample().rows)
+    assert mistake(bench("show", "first", "--json", "--compare", "last")) == "--json and --compare exclude each other"
+
+
+def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Make) -> None:
+    rows = [replace(row, median_s=4 * row.median_s, p99_s=4 * row.p99_s, min_s=4 * row.min_s) for row in sample().rows]
+    make_benchmark("first", sample())
+    make_benchmark("second", replace(sample(), rows=rows))
+    out = bench("show", "second", "--compare", "first").out
+    assert "compared with first: all_reduce is slower at 29 of 29 sizes" in out
+    assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
+
+
+def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark: Make) -> None:
+    make_benchmark("oldest", sample())
+    make_benchmark("baseline", sample())
+    make_benchmark("elsewhere", sample(), experiment="other")
+    make_benchmark("two-nodes", sample(2))
+    make_benchmark("gpu", replace(sample(), partition="gpu"))
+    make_benchmark("broken", sample(), status="failed")
+    make_benchmark("stopped", replace(sample(), complete=False))
+    make_benchmark("nothing", None)
+    make_benchmark("now", sample())
+    make_benchmark("later", sample())
+    assert "\ncompared with baseline: nothing is slower" in bench("show", "now", "--compare", "last").out
+    out = bench("show", "two-nodes", "--compare", "last").out
+    assert "\nno comparison: " in out
+
+
+def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_benchmark: Make) -> None:
+    make_benchmark("four", sample())
+    make_benchmark("gpu", replace(sample(2), partition="gpu", backend="nccl"))
+    result = bench("show", "four", "--compare", "gpu")
+    assert (result.code, result.err) == (
+        2,
+        "hpcdist: not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
+        " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
+    )
+
+
+def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_benchmark: Make) -> None:
+    make_benchmark("empty", None)
+    assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
+    assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
+    assert mistake(bench("comm", "--compare", "nowhere")).startswith("no run 'nowhere' under ")
+    assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
+
+
+def test_detached_benchmark_prints_the_report_command(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_local, "detach", lambda run, env: 4711)
+    result = bench("comm", "--detach", "name=first")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("report after the end of the run: hpcdist bench show first\n")
+
+
+def test_dry_run_of_a_benchmark_starts_nothing(bench: Cli, tmp_path: Path) -> None:
+    result = bench("comm", "--dry-run", "name=planned", "launch.num_ranks=3")
+    assert (result.code, "3 × cpu, gloo" in result.out) == (0, True)
+    result = bench("comm", "--dry-run", "--cluster", "devcluster", "name=planned", "cluster.nodes=4")
+    assert (result.code, "#SBATCH --nodes=4" in result.out) == (0, True)
+    assert not (tmp_path / "runs").exists()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,10 +19,14 @@ from command_line import Cli, Make, Result, SetJob, job, one_line
 from rich.console import Console
 from typer.main import get_command
 
+from hpcdist.checks import doctor as checks_doctor
+from hpcdist.checks import slurm as checks_slurm
+from hpcdist.checks import storage
 from hpcdist.cli import doctor, runs
 from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json, write_json
+from hpcdist.host.machine import ok
 from hpcdist.run.commands import CommandResult, read_command, write_result
 from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.lease import hold, user_name
@@ -548,3 +555,92 @@ def test_resume_rejects_a_folder_that_others_can_write(
         )
     else:
         assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
+
+
+# --- `hpcdist doctor` with its real checks, except those that start ranks or query clusters
+
+
+@pytest.fixture
+def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run `hpcdist doctor` in this process, on a machine without Slurm."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(checks_doctor, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
+    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: checks_slurm.SlurmFacts(missing=checks_slurm.NEEDED))
+    which = shutil.which
+
+    def without_slurm(name: str, *more: Any, **named: Any) -> str | None:
+        return None if name == "sbatch" else which(name, *more, **named)
+
+    monkeypatch.setattr(shutil, "which", without_slurm)
+    monkeypatch.setattr(checks_doctor.host_machine, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(checks_doctor, "container_runtime", lambda: "")
+    return functools.partial(hpcdist, "doctor")
+
+
+def checks(text: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the findings of the document by section and name."""
+    return {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
+
+
+def test_doctor_prints_sections_and_a_summary(checked: Cli, tmp_path: Path) -> None:
+    code, out, err = checked()
+    assert (code, err) == (0, ""), out
+    first, *lines = out.splitlines()
+    assert first.startswith("hpcdist ")
+    titles = [line for line in lines if line and not line.startswith((" ", "No problem"))]
+    assert titles == [
+        "Software",
+        "Training test",
+        "GPUs",
+        "Processors and memory",
+        "Folder of runs",
+        "MLflow",
+        "Host name",
+        "Slurm",
+        "Containers",
+    ]
+    assert "  ok       2 ranks, gloo  32 checks passed" in lines
+    assert f"{tmp_path}/runs" in out
+    assert lines[-1].startswith("No problem found that would make a run fail;")
+    assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
+
+
+def test_doctor_prints_json(checked: Cli, tmp_path: Path) -> None:
+    code, out, err = checked("--json", "--runs-dir", str(tmp_path / "mine"))
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["would_fail"], found["run"], found["runs_dir"]) == (False, None, f"{tmp_path}/mine")
+    assert {"hpcdist", "host", "time"} <= found.keys()
+    assert checks(out)["Training test", "2 ranks, gloo"]["level"] == "ok"
+
+
+def test_doctor_exits_with_1_if_a_run_would_fail(checked: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = storage.os.access
+    # Root can write everywhere.
+    monkeypatch.setattr(storage.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    code, out, _ = checked()
+    assert code == 1
+    # A long path is never cut, so the line may break around it.
+    words = " ".join(out.split())
+    assert "FAILURE runs" in words
+    assert "1 problem would make a run fail" in words
+    assert f"- Folder of runs, runs: {tmp_path} belongs to" in words
+
+
+def test_doctor_reports_a_tracking_uri_with_a_redacted_password(checked: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:***@mlflow.site")
+    code, out, _ = checked("--json")
+    found = checks(out)["MLflow", "store"]
+    assert (code, found["level"], "HPCDIST_TRACKING_URI" in found["text"]) == (0, "warning", True)
+
+
+def test_doctor_checks_the_folder_of_a_local_run(checked: Cli, make: Make, tmp_path: Path) -> None:
+    run = make("first")
+    code, out, err = checked("first", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["run"] == str(run.path)
+    found = checks(out)
+    assert found["Run", "state"]["text"] == "created"
+    assert found["Folder of runs", "runs"]["text"] == str(run.path)
+    assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db does not exist; the first run creates it"
