@@ -87,44 +87,46 @@ def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: Ends) -> None:
     assert "closed the parent run" not in result.out
 
 
-def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: Ends) -> None:
-    def rejects(run: RunDir) -> State:
-        raise UserMistake("another process holds it")
-
-    cells["lr_0.1"] = rejects
-    result = hpcdist(*SWEEP[:4], "seed=1", "--sweep", "optim.lr=0.1,0.2")
-    assert "tune-seed_1-lr_0.1: another process holds it" in result.out
-    assert "1 finished" in result.out
-    assert result.code == 1
+def rejected(run: RunDir) -> State:
+    raise UserMistake("another process holds it")
 
 
-@pytest.mark.parametrize("in_cell", [True, False], ids=["in a cell", "between cells"])
-def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: Ends, in_cell: bool) -> None:
-    def stopped(run: RunDir) -> State:
-        if in_cell:  # as the signal handler of the supervisor writes it
-            run.attempt(1).send_request(StopRequest(cause="signal", by="SIGINT"))
-            return State(status="stopped", reason="saved")
-        os.kill(os.getpid(), signal.SIGINT)
-        return State(status="finished")
+def stopped(cause: Any) -> Callable[[RunDir], State]:
+    """End a cell after a request, as the signal handler of the supervisor or `hpcdist stop CELL` writes it."""
 
-    cells["seed_2"] = stopped
-    result = hpcdist(*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
-    assert (result.code, result.err) == (0, "")
-    ended = "1 created, 1 finished, 1 stopped" if in_cell else "1 created, 2 finished"
-    assert f"sweep tune: {ended}" in result.out
-    assert "run the same command again for missing and failed cells" in result.out
-    assert "closed the parent run" in result.out
-
-
-def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: Ends) -> None:
-    def stopped(run: RunDir) -> State:
-        run.attempt(1).send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
+    def stop(run: RunDir) -> State:
+        run.attempt(1).send_request(StopRequest(cause=cause, by="SIGINT"))
         return State(status="stopped", reason="saved")
 
-    cells["seed_1"] = stopped
+    return stop
+
+
+def interrupted(run: RunDir) -> State:
+    """Send Ctrl-C between two cells."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return State(status="finished")
+
+
+@pytest.mark.parametrize(
+    ("end", "counts", "code"),
+    [
+        (rejected, "1 created, 2 finished", 1),
+        (stopped("user"), "2 finished, 1 stopped", 0),
+        (stopped("signal"), "1 created, 1 finished, 1 stopped", 0),
+        (interrupted, "1 created, 2 finished", 0),
+    ],
+    ids=["rejected", "stopped", "Ctrl-C in a cell", "Ctrl-C between cells"],
+)
+def test_ctrl_c_ends_the_sweep_and_nothing_else_does(
+    hpcdist: Cli, cells: Ends, end: Callable[[RunDir], State], counts: str, code: int
+) -> None:
+    cells["seed_2"] = end
     result = hpcdist(*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
-    assert "sweep tune: 2 finished, 1 stopped" in result.out
-    assert result.code == 0
+    assert (result.code, result.err) == (code, "")
+    assert f"sweep tune: {counts}" in result.out
+    assert "run the same command again for missing and failed cells" in result.out
+    assert ("seed_2: another process holds it" in result.out) == (end is rejected)
+    assert ("closed the parent run" in result.out) == ("created" in counts)
 
 
 def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cells: Ends) -> None:
@@ -276,14 +278,9 @@ def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: Run
     assert "the rerun is failed: values after its last step are not compared" in again.out
 
 
-def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
-    result = hpcdist("rerun", "first", "--dry-run")
-    assert result.code == 0
-    assert [path.name for path in first.path.parent.iterdir()] == ["first"]
-    assert "run" not in trains
-
-
 def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
+    assert hpcdist("rerun", "first", "--dry-run").code == 0
+    assert [path.name for path in first.path.parent.iterdir()] == ["first"]
     facts = read_json(first.environment) or {}
     cores = 4 * num_cores()
     changed = {**facts, "python": "3.1", "cores": cores, "image": "hpcdist:old", "image_digest": "sha256:1a"}
