@@ -56,7 +56,7 @@ def bandwidths(operation: str, num_bytes: int, time_s: float, num_ranks: int) ->
     """
     algbw = num_bytes / time_s
     share = (num_ranks - 1) / num_ranks
-    if operation in ("all_reduce", "ring_all_reduce"):
+    if operation == "all_reduce":
         return algbw, algbw * 2 * share
     if operation in ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter"):
         return algbw, algbw * share

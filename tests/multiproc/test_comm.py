@@ -21,7 +21,6 @@ from hpcdist.rank.process_group import Groups
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import CommConfig, train
-from hpcdist.trainers.comm.measurement_plan import check, points
 from hpcdist.trainers.comm.operations import (
     OPERATIONS,
     REDUCTIONS,
@@ -32,9 +31,9 @@ from hpcdist.trainers.comm.operations import (
     Broadcast,
     Operation,
     Reduction,
-    RingAllReduce,
     Team,
     Works,
+    check,
     make_teams,
 )
 from hpcdist.trainers.comm.results import CheckResult, read_results
@@ -95,7 +94,7 @@ class UnsupportedBroadcast(Broadcast):
 
 
 def check_and_measure(here: Rank) -> dict[str, Any]:
-    """Return the check results of all operations and of faulty ones, the results of rings, and timings."""
+    """Return the check results of all operations and of faulty ones, and timings."""
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     groups = Groups(control, dist.distributed_c10d._get_default_store())
@@ -124,30 +123,9 @@ def check_and_measure(here: Rank) -> dict[str, Any]:
         "correct": correct,
         "wrong": wrong,
         "unsupported": check_operation(UnsupportedBroadcast, None, WORLD, "uint8"),
-        "ring": reduce_in_rings(here, teams[WORLD]),
         "timings": measure_timings(teams[WORLD], groups),
         "maximum": groups.max([0.1 * here.rank, 0.2 - 0.1 * here.rank]),
     }
-
-
-def reduce_in_rings(here: Rank, world: Team) -> dict[str, Any]:
-    """Return the bytes and the error of a ring all-reduce of floats, and the sizes at which integers are wrong."""
-    generator = torch.Generator().manual_seed(here.rank)
-    floats = RingAllReduce(world, 10_007, torch.float32)
-    floats.source.copy_(torch.randn(10_007, generator=generator))
-    exact = floats.source.double()
-    dist.all_reduce(exact)
-    floats.run()
-    wrong = []
-    for count in (1, 2, 3, 4, 31, 1000):
-        ring = RingAllReduce(world, count, torch.int64)
-        ring.source.copy_(torch.arange(count) * (here.rank + 1))
-        ring.run()
-        ring.run()  # again, with the same buffers
-        if not torch.equal(ring.result, torch.arange(count) * 18):
-            wrong.append(count)
-    error = float((floats.result - exact).abs().max())
-    return {"bytes": floats.result.numpy().tobytes(), "error": error, "wrong": wrong}
 
 
 def measure_timings(world: Team, groups: Groups) -> list[Any]:
@@ -169,7 +147,7 @@ def test_all_operations_are_correct_in_all_groups(by_rank: list[dict[str, Any]])
     results = by_rank[0]["correct"]
     assert [result for result in results if result.ok is not True] == []
     assert {result.group for result in results} == {"world", "within nodes", "across nodes", "halves"}
-    assert len({result.operation for result in results}) == 24
+    assert len({result.operation for result in results}) == 20
 
 
 def test_faulty_operations_are_reported_with_rank_and_value(by_rank: list[dict[str, Any]]) -> None:
@@ -197,13 +175,6 @@ def test_unsupported_operation_is_skipped_with_the_backends_message(by_rank: lis
     )
 
 
-def test_ring_all_reduce_is_exact_and_identical_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
-    rings = [found["ring"] for found in by_rank]
-    assert [ring["wrong"] for ring in rings] == [[], [], []]
-    assert len({ring["bytes"] for ring in rings}) == 1
-    assert rings[0]["error"] < 1e-5
-
-
 def test_timings_are_those_of_the_slowest_rank(by_rank: list[dict[str, Any]]) -> None:
     assert by_rank[0]["timings"] == by_rank[1]["timings"] == by_rank[2]["timings"]
     assert [found["maximum"] for found in by_rank] == [[0.2, 0.2]] * 3
@@ -220,7 +191,6 @@ CONFIG = Config(
         "comm": CommConfig(
             operations=[
                 "all_reduce",
-                "ring_all_reduce",
                 "all_gather",
                 "send_recv",
                 "barrier",
@@ -233,23 +203,20 @@ CONFIG = Config(
 )
 
 
-def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
-    """Run until `stop_after` points or the end; return the number of points and the reason of the end."""
+def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> str:
+    """Run to the end, or to a stop signal after `stop_after` checks and measurements; return the reason of the end."""
     flag = StopFlag()
     with open_context(here, RunDir(path), CONFIG, flag) as ctx:
-        do, count = train.Bench.do, 0
+        should_stop = ctx.should_stop
 
-        def counted(bench: train.Bench, point: Any) -> None:
-            nonlocal count
-            do(bench, point)
-            count += 1
-            if count == stop_after:
-                flag.is_set = True
+        def counted(step: int) -> bool:
+            flag.is_set = flag.is_set or step == stop_after
+            return should_stop(step)
 
-        train.Bench.do = counted  # type: ignore[method-assign]
+        ctx.should_stop = counted  # type: ignore[assignment,method-assign]
         train.train(ctx, CONFIG)
         ctx.close()
-    return count, ctx.end_reason
+    return ctx.end_reason
 
 
 def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
@@ -262,39 +229,35 @@ def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
 
 
 @pytest.mark.faults
-def test_stopped_benchmark_resumes_with_the_next_point(tmp_path: Path) -> None:
+def test_stopped_benchmark_keeps_its_results_and_starts_again(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    first = spawn_ranks(run_benchmark, 3, path=run.path, stop_after=40)
-    assert len({count for count, _ in first}) == 1
-    stopped_at = first[0][0]
-    assert 40 <= stopped_at < 60
+    spawn_ranks(run_benchmark, 3, path=run.path, stop_after=40)
     before = read_results(run.artifacts)
     assert not before.complete
+    assert before.checked
     second = spawn_ranks(run_benchmark, 3, path=run.path)
     results = read_results(run.artifacts)
-    places = results.ranks
-    total = len(points(CONFIG.section(CommConfig), [place.node for place in places]))
-    assert [count for count, _ in second] == [total - stopped_at] * 3
     assert results.complete
-    assert results.checked[: len(before.checked)] == before.checked
-    assert results.rows[: len(before.rows)] == before.rows
+    keys = [(one.operation, one.group, one.dtype) for one in results.checked]
+    assert len(keys) == len(set(keys)) > len(before.checked)
+    checked, measured = {key[:2] for key in keys}, {(row.operation, row.group) for row in results.rows}
+    assert {(name.partition("[")[0], group) for name, group in checked} >= measured
 
-    assert [place.rank for place in places] == [0, 1, 2]
+    assert [place.rank for place in results.ranks] == [0, 1, 2]
     assert {(row.operation, row.group) for row in results.rows} >= {
         ("all_reduce", "world"),
         ("all_reduce", "halves"),
-        ("ring_all_reduce", "world"),
         ("barrier", "world"),
     }
-    rings = [row for row in results.rows if row.operation == "ring_all_reduce"]
-    assert [row.bytes for row in rings] == [1 << power for power in range(2, 13)]
+    sums = [row for row in results.rows if row.label == "all_reduce"]
+    assert [row.bytes for row in sums] == [1 << power for power in range(2, 13)]
     parts = [row for row in results.rows if (row.operation, row.group) == ("all_gather", "world")]
     assert [(row.size, row.bytes) for row in parts[:5]] == [(1, 3), (4, 6), (8, 9), (16, 18), (32, 33)]
     assert all(row.busbw == pytest.approx(row.bytes / row.median_s * 2 / 3) for row in parts)
     assert sorted((pair.source, pair.target) for pair in results.pairs) == [
         (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
     ]  # fmt: skip
-    assert "all_reduce of 4096 B" in second[0][1]
+    assert "all_reduce of 4096 B" in second[0]
 
 
 def test_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
@@ -310,7 +273,7 @@ def test_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
 
 
 TINY = (
-    "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
+    "comm.operations=[send_recv,all_reduce,pairs]",
     "comm.max_bytes=4K",
     "launch.device=cpu",
     "launch.num_ranks=2",
@@ -326,7 +289,7 @@ def test_local_benchmark_writes_report_and_measurements(runs: Runs) -> None:
     artifacts = runs.run_dir("bench-first").artifacts
     results = read_results(artifacts)
     assert results.complete
-    assert {row.operation for row in results.rows} == {"send_recv", "ring_all_reduce", "all_reduce"}
+    assert {row.operation for row in results.rows} == {"send_recv", "all_reduce"}
     assert all(check.ok for check in results.checked)
     report = (artifacts / "comm" / "report.txt").read_text()
     assert "2 ranks on 1 node (" in report

@@ -265,7 +265,7 @@ def bench(runs: SlurmRuns, name: str, *more: str) -> str:
         f"name={name}",
         "experiment=digits",
         f"tracking.uri=sqlite:///{runs.database}",
-        "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
+        "comm.operations=[send_recv,all_reduce,pairs]",
         "comm.max_bytes=64K",
         "tracking.system_interval_s=0",
     )

@@ -73,13 +73,13 @@ def _rows(rng: random.Random, noise: float) -> list[Row]:
     rows = [
         row(operation, _noisy(start_s + size / speed, rng, noise), size)
         for operation, start_s, speed in (
-            ("ring_all_reduce", 4e-4, 3e8),
+            ("reduce", 4e-4, 3e8),
             ("all_reduce", 2e-4, 6e8),
             ("broadcast", 1e-4, 9e8),
         )
         for size in (2**power for power in range(29))
     ]
-    return [*rows, row("barrier", 2e-4, 0, dtype="", algbw=None, busbw=None)]
+    return [*rows, row("barrier", 2e-4, 0, algbw=None, busbw=None)]
 
 
 def row(operation: str, median_s: float, size: int, **changed: Any) -> Row:
@@ -88,7 +88,6 @@ def row(operation: str, median_s: float, size: int, **changed: Any) -> Row:
         operation=operation,
         group="world",
         group_size=4,
-        dtype="float32",
         size=size,
         bytes=size,
         iterations=40,

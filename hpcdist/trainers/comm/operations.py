@@ -1,10 +1,13 @@
-"""The operations that are checked and measured: test data, groups of ranks, buffers, calls and expected results."""
+"""The operations of the benchmark, the groups of ranks in which they run, and the checks of their results."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, get_args
@@ -13,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist.rank.collective_check import largest_exact
-from hpcdist.trainers.comm import COMM_DTYPES
+from hpcdist.rank.collective_check import largest_exact, synchronize
+from hpcdist.rank.process_group import Groups
+from hpcdist.trainers.comm.results import CheckResult
 
 # Test data for exact checks of transport and reduction: whole numbers that depend on rank and index.
 #
@@ -29,7 +33,10 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMM_DTYPES}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
 #: Limit of sums in dtypes that represent larger numbers exactly.
 _ENOUGH = 1 << 20
 #: A prime, so that data shifted by a power of two, such as a wrong chunk, differs.
@@ -389,7 +396,7 @@ class AllToAll(Operation):
 
 
 class Barrier(Operation):
-    """Barrier of all ranks. It is checked by a counter in the store, see `trainers/comm/measurement_plan.py`."""
+    """Barrier of all ranks. It is checked by a counter in the store, see `_compare_barrier`."""
 
     name, has_async = "barrier", False
 
@@ -424,36 +431,6 @@ class AllReduce(Operation):
         return [dist.all_reduce(self.source, self.operator, self.team.group, async_op=async_op)]
 
 
-class RingAllReduce(AllReduce):
-    """All-reduce implemented with isend and irecv: Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
-
-    The data are divided into one segment for each rank. First the segments circulate and each rank adds its own values,
-    so that after n - 1 steps each rank has the result of one segment. Then the results circulate. Each rank sends
-    2 (n - 1) / n of the data, the minimum. A segment is reduced in one order and then copied, so the results of all
-    ranks are bit-identical.
-    """
-
-    name, has_async = "ring_all_reduce", False
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        n, data = self.team.size, self.empty(self.count)
-        ends = [self.count * i // n for i in range(n + 1)]
-        self._segments = [data[ends[i] : ends[i + 1]] for i in range(n)]
-        self._arrived = self.empty(max(map(len, self._segments)))
-        return data, data
-
-    def call(self, *, async_op: bool) -> Works:
-        n, me = self.team.size, self.team.index
-        for s in range(n - 1):
-            mine = self._segments[(me - s - 1) % n]
-            arrived = self._arrived[: len(mine)]
-            wait_for(self.team.exchange(self._segments[(me - s) % n], arrived))
-            _COMBINE[self.reduction](mine, arrived, out=mine)
-        for s in range(n - 1):
-            wait_for(self.team.exchange(self._segments[(me + 1 - s) % n], self._segments[(me - s) % n]))
-        return []
-
-
 class Reduce(AllReduce):
     name, has_root, is_one_way = "reduce", True, True
 
@@ -486,7 +463,6 @@ OPERATIONS: dict[str, type[Operation]] = {
     for kind in (
         SendRecv,
         IsendIrecv,
-        RingAllReduce,
         AllReduce,
         Reduce,
         Broadcast,
@@ -498,3 +474,109 @@ OPERATIONS: dict[str, type[Operation]] = {
         Barrier,
     )
 }
+
+
+# Correctness of an operation's result on every rank, at sizes that do not divide evenly.
+
+#: Error messages of torch and its backends for an unsupported operation, equal on every rank.
+_UNSUPPORTED = re.compile(
+    r"not support|unsupported|not implemented|invalid scalar type|no backend type associated|unhandled scalar",
+    re.IGNORECASE,
+)
+#: Numbers of elements (of each rank's part, if there are parts): one, a few, and enough for several messages.
+_COUNTS = (1, 7, 20_011)
+_LATE_S = 0.02
+#: Number of the check, equal on all ranks.
+_serial = itertools.count()
+
+
+def check(
+    kind: type[Operation], reduction: Reduction | None, team: Team, dtype: str, groups: Groups, *, node: str
+) -> CheckResult:
+    """Compare the result of an operation with the exact expected result. Call it on every rank.
+
+    Args:
+        kind: the operation.
+        reduction: the operator of a reduction.
+        team: the group of this rank.
+        dtype: data type, a key of `DTYPES`.
+        groups: exchange the results of all ranks; their store counts the ranks in a barrier.
+        node: node name of this rank, for the report.
+    """
+    wrong, unsupported, serial, title = "", "", next(_serial), kind.title(reduction)
+    if team.size >= max(kind.least_ranks, 1 if team.name == WORLD else 2):
+        try:
+            # All cases, also after a wrong result, because the other ranks continue with the next case.
+            cases = _cases(kind, reduction or "sum", team, DTYPES[dtype])
+            found = [_compare(operation, groups, serial) for operation in cases]
+            wrong = next(filter(None, found), "")
+        except (RuntimeError, ValueError) as error:
+            if not _UNSUPPORTED.search(str(error)):
+                raise
+            unsupported = " ".join(str(error).split())[:200]
+    errors = groups.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
+    reasons = list(filter(None, groups.all_gather(unsupported)))
+    ok: bool | None = True
+    text = ""
+    if sentences := list(filter(None, errors)):
+        ok, text = False, sentences[0]
+        if len(sentences) > 1:
+            text += f"; {len(sentences) - 1} more of {len(errors)} ranks have wrong results"
+    elif reasons:
+        ok, text = None, f"{team.backend} does not support {title} of {dtype}: {reasons[0]}"
+    elif team.largest < kind.least_ranks:
+        ok, text = None, f"{title} needs {kind.least_ranks} ranks"
+    return CheckResult(operation=title, group=team.name, dtype=dtype, ok=ok, error=text)
+
+
+def _cases(kind: type[Operation], reduction: Reduction, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
+    for count in _COUNTS[:1] if kind is Barrier else _COUNTS:
+        # The total does not grow with the world size: checks of a thousand ranks would take minutes.
+        whole = max(1, count // team.size) * team.size if kind.has_parts else count
+        for root in {0, team.size - 1} if kind.has_root else {0}:
+            yield kind(team, whole, dtype, root=root, reduction=reduction)
+
+
+def _compare(operation: Operation, groups: Groups, serial: int) -> str:
+    """Return a description of a wrong result of the blocking or the asynchronous call; empty if both are correct."""
+    if isinstance(operation, Barrier):
+        return _compare_barrier(operation, groups, serial)
+    found = []
+    for async_op in (False, True) if operation.has_async else (False,):
+        operation.fill()
+        wait_for(operation.call(async_op=async_op))
+        found.append(_difference(operation))
+    return next(filter(None, found), "")
+
+
+def _difference(operation: Operation) -> str:
+    if not len(operation.result):
+        return ""
+    got, expected = operation.result.cpu(), operation.expected()
+    if got.dtype == expected.dtype and torch.equal(got, expected):
+        return ""
+    places = torch.nonzero(got != expected).flatten()
+    index = int(places[0])
+    title = operation.title(operation.reduction if operation.reduces else None)
+    title += f" of {len(got)} x {str(got.dtype).removeprefix('torch.')}"
+    title += f" (root is rank {operation.group_root})" if operation.has_root else ""
+    group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
+    return (
+        f"{title}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"
+        f" ({len(places)} of {len(got)} differ)"
+    )
+
+
+def _compare_barrier(operation: Barrier, groups: Groups, serial: int) -> str:
+    """Let one rank arrive late; no rank may leave the barrier before it."""
+    team = operation.team
+    for late in (0, team.size - 1):
+        key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
+        if team.index == late:
+            time.sleep(_LATE_S)
+        groups.store.add(key, 1)
+        operation.run()
+        synchronize(team.device)
+        if (num_arrived := groups.store.add(key, 0)) < team.size:
+            return f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived"
+    return ""

@@ -1,13 +1,12 @@
 """The report of the communication benchmark: tables of the main results, wrong results, and the bottleneck.
 
-The tables show selected sizes, one dtype, and as many columns as fit; `results.json` has all measurements.
+The tables show selected sizes, and as many columns as fit; `results.json` has all measurements.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -23,7 +22,6 @@ from hpcdist.trainers.comm.results import (
     Row,
     bottleneck,
     changes,
-    label,
     link_speeds,
     sentences,
     slower,
@@ -42,9 +40,8 @@ CONVENTION = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.m
 def report(results: Results, width: int) -> RenderableType:
     """Return the complete report for a width in columns; the bottleneck is at the end."""
     parts: list[RenderableType] = [_line(heading(results)), *map(_line, _checks(results))]
-    rows = main_rows(results)
-    for group in dict.fromkeys(row.group for row in rows):
-        of_group = [row for row in rows if row.group == group]
+    for group in dict.fromkeys(row.group for row in results.rows):
+        of_group = [row for row in results.rows if row.group == group]
         by_size = [row for row in of_group if row.busbw is not None]
         sizes = _choose(sorted({row.size for row in by_size}), (width - 34) // 21)
         name = "" if group == "world" else f" in groups of {of_group[0].group_size} ({group})"
@@ -74,18 +71,18 @@ def show(console: Console, page: RenderableType) -> None:
 
 def compared(now: Results, before: Results, name: str, width: int) -> RenderableType:
     """Return a table of times relative to an earlier benchmark, and the slowdowns."""
-    found = changes(replace(now, rows=main_rows(now)), before)
+    found = changes(now, before)
     sizes = _choose(sorted({change.now.size for changed in found.values() for change in changed}), (width - 34) // 10)
     table = _table(map(amount, sizes))
     for changed in found.values():
         slow = slower(changed)
         if changed[0].now.size:  # a barrier has none
-            _add_row(table, label(changed[0].now), {one.now.size: _ratio(one, one in slow) for one in changed}, sizes)
+            _add_row(table, changed[0].now.label, {one.now.size: _ratio(one, one in slow) for one in changed}, sizes)
     title = f"time relative to {name}; ! slower beyond noise"
     return Group(
         _line(title, "bold"),
         table,
-        *(_line(f"compared with {name}: {line}") for line in sentences(changes(now, before))),
+        *(_line(f"compared with {name}: {line}") for line in sentences(found)),
     )
 
 
@@ -101,12 +98,6 @@ def heading(results: Results) -> str:
         f"torch {results.torch}" + (f", NCCL {results.nccl}" if results.nccl else ""),
     ]
     return ", ".join(filter(None, parts))
-
-
-def main_rows(results: Results) -> list[Row]:
-    """Return the rows of the first dtype of each operation."""
-    types: dict[str, str] = {}
-    return [row for row in results.rows if types.setdefault(row.operation, row.dtype) == row.dtype]
 
 
 def _checks(results: Results) -> Iterator[str]:

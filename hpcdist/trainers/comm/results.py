@@ -55,7 +55,6 @@ class Row:
     operation: str  #: for a reduction, its sum
     group: str  #: `world`, or the partition into groups that communicate at the same time: `halves`, `even and odd`, …
     group_size: int
-    dtype: str
     size: int  #: nominal size, a power of two
     bytes: int  #: actual size, rounded up to equal parts; the size as defined in nccl-tests
     iterations: int
@@ -64,6 +63,11 @@ class Row:
     min_s: float
     algbw: float | None
     busbw: float | None
+
+    @property
+    def label(self) -> str:
+        """Name without the size, such as `all_reduce` or `broadcast, halves`."""
+        return self.operation if self.group == "world" else f"{self.operation}, {self.group}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class Pair:
 class Results:
     """All results of a benchmark; incomplete if the run was stopped."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     backend: str
     device: str  #: `cpu` or `cuda`
     world_size: int
@@ -162,9 +166,6 @@ def disturbance(results: Results) -> float:
 #: Slowdowns by less than this factor are not reported.
 MIN_SLOWDOWN = 1.2
 
-#: Operation, group and dtype.
-Key = tuple[str, str, str]
-
 
 @dataclass(frozen=True)
 class Change:
@@ -201,13 +202,13 @@ def differences(now: Results, before: Results) -> str:
     return ", ".join(f"{name} {one} now and {other} before" for name, one, other in facts if one != other)
 
 
-def changes(now: Results, before: Results) -> dict[Key, list[Change]]:
-    """Return the measurements that both benchmarks contain, by operation, ordered by size."""
-    known = {(_key(row), row.size): row for row in before.rows}
-    found: dict[Key, list[Change]] = defaultdict(list)
+def changes(now: Results, before: Results) -> dict[str, list[Change]]:
+    """Return the measurements that both benchmarks contain, by label, ordered by size."""
+    known = {(row.label, row.size): row for row in before.rows}
+    found: dict[str, list[Change]] = defaultdict(list)
     for row in sorted(now.rows, key=lambda row: row.size):
-        if (theirs := known.get((_key(row), row.size))) is not None:
-            found[_key(row)].append(Change(row, theirs))
+        if (theirs := known.get((row.label, row.size))) is not None:
+            found[row.label].append(Change(row, theirs))
     return dict(found)
 
 
@@ -228,9 +229,9 @@ def slower(found: list[Change]) -> list[Change]:
     ]
 
 
-def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
+def sentences(found: dict[str, list[Change]]) -> Iterator[str]:
     """Yield a sentence for each slower operation, the worst first, or one sentence that nothing is slower."""
-    worse = {key: slow for key, all_sizes in found.items() if (slow := slower(all_sizes))}
+    worse = {label: slow for label, all_sizes in found.items() if (slow := slower(all_sizes))}
     if not found:
         yield "the benchmarks have no measurement in common"
     elif not worse:
@@ -239,22 +240,13 @@ def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
             f"nothing is slower by more than {MIN_SLOWDOWN - 1:.0%} beyond noise"
             f" (median {median(ratios):.2f}× the earlier time, over {len(ratios)} measurements)"
         )
-    for key, slow in sorted(worse.items(), key=lambda item: -max(change.ratio for change in item[1])):
+    for label, slow in sorted(worse.items(), key=lambda item: -max(change.ratio for change in item[1])):
         worst = max(slow, key=lambda change: change.ratio)
-        count = f"{len(slow)} of {len(found[key])} sizes"
+        count = f"{len(slow)} of {len(found[label])} sizes"
         yield (
-            f"{label(worst.now)} is slower at {count}, most at {amount(worst.now.size)}: {times(worst.ratio)} the time"
+            f"{label} is slower at {count}, most at {amount(worst.now.size)}: {times(worst.ratio)} the time"
             f" ({seconds(worst.now.median_s)}, before {seconds(worst.before.median_s)})"
         )
-
-
-def label(row: Row) -> str:
-    """Return the name of a measurement without size and dtype, such as `all_reduce` or `broadcast, halves`."""
-    return row.operation if row.group == "world" else f"{row.operation}, {row.group}"
-
-
-def _key(row: Row) -> Key:
-    return row.operation, row.group, row.dtype
 
 
 # Sentences that describe the bottleneck: the nodes, ranks or pairs that are slower than the others.

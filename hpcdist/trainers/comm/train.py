@@ -2,7 +2,7 @@
 
 The results are written to the artifact `comm/results.json` (see `hpcdist/trainers/comm/results.py`) and to the metrics
 `comm/<operation>/…`. The step of a metric is the binary logarithm of the size, so that MLflow's step axis shows the
-size. A step of the run is one point of the measurement plan; a stopped benchmark resumes with the next point.
+size.
 
 Sizes and bandwidths are defined as in nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
@@ -10,12 +10,14 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -23,39 +25,46 @@ import torch.distributed as dist
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
 from hpcdist.host.files import write_atomic
-from hpcdist.host.network import bandwidths
-from hpcdist.rank.collective_check import Stopwatch, measure
+from hpcdist.host.network import bandwidths, tournament
+from hpcdist.rank.collective_check import Stopwatch, Timing, measure, synchronize
 from hpcdist.rank.context import Context
-from hpcdist.trainers.comm import MAX_ITERATION_S, MEASURE_S, CommConfig
-from hpcdist.trainers.comm.measurement_plan import (
-    BYTES,
-    CorrectnessCheck,
-    Measurement,
-    PairRound,
-    Point,
+from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
+from hpcdist.trainers.comm.operations import (
+    DTYPES,
+    OPERATIONS,
+    REDUCTIONS,
+    WORLD,
+    Barrier,
+    Operation,
+    Team,
     check,
-    elements,
-    measure_round,
-    points,
+    make_teams,
 )
-from hpcdist.trainers.comm.operations import DTYPES, OPERATIONS, WORLD, make_teams
 from hpcdist.trainers.comm.report import as_text
-from hpcdist.trainers.comm.results import ARTIFACT, RankPlace, Results, Row, bottleneck
+from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, bottleneck
 
 log = logging.getLogger(__name__)
+#: Data types that are measured: of operations that only move data, and of reductions.
+BYTES, NUMBERS = "uint8", "float32"
+#: Seconds per measurement after its warm-up; at least three iterations, if MAX_ITERATION_S allows them.
+MEASURE_S = 0.02
+#: Larger messages of an operation are skipped once one iteration would take longer than this.
+MAX_ITERATION_S = 1.0
+#: Operations that are measured in sub-groups; the others are only checked there.
+_IN_GROUPS = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+#: Sizes in sub-groups: every fourth power of two, up to a size at which the bandwidth is constant.
+_SPARSE, _SETTLED = 4, 1 << 24
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Execute all points of the measurement plan; times are those of the slowest rank."""
+    """Check all operations, then measure pairs and operations; times are those of the slowest rank.
+
+    A step is one check or measurement. There are no checkpoints: a stopped benchmark starts again.
+    """
     bench = Bench(ctx, cfg)
-    for point in bench.points[bench.done :]:
-        bench.do(point)
-        bench.done += 1
-        step = bench.first_step + bench.done
-        stop = ctx.should_stop(step, bench.first_step + len(bench.points))
-        if ctx.should_save(step):
-            bench.save(step)
-        if stop:
+    for step, _ in enumerate(chain(bench.check(), bench.measure_pairs(), bench.measure_operations()), 1):
+        if ctx.should_stop(step):
+            bench.write()
             return
     bench.results.complete = True
     bench.write()
@@ -67,25 +76,21 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 class Bench:
-    """The benchmark in one rank. The results are equal on every rank."""
+    """The benchmark in one rank. The results are equal on every rank, and so are the points at which it yields."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.comm = ctx, cfg.section(CommConfig)
-        self.is_warm = False  #: whether this process has measured a pair
         timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
         everyone = ctx.groups.all_gather((node, device))
-        nodes = [one[0] for one in everyone]
+        self.nodes = [one[0] for one in everyone]
         backend = dist.get_backend()
         where = ctx.device if backend == "nccl" else torch.device("cpu")
-        self.teams = make_teams(nodes, where, timeout, with_groups="groups" in self.comm.operations)
+        self.teams = make_teams(self.nodes, where, timeout, with_groups="groups" in self.comm.operations)
         self.watch = Stopwatch(where, backend)
-        self.points = points(self.comm, nodes)
-        self.done = 0
-        #: Step of the first point; not 0 if the benchmark had to start again.
-        self.first_step = 0
+        self.operations = [OPERATIONS[name] for name in COMM_OPERATIONS if name in self.comm.operations]
         self.results = Results(
             backend=backend,
             device=where.type,
@@ -93,176 +98,218 @@ class Bench:
             torch=torch.__version__,
             nccl=".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
             partition=os.environ.get("SLURM_JOB_PARTITION"),
-            nodes=list(dict.fromkeys(nodes)),
+            nodes=list(dict.fromkeys(self.nodes)),
             ranks=[RankPlace(rank=rank, node=one[0], device=one[1]) for rank, one in enumerate(everyone)],
         )
-        self._resume()
-
-    # --- save and resume
-
-    def save(self, step: int) -> None:
-        """Save the results so far and the plan, from which a restart continues."""
-        self.write()
-        state = {"results": self.results.to_json(), "done": self.done, "plan": self._plan_digest()}
-        self.ctx.save(step, model=None, trainer=state)
-
-    def _resume(self) -> None:
-        """Continue after the last saved point, or start again if the plan or the ranks have changed."""
-        if (saved := self.ctx.restore()) is None:
-            return
-        if saved.trainer["plan"] != self._plan_digest():
-            log.warning("the number of ranks or the config has changed since the stop: the benchmark starts again")
-            self.first_step = saved.step
-            return
-        before = Results.from_json(saved.trainer["results"])
-        if before.nodes != self.results.nodes:
-            nodes = ", ".join(before.nodes)
-            before.notes.append(
-                f"the first {saved.trainer['done']} of {len(self.points)} points were measured on {nodes}"
-            )
-        self.done, self.first_step = saved.trainer["done"], saved.step - saved.trainer["done"]
-        for key in ("checked", "rows", "pairs", "notes"):
-            setattr(self.results, key, getattr(before, key))
-
-    def _plan_digest(self) -> str:
-        return hashlib.sha256(f"{self.ctx.world_size} {self.points}".encode()).hexdigest()
 
     def write(self) -> None:
         """Write the results so far."""
         if self.ctx.is_main:
             write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
 
-    # --- points
+    def check(self) -> Iterator[None]:
+        """Check the operations in all groups of ranks. Raises CommError if a result is wrong."""
+        for team in self.teams.values():
+            # All dtypes for the world. In sub-groups, which can only confuse ranks, the dtypes that are measured.
+            dtypes = tuple(DTYPES) if team.name == WORLD else (BYTES, NUMBERS)
+            for kind in self.operations:
+                for reduction in REDUCTIONS if kind.reduces else (None,):
+                    for dtype in (BYTES,) if kind is Barrier else dtypes:
+                        node = self.nodes[self.ctx.rank]
+                        found = check(kind, reduction, team, dtype, self.ctx.groups, node=node)
+                        self.results.checked.append(found)
+                        if found.ok is False:
+                            self.write()
+                            raise CommError(found.error)
+                        if found.ok is None:
+                            log.info("skipped: %s", found.error)
+                    yield
 
-    def do(self, point: Point) -> None:
-        """Execute one point. Raises CommError if a result is wrong."""
-        if isinstance(point, CorrectnessCheck):
-            self._check(point)
-        elif isinstance(point, Measurement):
-            self._measure(point)
-        else:
-            self._measure_pairs(point)
-
-    def _check(self, point: CorrectnessCheck) -> None:
-        for dtype in point.dtypes:
-            node = self.results.ranks[self.ctx.rank].node
-            team = self.teams[point.team]
-            kind = OPERATIONS[point.operation]
-            found = check(kind, point.reduction, team, dtype, self.ctx.groups, node=node)
-            self.results.checked.append(found)
-            if found.ok is False:
-                self.write()
-                raise CommError(found.error)
-            if found.ok is None:
-                log.info("skipped: %s", found.error)
-
-    def _is_supported(self, operation: str, team: str, dtype: str) -> bool:
-        kind = OPERATIONS[operation]
-        title = kind.title("sum" if kind.reduces else None)
+    def _is_supported(self, kind: type[Operation], team: str) -> bool:
+        title, dtype = kind.title("sum" if kind.reduces else None), NUMBERS if kind.reduces else BYTES
         return not any(
             one.ok is None and (one.operation, one.group, one.dtype) == (title, team, dtype)
             for one in self.results.checked
         )
 
-    def _measure(self, point: Measurement) -> None:
-        team, kind = self.teams[point.team], OPERATIONS[point.operation]
-        key = (point.operation, point.team, point.dtype if point.size else "")
-        rows = [row for row in self.results.rows if (row.operation, row.group, row.dtype) == key]
-        count = elements(point.size, point.dtype, team.largest if kind.has_parts else 1)
-        size = count * DTYPES[point.dtype].itemsize if point.size else 0
-        is_new = not rows or rows[-1].bytes != size  # a small size may be rounded up to the previous one
-        if (
-            is_new
-            and self._is_supported(point.operation, point.team, point.dtype)
-            and not self._stops_before(point, rows)
-        ):
-            rows.append(self._measure_size(point, size))
-        if point.is_last and rows:
-            latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
-            busbw = rows[-1].busbw
-            rate = f", {busbw / 1e9:.2f} GB/s (bus) at {rows[-1].size} B" if busbw is not None else ""
-            log.info("%s: %s%s", _title(point), latency, rate)
-            self.write()
-
-    def _measure_size(self, point: Measurement, size: int) -> Row:
-        team, kind = self.teams[point.team], OPERATIONS[point.operation]
-        mine = elements(point.size, point.dtype, team.size if kind.has_parts else 1)
-        is_alone = team.size == 1 and team.name != WORLD  # its group has no communication
-        timing = measure(
-            (lambda: None) if is_alone else kind(team, mine, DTYPES[point.dtype]).run,
-            self.watch,
-            self.ctx.groups,
-            budget_s=MEASURE_S,
-            longest_s=MAX_ITERATION_S,
-            after_barrier=kind.is_one_way,
-            divided_by=kind.hops(team.largest),
-        )
-        algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
-        row = Row(
-            operation=kind.name,
-            group=team.name,
-            group_size=team.largest,
-            dtype=point.dtype if size else "",
-            size=point.size,
-            bytes=size,
-            **asdict(timing),
-            algbw=algbw,
-            busbw=busbw,
-        )
-        self.results.rows.append(row)
-        names = [
-            row.operation,
-            row.dtype * (len(self.comm.dtypes) > 1),
-            row.group.replace(" ", "_") * (row.group != WORLD),
-        ]
-        key = f"comm/{'_'.join(filter(None, names))}"
-        metrics = {f"{key}/median_us": 1e6 * row.median_s}
-        if busbw is not None:
-            metrics[f"{key}/busbw_gb_per_s"] = busbw / 1e9
-        self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
-        return row
-
-    def _stops_before(self, point: Measurement, rows: list[Row]) -> bool:
-        """Return whether this size would take too long, estimated from the previous size."""
-        if not rows:
-            return False
-        last = rows[-1]
-        call_s = last.median_s * OPERATIONS[point.operation].hops(last.group_size)
-        if last.bytes >= point.size or call_s * point.size / last.bytes <= MAX_ITERATION_S:
-            return False
-        note = f"{_title(point)}: stopped at {last.size} B, which takes {last.median_s:.2g} s"
-        if note not in self.results.notes:
-            self.results.notes.append(note)
-        return True
-
-    def _measure_pairs(self, point: PairRound) -> None:
-        if not self._is_supported("send_recv", WORLD, BYTES):
+    def measure_pairs(self) -> Iterator[None]:
+        rounds = pair_rounds(self.nodes) if "pairs" in self.comm.operations else []
+        if not rounds or not self._is_supported(OPERATIONS["send_recv"], WORLD):
             return
-        if not self.is_warm:  # the first measurement of a process is always slower
-            measure_round(point.links, self.teams[WORLD])
-            self.is_warm = True
-        mine = measure_round(point.links, self.teams[WORLD])
-        self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
-        if point.is_last:
-            self.write()
+        measure_round(rounds[0], self.teams[WORLD])  # the first measurement of a process is always slower
+        for links in rounds:
+            mine = measure_round(links, self.teams[WORLD])
+            self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
+            yield
+        self.write()
+
+    def measure_operations(self) -> Iterator[None]:
+        for kind in self.operations:
+            for team in self.teams.values() if kind.name in _IN_GROUPS else [self.teams[WORLD]]:
+                if self._is_supported(kind, team.name):
+                    yield from self._measure(kind, team)
+                    self.write()
+
+    def _measure(self, kind: type[Operation], team: Team) -> Iterator[None]:
+        """Measure an operation, for a reduction the sum, at all sizes."""
+        dtype = DTYPES[NUMBERS if kind.reduces else BYTES]
+        rows: list[Row] = []
+        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype, team.name) if kind is not Barrier else [0]:
+            count = elements(nominal, dtype, team.largest if kind.has_parts else 1)
+            size = count * dtype.itemsize if nominal else 0
+            if rows and rows[-1].bytes == size:  # rounded up to the previous size
+                continue
+            if rows and rows[-1].bytes < nominal:
+                call_s = rows[-1].median_s * kind.hops(team.largest)
+                if call_s * nominal / rows[-1].bytes > MAX_ITERATION_S:
+                    took = f"stopped at {rows[-1].size} B, which takes {rows[-1].median_s:.2g} s"
+                    self.results.notes.append(f"{rows[-1].label}: {took}")
+                    break
+            mine = elements(nominal, dtype, team.size if kind.has_parts else 1)
+            is_alone = team.size == 1 and team.name != WORLD  # its group has no communication
+            timing = measure(
+                (lambda: None) if is_alone else kind(team, mine, dtype).run,
+                self.watch,
+                self.ctx.groups,
+                budget_s=MEASURE_S,
+                longest_s=MAX_ITERATION_S,
+                after_barrier=kind.is_one_way,
+                divided_by=kind.hops(team.largest),
+            )
+            algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
+            rows.append(
+                Row(
+                    operation=kind.name,
+                    group=team.name,
+                    group_size=team.largest,
+                    size=nominal,
+                    bytes=size,
+                    **asdict(timing),
+                    algbw=algbw,
+                    busbw=busbw,
+                )
+            )
+            self.results.rows.append(rows[-1])
+            key = f"comm/{kind.name}" + (f"_{team.name.replace(' ', '_')}" if team.name != WORLD else "")
+            metrics = {f"{key}/median_us": 1e6 * timing.median_s}
+            if busbw is not None:
+                metrics[f"{key}/busbw_gb_per_s"] = busbw / 1e9
+            self.ctx.log(metrics, max(nominal, 1).bit_length() - 1)
+            yield
+        if not rows:  # `comm.max_bytes` is less than one element
+            return
+        first, last = rows[0], rows[-1]
+        bandwidth = f", {last.busbw / 1e9:.2f} GB/s (bus) at {last.size} B" if last.busbw is not None else ""
+        log.info("%s: %.0f us at %d B%s", first.label, 1e6 * first.median_s, first.size, bandwidth)
 
 
-def _title(point: Measurement) -> str:
-    return ", ".join([point.operation, point.dtype, *([point.team] if point.team != WORLD else [])])
+def sizes(max_bytes: int, dtype: torch.dtype, team: str) -> list[int]:
+    """Return the powers of two from one element up that are measured in a group of ranks."""
+    powers = [1 << power for power in range(max_bytes.bit_length())]
+    if team != WORLD:
+        powers = [size for size in powers[::_SPARSE] if size <= _SETTLED]
+    return [size for size in powers if size >= dtype.itemsize]
+
+
+def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
+    """Return the number of elements of a size in bytes, rounded up to equal parts."""
+    return -(-max(1, size // dtype.itemsize) // num_parts) * num_parts
 
 
 def summary(results: Results) -> str:
-    """Return the number of checks and points and the rates at the largest size in one line."""
+    """Return the number of checks and points and the rate of the largest all-reduce in one line."""
     num_passed = sum(one.ok is True for one in results.checked)
     text = f"{num_passed} checks passed; {len(results.rows)} points and {len(results.pairs)} pairs of ranks measured"
-    largest = {  # sizes increase
-        row.operation: row
-        for row in results.rows
-        if row.operation in ("all_reduce", "ring_all_reduce") and row.group == WORLD
-    }
-    rates = [
-        f"{name} of {row.size >> 20 or row.size} {'MiB' if row.size >> 20 else 'B'}: {row.busbw / 1e9:.2f} GB/s"
-        for name, row in largest.items()
-        if row.busbw is not None
-    ]
-    return f"{text}; {', '.join(rates)}" if rates else text
+    rates = [(row.size, row.busbw) for row in results.rows if row.label == "all_reduce" and row.busbw is not None]
+    if rates:
+        size, busbw = rates[-1]  # sizes increase
+        text += f"; all_reduce of {size >> 20 or size} {'MiB' if size >> 20 else 'B'}: {busbw / 1e9:.2f} GB/s"
+    return text
+
+
+# Latency and bandwidth between pairs of ranks; each node takes part in one measurement at a time.
+
+#: Maximum world size for which all pairs are measured, one after the other.
+MAX_ALL_PAIRS = 16
+#: In larger runs the pairs of this many ranks of the first node are measured.
+NUM_SAMPLED_RANKS = 8
+_ROUND_TRIPS, _PINGS_BEFORE = 20, 3
+_SMALL_BYTES = 8
+_PROBE_BYTES = 1 << 18
+_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
+_MESSAGES = 3
+#: Duration of all messages of one bandwidth measurement, in seconds.
+_BUDGET_S = 0.05
+Link = tuple[int, int]
+
+
+def pair_rounds(nodes: Sequence[str]) -> list[list[Link]]:
+    """Return rounds of (source, target) pairs that are measured at the same time; a rank is in one pair of a round.
+
+    With up to `MAX_ALL_PAIRS` ranks all pairs are measured individually. In larger runs the first ranks of the nodes
+    are measured as a tournament, followed by individual pairs within the first node.
+
+    Args:
+        nodes: node name by rank.
+    """
+    if len(nodes) <= MAX_ALL_PAIRS:
+        return [[link] for link in _all_links(range(len(nodes)))]
+    firsts = [nodes.index(name) for name in dict.fromkeys(nodes)]
+    within = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:NUM_SAMPLED_RANKS]
+    return tournament_links(firsts) + [[link] for link in _all_links(within)]
+
+
+def _all_links(ranks: Sequence[int]) -> list[Link]:
+    return [(source, target) for source in ranks for target in ranks if source != target]
+
+
+def tournament_links(ranks: Sequence[int]) -> list[list[Link]]:
+    """Return rounds in which each rank sends to each other rank once and takes part in one transfer at a time."""
+    found = []
+    for partners in tournament(len(ranks)):
+        meetings = [
+            (ranks[one], ranks[other]) for one, other in enumerate(partners) if other is not None and one < other
+        ]
+        found += [meetings, [(other, one) for one, other in meetings]]
+    return [meetings for meetings in found if meetings]
+
+
+def measure_round(links: Sequence[Link], world: Team) -> Pair | None:
+    """Measure this rank's pair of a round, if any; return the result on the source."""
+    me = dist.get_rank()
+    source, target = next((link for link in links if me in link), (None, None))
+    if source is None or target is None:
+        return None
+    is_source = me == source
+    peer, device = (target if is_source else source), world.device
+
+    def trip(leaving: torch.Tensor, returning: torch.Tensor) -> float:
+        """Return the seconds of a round trip, measured at the source."""
+        began = time.perf_counter()
+        if is_source:
+            dist.send(leaving, peer, world.group)
+            dist.recv(returning, peer, world.group)
+        else:
+            dist.recv(leaving, peer, world.group)
+            dist.send(returning, peer, world.group)
+        synchronize(device)
+        return time.perf_counter() - began
+
+    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device)
+    answer = torch.zeros_like(small)
+    seconds = [trip(small, answer) for _ in range(_PINGS_BEFORE + _ROUND_TRIPS)][_PINGS_BEFORE:]
+    latency_s = Timing.of(seconds).median_s / 2
+    # The first message is slower or faster than later ones: buffers are allocated, a rate limiter allows a burst.
+    probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    trip(probe, answer)
+    probe_s = max(trip(probe, answer) - latency_s, 1e-6)
+    fits = int(_PROBE_BYTES / probe_s * _BUDGET_S / _MESSAGES)
+    size = torch.tensor([min(max(fits, _LEAST_BYTES), _MOST_BYTES)], device=device)
+    trip(size, answer)  # the source announces the size
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    trip(data, answer)
+    fastest_s = min(trip(data, answer) for _ in range(_MESSAGES))  # other load only increases the time
+    if not is_source:
+        return None
+    transfer_s = max(fastest_s - latency_s, 1e-9)  # without the latency of the answer
+    return Pair(source=source, target=target, bytes=len(data), latency_s=latency_s, bandwidth=len(data) / transfer_s)

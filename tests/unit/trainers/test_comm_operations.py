@@ -1,4 +1,4 @@
-"""The plan of a communication benchmark: settings, sizes, groups, pairs of ranks and test data, without ranks."""
+"""A communication benchmark without ranks: settings, sizes, groups, pairs of ranks and test data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import torch
 
 from hpcdist.rank.collective_check import Timing
 from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
-from hpcdist.trainers.comm.measurement_plan import (
-    MAX_ALL_PAIRS,
-    CorrectnessCheck,
-    Measurement,
-    elements,
-    pair_rounds,
-    points,
-    sizes,
-    tournament_links,
-)
 from hpcdist.trainers.comm.operations import DTYPES, NEVER, OPERATIONS, REDUCTIONS, contribution, cuts, message, reduced
+from hpcdist.trainers.comm.train import MAX_ALL_PAIRS, elements, pair_rounds, sizes, tournament_links
 
 # --- settings
 
@@ -48,8 +39,7 @@ def test_parse_bytes_rejects_other_values(text: int | str) -> None:
         ({"max_bytes": "0.5K5"}, "max_bytes: '0.5K5' is not a number of bytes"),
         ({"operations": ["all_reduc"]}, "operations: 'all_reduc' is unknown: did you mean 'all_reduce'"),
         ({"operations": []}, "operations must name at least one of send_recv"),
-        ({"dtypes": ["float8"]}, "dtypes: 'float8' is unknown"),
-        ({"dtypes": ["x"]}, "dtypes: 'x' is unknown: known are uint8, int8"),
+        ({"operations": ["x"]}, "operations: 'x' is unknown: known are send_recv, isend_irecv"),
     ],
 )
 def test_invalid_setting_is_reported_with_key_and_fix(settings: dict[str, object], message: str) -> None:
@@ -60,16 +50,17 @@ def test_invalid_setting_is_reported_with_key_and_fix(settings: dict[str, object
 # --- sizes and times
 
 
-def test_sizes_are_powers_of_two() -> None:
-    assert sizes(1) == [1]
-    assert sizes(9) == sizes(8) == [1, 2, 4, 8]
-    assert sizes(1 << 28)[-1] == 1 << 28
-    assert len(sizes(1 << 28)) == 29
+def test_sizes_are_powers_of_two_from_one_element_up() -> None:
+    assert sizes(1, torch.uint8, "world") == [1]
+    assert sizes(9, torch.uint8, "world") == sizes(8, torch.uint8, "world") == [1, 2, 4, 8]
+    assert sizes(8, torch.float32, "world") == [4, 8]
+    assert sizes(1 << 28, torch.uint8, "world") == [1 << power for power in range(29)]
+    assert sizes(1 << 28, torch.float32, "halves") == [1 << power for power in (4, 8, 12, 16, 20, 24)]
 
 
 def test_size_is_rounded_up_to_equal_parts() -> None:
-    assert [elements(size, "uint8", 3) for size in (1, 3, 4, 1024)] == [3, 3, 6, 1026]
-    assert [elements(size, "float32", 1) for size in (1, 4, 7, 1024)] == [1, 1, 1, 256]
+    assert [elements(size, torch.uint8, 3) for size in (1, 3, 4, 1024)] == [3, 3, 6, 1026]
+    assert [elements(size, torch.float32, 1) for size in (1, 4, 7, 1024)] == [1, 1, 1, 256]
 
 
 def test_quantiles_are_measured_values() -> None:
@@ -144,32 +135,3 @@ def test_many_ranks_measure_between_the_first_ranks_of_nodes_and_within_the_firs
     assert between == {(a, b) for a in range(0, 64, 4) for b in range(0, 64, 4) if a != b}
     assert links - between == {(a, b) for a in range(4) for b in range(4) if a != b}
     assert len(pair_rounds([f"n{rank}" for rank in range(64)])) == 2 * 63
-
-
-# --- points
-
-
-def test_all_operations_are_checked_before_the_measurements() -> None:
-    found = points(CommConfig(), ["n1"] * 4)
-    kinds = [isinstance(point, CorrectnessCheck) for point in found]
-    assert kinds == sorted(kinds, reverse=True)
-    checked = {(point.operation, point.team) for point in found if isinstance(point, CorrectnessCheck)}
-    measured = {(point.operation, point.team) for point in found if isinstance(point, Measurement)}
-    assert measured <= checked
-    assert {team for _, team in checked} == {team for _, team in measured} == {"world", "halves", "even and odd"}
-    assert {name for name, _ in measured} == {name for name, _ in checked} == set(COMM_OPERATIONS)
-
-
-def test_only_listed_operations_and_dtypes_are_measured() -> None:
-    cfg = CommConfig(operations=["barrier"], max_bytes=1024)
-    assert [type(point).__name__ for point in points(cfg, ["n1", "n1"])] == ["CorrectnessCheck", "Measurement"]
-    cfg = CommConfig(operations=["all_reduce"], max_bytes=64, dtypes=["float64", "uint8"])
-    measured = [point for point in points(cfg, ["n1", "n1"]) if isinstance(point, Measurement)]
-    expected = [("float64", size) for size in (8, 16, 32, 64)] + [("uint8", 1 << power) for power in range(7)]
-    assert [(point.dtype, point.size) for point in measured] == expected
-    assert [point.size for point in measured if point.is_last] == [64, 64]
-
-
-def test_single_rank_has_no_pairs() -> None:
-    kinds = {type(point).__name__ for point in points(CommConfig(), ["n1"])}
-    assert kinds == {"CorrectnessCheck", "Measurement"}
