@@ -35,8 +35,8 @@ from hpcdist.slurm.output import (
     parse_starts,
 )
 
-# `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function returns a typed result of
-# the parsers in `slurm/output.py`, and raises SlurmError without an answer.
+# `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function raises SlurmError without
+# an answer.
 
 #: Time limit of a query that a user waits for.
 QUERY_TIMEOUT_S = 15.0
@@ -49,13 +49,7 @@ _RETRY_EVERY_S = 0.2
 
 
 class SlurmError(HpcdistError):
-    """A command of Slurm is not installed, failed, or did not answer in time.
-
-    Attributes:
-        installed: whether the command exists on this machine.
-        timed_out: whether the command exceeded its time limit.
-        stderr: the error output of the command.
-    """
+    """A command of Slurm is not installed, failed, or did not answer in time."""
 
     def __init__(self, message: str, *, installed: bool = True, timed_out: bool = False, stderr: str = "") -> None:
         super().__init__(message)
@@ -65,10 +59,7 @@ class SlurmError(HpcdistError):
 
 
 def run(*command: str, timeout_s: float | None = None, retry_s: float = 0.0) -> str:
-    """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know.
-
-    Raises SlurmError if the command is not installed, fails, or exceeds its time limit.
-    """
+    """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know."""
     until = time.monotonic() + retry_s
     while True:
         try:
@@ -106,8 +97,6 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
 
     Args:
         history: query accounting in any case: only accounting knows memory, steps and earlier starts.
-
-    Raises SlurmError if neither the controller nor accounting answers.
     """
     controller_error: SlurmError | None = None
     current = past = None
@@ -260,20 +249,14 @@ def _sacctmgr(*arguments: str) -> list[str]:
 
 
 def estimate_start(script: str) -> str:
-    """Return sbatch's estimate of the start of a job (`sbatch --test-only`). Raises SlurmError if Slurm refuses it.
-
-    The estimate has an id that Slurm gives to no job; it is left out.
-    """
+    """Return sbatch's estimate of the start of a job. Raises SlurmError if Slurm refuses it."""
     text = _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+    # Slurm gives the id to no job.
     return re.sub(r"\bJob \d+ to start", "the job would start", text)
 
 
 def option_error(program: str, options: Mapping[str, str | bool]) -> str | None:
-    """Return the reason why sbatch or srun cannot parse options; None if it can, or cannot be run.
-
-    Args:
-        options: values by long name; True for an option without a value.
-    """
+    """Return the reason why sbatch or srun cannot parse options; None if it can, or cannot be run."""
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         # --help ends the program after the options before it are parsed; it does not contact the controller.

@@ -135,10 +135,7 @@ def is_het(config: Config) -> bool:
 
 
 def allocations(config: Config) -> tuple[JobComponent, ...]:
-    """Return the request to sbatch: the components of a heterogeneous job, or one allocation for all of them.
-
-    Raises ConfigError for a request that this kind of job does not support.
-    """
+    """Return the request to sbatch: the components of a heterogeneous job, or one allocation for all of them."""
     parts = components(config)
     if not is_het(config):
         return (merged(parts),)
@@ -195,7 +192,6 @@ def assign_nodes(
     """Return the nodes of each component within one allocation, in the allocation's order.
 
     Components with a constraint are assigned first, and get the matching nodes that have the fewest features.
-    Raises HpcdistError if too few nodes are left for a component.
     """
     free = list(nodes)
     chosen: dict[int, tuple[str, ...]] = {}

@@ -23,7 +23,6 @@ def job_id_of(env: Mapping[str, str]) -> str:
     """Return the id of the current job as all commands of Slurm take it: `41`, or `41_2` for an array task.
 
     SLURM_JOB_ID is not usable in an array: the last task's is the id of the array, which addresses all tasks.
-    Raises HpcdistError outside of a job.
     """
     if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
@@ -93,11 +92,7 @@ class CurrentJob:
             client.exclude_nodes(self.id, [*self.excluded, *exclude])
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
-        """Return whether the partition has enough nodes with the job's hardware without some of them.
-
-        Args:
-            idle_only: do not count nodes that run other jobs.
-        """
+        """Return whether the partition has enough nodes with the job's hardware without some of them."""
         usable = ("idle",) if idle_only else ("idle", "mixed", "allocated", "completing")
         states = client.node_states(partition=self.partition)
         hardware = {node.hardware for node in states if node.name in self.nodes}
@@ -175,8 +170,6 @@ def end_orphaned_steps(
         kill_ranks: kills the run's ranks on every node without Slurm, and returns the nodes on which ranks may have
             survived. It is called if steps do not end in time.
         abandoned: names of steps that cannot end and do not matter.
-
-    Raises SlurmError if the controller does not answer for JOB_RETRY_S seconds.
     """
     steps = _end(names, END_S, abandoned)
     if not steps:

@@ -512,47 +512,39 @@ class Mesh:
 
     async def _exchange(self) -> None:
         """Compare the clocks, then send to all peers at once while they do the same."""
-        peers = self.peers.values()
-        await asyncio.gather(*map(self._compare_clocks, peers))
+        shortest_s: dict[str, float] = {}
+        for _ in range(3):
+            for peer, trip_s, offset_s in await self._requests(0):
+                if trip_s < shortest_s.get(peer.name, STALL_S):
+                    shortest_s[peer.name], peer.offset_s = trip_s, offset_s
         # Also the first data of each connection, which TCP sends slowly.
-        for peer, taken_s in zip(peers, await self._transfers(LARGE_BYTES), strict=True):
+        for peer, taken_s, _ in await self._requests(LARGE_BYTES):
             peer.stalled = taken_s == STALL_S
         for _ in range(EXCHANGES):
-            for peer, taken_s in zip(peers, await self._transfers(self.exchange_bytes), strict=True):
-                if taken_s is not None:
-                    peer.exchange_s = min(taken_s, peer.exchange_s or taken_s)
+            for peer, taken_s, _ in await self._requests(self.exchange_bytes):
+                peer.exchange_s = min(taken_s, peer.exchange_s or taken_s)
 
-    async def _compare_clocks(self, peer: Peer) -> None:
-        link, peer.link, shortest_s = peer.link, None, float("inf")
-        if link is None:
-            return
-        with contextlib.suppress(OSError, EOFError):  # it has broken, or the time is over
-            async with asyncio.timeout(STALL_S):
-                for _ in range(3):
-                    sent, began = time.time(), time.perf_counter()
-                    theirs = await link.request()
-                    if (trip_s := time.perf_counter() - began) < shortest_s:
-                        shortest_s, peer.offset_s = trip_s, theirs - (sent + trip_s / 2)
-            peer.link = link
+    async def _requests(self, num_bytes: int) -> list[tuple[Peer, float, float]]:
+        """Send bytes to all connected peers at once.
 
-    async def _transfers(self, num_bytes: int) -> list[float | None]:
-        """Return the seconds of transfers to each peer, `STALL_S` if they take longer, None without a connection."""
-        return await asyncio.gather(*(self._transfer(peer, num_bytes) for peer in self.peers.values()))
+        Returns the peers that have not gone, each with the seconds, `STALL_S` if they are more, and its clock's offset.
+        """
 
-    async def _transfer(self, peer: Peer, num_bytes: int) -> float | None:
-        # The link of an incomplete transfer cannot be used again.
-        link, peer.link, began = peer.link, None, time.perf_counter()
-        if link is None:
-            return None
-        try:
-            async with asyncio.timeout(STALL_S):
-                await link.request(num_bytes)
-        except TimeoutError:
-            return STALL_S
-        except (OSError, EOFError):
-            return None  # the peer's own answer, or its absence, has the reason
-        peer.link = link
-        return time.perf_counter() - began
+        async def request(peer: Peer, link: Link) -> tuple[Peer, float, float] | None:
+            peer.link = None  # the link of an incomplete transfer cannot be used again
+            sent, began = time.time(), time.perf_counter()
+            try:
+                async with asyncio.timeout(STALL_S):
+                    theirs = await link.request(num_bytes)
+            except TimeoutError:
+                return peer, STALL_S, 0.0
+            except (OSError, EOFError):
+                return None  # the peer's own answer, or its absence, has the reason
+            peer.link, taken_s = link, time.perf_counter() - began
+            return peer, taken_s, theirs - (sent + taken_s / 2)
+
+        requests = [request(peer, peer.link) for peer in self.peers.values() if peer.link is not None]
+        return [found for found in await asyncio.gather(*requests) if found is not None]
 
     async def _part(self, peer: Peer) -> None:
         """Wait until the peer needs this node no longer."""

@@ -46,13 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class JobLog:
-    """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files.
-
-    Args:
-        run: record the job's nodes and queue time in this run's folder.
-    """
+    """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files."""
 
     def __init__(self, run: RunDir | None = None) -> None:
+        #: Record the job's nodes and queue time in this run's folder.
         self._run = run
         self._network: Path | None = None
 
@@ -281,10 +278,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
 
 
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
-    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's.
-
-    Raises ConfigError if the nodes have different numbers of tasks.
-    """
+    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's."""
     # Without --ntasks-per-node only the second is set, and may count processors.
     text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
     tasks = set(expand_tasks(text))

@@ -71,13 +71,7 @@ FOLDER_TICK_S = 2.0
 
 
 class SlurmLauncher:
-    """Starts ranks with srun in the current allocation. A context manager.
-
-    Args:
-        import_path: folders at the beginning of the ranks' PYTHONPATH.
-
-    Raises HpcdistError if the allocation's nodes do not match the roles.
-    """
+    """Starts ranks with srun in the current allocation. A context manager."""
 
     def __init__(
         self,
@@ -97,7 +91,7 @@ class SlurmLauncher:
         self._job = job
         self._environment = environment
         self._is_prepared = False
-        self._cwd = cwd
+        self.cwd = cwd
         self._box = box
         self._het = is_het(config)
         env = environment.env
@@ -111,9 +105,9 @@ class SlurmLauncher:
         if outlives_nodes:
             self.nodes = ElasticNodes(run, config, job, allocated.names, self._env)
         self._hosts = hosts_by_rank(components(self.nodes.sized(config)), self.nodes.used.by_component)
-        self._containers = NoContainers()
+        self.containers = NoContainers()
         if box is not None:
-            self._containers = ContainerSteps(box, run, self._env, het=self._het, present=lambda: self.nodes.answering)
+            self.containers = ContainerSteps(box, run, self._env, het=self._het, present=lambda: self.nodes.answering)
         #: When the last attempt was started.
         self._began = time.time()
         self._preflight = Preflight(run, config, job, allocated, env=self._env, python=self._python, box=box)
@@ -132,14 +126,14 @@ class SlurmLauncher:
         # do not end.
         with suppress(HpcdistError):
             self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
-        self._guard = Guard()
+        self.guard = Guard()
         self._parents = ParentSteps(
-            self._run, self._config, self._guard, env=self._env, python=self._python, box=self._box
+            self._run, self._config, self.guard, env=self._env, python=self._python, box=self._box
         )
         # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
         job_id = self._env["SLURM_JOB_ID"] if self._het else self._job.id
         output = self._run.path / "attempts" / "job-watchdog.log"
-        self._watchdog = WatchdogStep(job_id, self._guard, env=self._env, cwd=self._cwd, output=output)
+        self._watchdog = WatchdogStep(job_id, self.guard, env=self._env, cwd=self.cwd, output=output)
         if self._het:
             self._watchdog.start()
         return self
@@ -148,13 +142,10 @@ class SlurmLauncher:
         self._watchdog.close()
         self._parents.close()
         self.nodes.close()
-        self._guard.close()
+        self.guard.close()
 
     def start(self, attempt: Attempt) -> RankStep:
-        """Start all ranks, the first time after the preflight check.
-
-        Raises HpcdistError, PreflightError if the preflight check fails.
-        """
+        """Start all ranks, the first time after the preflight check."""
         try:
             return self._start(attempt)
         except (UserMistake, PreflightError):  # of nodes that answer
@@ -169,7 +160,7 @@ class SlurmLauncher:
         self._is_prepared = not self.nodes.begin() and self._is_prepared
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes.used.names[0]
         self._watchdog.move(batch_host, self.nodes.used.names, self.nodes.answering)
-        self._containers.prepare(self._end_orphaned_steps)
+        self.containers.prepare(self._end_orphaned_steps)
         if not self._is_prepared:
             prepare_nodes(self._environment, self._run, self.nodes.fit, self._env)
             self._is_prepared = True
@@ -197,17 +188,13 @@ class SlurmLauncher:
             env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
             # srun would warn that the allocation's value does not fit.
             env.pop("SLURM_NTASKS_PER_NODE", None)
-        env = dict(self._containers.env(env))
+        env = dict(self.containers.env(env))
         require_same(self._run.path, env)
         return RankStep(
             command,
             env,
-            self.num_ranks,
             attempt,
-            self._guard,
             self,
-            self._containers,
-            cwd=self._cwd,
             # Without a hostfile the user may have set another --distribution.
             hosts=self._hosts if len(used.by_component) > 1 or used.chosen else (),
             first_ranks={host: self._hosts.index(own[0]) for own in used.by_component for host in own}
@@ -241,7 +228,7 @@ class SlurmLauncher:
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         step = nodes_command(self.nodes.used, command)
-        self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
+        self.guard.run(step, env=self._env, cwd=self.cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
         """Return a sentence about nodes that do not answer or on which ranks fail repeatedly; empty without any.
@@ -315,13 +302,9 @@ class RankStep:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        num_ranks: int,
         attempt: Attempt,
-        guard: Guard,
         launcher: SlurmLauncher,
-        containers: NoContainers,
         *,
-        cwd: Path,
         hosts: Sequence[str] = (),
         first_ranks: Mapping[str, int] | None = None,
         shows_start: bool = True,
@@ -332,12 +315,10 @@ class RankStep:
         self._query_interval_s = REPORTED_S
         self._planned_hosts = hosts
         self._first_ranks = first_ranks
-        self._num_ranks = num_ranks
+        self._num_ranks = launcher.num_ranks  # those of the launcher may change for the next attempt
         self._attempt = attempt
-        self._containers = containers
-        self._guard = guard
         self.exits: dict[int, int] = {}
-        self._running = list(range(num_ranks))
+        self._running = list(range(self._num_ranks))
         self._hosts: dict[int, str] = {}
         self._unread = b""
         self._folder_time: int | None = None
@@ -351,7 +332,7 @@ class RankStep:
         # Opened before srun starts: an error here would leave srun running.
         self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
         try:
-            self._process = guard.start(command, env=env, cwd=cwd, output=messages)
+            self._process = launcher.guard.start(command, env=env, cwd=launcher.cwd, output=messages)
         except BaseException:
             self._log.close()
             raise
@@ -451,7 +432,7 @@ class RankStep:
         for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if rank not in self.exits:
-                code = self._containers.exit_code(self._attempt, rank, host, code)
+                code = self._launcher.containers.exit_code(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
@@ -471,7 +452,7 @@ class RankStep:
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
                 self._next_query = began + self._query_interval_s
-        for rank, code in self._containers.reported_exits(self._attempt, skip=self.exits).items():
+        for rank, code in self._launcher.containers.reported_exits(self._attempt, skip=self.exits).items():
             self.exits.setdefault(rank, code)
         # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
@@ -498,8 +479,8 @@ class RankStep:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self._containers.clean_up(self._attempt, failed=failed)
-        self._guard.forget(self._process.pid)
+        self._launcher.containers.clean_up(self._attempt, failed=failed)
+        self._launcher.guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)
 
@@ -513,8 +494,7 @@ def job_resources(
     """Return the resources of a job: GPUs if it has requested any, otherwise cores.
 
     Args:
-        nodes: names of the nodes with ranks, by component.
-        idle: names of the other nodes of a job with one component.
+        nodes: names of the nodes with ranks, by component; `idle` are those without.
     """
     parts = components(config)
     hosts, roles = hosts_by_rank(parts, nodes), Roles.of(config.roles, sum(part.num_ranks for part in parts))

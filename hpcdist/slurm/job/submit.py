@@ -42,10 +42,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
 def submit_array(
     config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
 ) -> list[str]:
-    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
-
-    Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
-    """
+    """Submit runs that have folders as one job array; return the job ids (`41_0`; `41` for a single run)."""
     array = {"array_parallelism": parallelism or len(runs)}
     jobs = _submit(config, sweep, runs, flags, "job array", array)
     for run, job in zip(runs, jobs, strict=True):
@@ -137,10 +134,7 @@ def why_no_het_jobs(settings: Mapping[str, str]) -> str:
 
 
 def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:
-    """Return Slurm's estimate of the start of a job, without a submission and without side effects.
-
-    Raises UserMistake with Slurm's reason, in one line, if it rejects the job.
-    """
+    """Return Slurm's estimate of the start of a job, without a submission and without side effects."""
     require_sbatch()
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
@@ -252,11 +246,7 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
-    """Return the batch script, and the commands that start the ranks of the first attempt; does not need Slurm.
-
-    Args:
-        array: submitit's `map_count` and `array_parallelism`, for a job array.
-    """
+    """Return the batch script, and the commands that start the ranks of the first attempt; does not need Slurm."""
     from submitit.slurm.slurm import _make_sbatch_string  # submitit has no public function for the text
 
     folder = run.path / "submitit"
@@ -290,11 +280,7 @@ _NEVER = {"afterok": "failed", "aftercorr": "failed", "afternotok": "finished"}
 
 
 def resolve(text: str, runs_dir: Path) -> str:
-    """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`.
-
-    Raises UserMistake for a malformed dependency, for a run that was never submitted, and for a run with a final
-    status that rules the dependency out.
-    """
+    """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`."""
     found = ""
     for part in re.split(r"([,?])", text.strip()):
         if part in (",", "?"):

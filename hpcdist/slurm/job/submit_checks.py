@@ -196,37 +196,15 @@ _SBATCH_KEYS = {
     "mincpus": "cluster.cpus_per_task",
 }
 #: Flags that hpcdist sets itself.
-_SBATCH_RESERVED = (
-    "array",
-    "chdir",
-    "error",
-    "input",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "test-only",
-    "wait",
-    "wrap",
-)
-_SRUN_KEYS = {
-    "nodes": "cluster.nodes",
-    "ntasks": _NUM_TASKS,
-    "ntasks-per-node": "cluster.tasks_per_node",
-    "cpus-per-task": "cluster.cpus_per_task",
-    "gpus-per-node": "cluster.gpus_per_node",
+_SBATCH_RESERVED = {
+    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
 }
-_SRUN_RESERVED = (
-    "error",
-    "input",
-    "job-name",
-    "kill-on-bad-exit",
-    "multi-prog",
-    "open-mode",
-    "output",
-    "pty",
-    "test-only",
-)
+_SRUN_KEYS = {
+    key: _SBATCH_KEYS[key] for key in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
+}
+_SRUN_RESERVED = {
+    *("error", "input", "job-name", "kill-on-bad-exit", "multi-prog", "open-mode", "output", "pty", "test-only"),
+}
 
 
 def conflicting_flags(cluster: ClusterConfig) -> list[str]:

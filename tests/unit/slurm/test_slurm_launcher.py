@@ -77,9 +77,15 @@ class Step:
         command = ["sh", "-c", f"cat '{pipe}'; exit 1"]
         #: The answers to queries for running ranks.
         self.answers: list[set[int] | None] = []
-        nodes = SimpleNamespace(end_ranks=lambda _: False)
-        launcher = cast(SlurmLauncher, SimpleNamespace(nodes=nodes, running_ranks=lambda: self.answers.pop(0)))
-        self.ranks = RankStep(command, os.environ, 4, attempt, guard, launcher, NoContainers(), cwd=attempt.path)
+        self.launcher = SimpleNamespace(
+            num_ranks=4,
+            guard=guard,
+            containers=NoContainers(),
+            cwd=attempt.path,
+            nodes=SimpleNamespace(end_ranks=lambda _: False),
+            running_ranks=lambda: self.answers.pop(0),
+        )
+        self.ranks = RankStep(command, os.environ, attempt, cast(SlurmLauncher, self.launcher))
         self._pipe: int | None = os.open(pipe, os.O_WRONLY)
 
     def print(self, text: str) -> None:
@@ -146,7 +152,7 @@ def test_killed_rank_of_a_container_is_found_before_its_client_ends(
 ) -> None:
     """Otherwise the ranks that lost it would be reported as the failure: the client may take long to end."""
     with monkeypatch.context() as patch:
-        patch.setattr(step.ranks, "_containers", ContainerSteps(SPEC, RunDir(step.attempt.path.parent), {}))
+        patch.setattr(step.launcher, "containers", ContainerSteps(SPEC, RunDir(step.attempt.path.parent), {}))
         step.report(0, "failed", peer_lost=True, host="n1", step=4, error="connection reset", traceback=[])
         for rank, code in ((3, "137\n"), (2, "0\n"), (0, "1\n")):
             (step.attempt.path / f"rank-{rank:05d}.exit").write_text(code)
