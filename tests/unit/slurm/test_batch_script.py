@@ -188,20 +188,6 @@ def test_script_of_a_heterogeneous_job() -> None:
     assert step.startswith("srun --het-group=0 ")
 
 
-def test_parameters_of_one_allocation_for_all_roles() -> None:
-    roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
-    found = submit.sbatch_parameters(
-        Config(roles={"server": 1, "worker": 8}, cluster=ClusterConfig(roles=roles, het=False)), RUN
-    )
-    assert found == SMALL | {
-        "nodes": 3,
-        "ntasks_per_node": 4,
-        "cpus_per_task": 8,
-        "gpus_per_node": 4,
-        "mem": "64G",
-    }
-
-
 @pytest.mark.parametrize(
     ("command", "code", "starts"),
     [
@@ -280,23 +266,6 @@ def test_error_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserMistake, match=r"^sbatch is not installed here: submit from a login .* --dry-run$"):
         submit.estimate_start(Config())
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("allocation failure: Invalid partition", "Slurm rejects this job: Invalid partition"),
-        ("sbatch: error: Bad\nsecond line", "Slurm rejects this job: Bad second line"),
-    ],
-)
-def test_rejection_is_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, message: str
-) -> None:
-    FakeCommands(tmp_path).add("sbatch", error=f"{output}\n", code=1)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserMistake) as caught:
-        submit.estimate_start(Config(name="probe"))
-    assert str(caught.value) == message
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import Cause, RunDir, State, Status, StopRequest
+from hpcdist.run.folder import ENDED, Cause, RunDir, State, Status, StopRequest
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
@@ -150,28 +150,25 @@ def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCa
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
 
 
-def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        batch_step, "supervise_job", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken")
-    )
-    with pytest.raises(HpcdistError, match=r"^/runs/first is broken$"):
-        submitit_entry.supervise_in_job("/runs/first")
-    monkeypatch.setattr(batch_step, "supervise_job", lambda run_dir: State(status="stopped", reason="by ada"))
-    assert submitit_entry.supervise_in_job("/runs/first") == "stopped: by ada"
-
-
-def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requeue(
+def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_second_of_the_requeue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(submitit_entry, "time", SimpleNamespace(sleep=slept.append))
-    for status in ("stopped", "queued"):
-        state = State(status=cast(Status, status), reason="time limit")
-        monkeypatch.setattr(batch_step, "supervise_job", lambda _, state=state: state)
-        assert submitit_entry.supervise_in_job("/runs/first") == f"{status}: time limit"
+
+    def supervise(status: Status) -> str:
+        monkeypatch.setattr(batch_step, "supervise_job", lambda run: State(status=status, reason=f"{run} ended"))
+        return submitit_entry.supervise_in_job("/runs/first")
+
+    with pytest.raises(HpcdistError, match=r"^/runs/first ended$"):
+        supervise("failed")
+    assert supervise("stopped") == "stopped: /runs/first ended"
+    assert slept == []
+    assert supervise("queued") == "queued: /runs/first ended"
     assert slept == [submitit_entry.CREDENTIAL_S]
 
 
+@pytest.mark.parametrize("restart_count", [0, 1])
 @pytest.mark.parametrize(
     ("status", "cause", "over"),
     [
@@ -191,22 +188,14 @@ def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requ
     ],
 )
 def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
-    run: RunDir, status: Status, cause: Cause | None, over: bool
+    run: RunDir, status: Status, cause: Cause | None, over: bool, restart_count: int
 ) -> None:
+    """A supervisor whose job was not restarted continues unless the run has an end status."""
     if cause is not None:
         run.attempt(1).send_request(StopRequest(cause=cause))
-    job = cast(CurrentJob, FakeJob(1))
+    job = cast(CurrentJob, FakeJob(restart_count))
+    over = over if restart_count else status in ENDED
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
-
-
-@pytest.mark.parametrize(
-    ("status", "over"), [("queued", False), ("running", False), ("stopped", True), ("failed", True), ("finished", True)]
-)
-def test_restarted_supervisor_continues_unless_the_run_has_an_end_status(
-    run: RunDir, status: Status, over: bool
-) -> None:
-    """The job itself was not restarted."""
-    assert batch_step._is_over(run, State(status=status, attempt=1), cast(CurrentJob, FakeJob(0))) == over
 
 
 def test_job_log_contains_attempts_notes_and_failures(

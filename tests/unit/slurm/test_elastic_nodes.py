@@ -363,21 +363,6 @@ def test_real_clock_and_connections() -> None:
 FOUR = ("n1", "n2", "n3", "n4")
 
 
-def test_lost_nodes_are_left_out_until_fewer_than_the_least_number_remain() -> None:
-    pool = NodePool(FOUR, most=4, least=2)
-    assert (pool.used, pool.idle, pool.missing) == (FOUR, (), ())
-    assert pool.drop_silent(["n2", "n4"])
-    assert (pool.used, pool.idle, pool.present, pool.missing) == (
-        ("n1", "n3"),
-        (),
-        ("n1", "n3"),
-        ("n2", "n4"),
-    )
-    assert not pool.can_lose(["n3"])
-    assert not pool.drop_silent(["n3"])
-    assert pool.used == ("n1", "n3"), "nothing has changed"
-
-
 def test_nodes_that_return_are_used_again_unless_they_were_lost_too_often() -> None:
     pool = NodePool(FOUR, most=4, least=2)
     for _ in range(MAX_LOSSES):
@@ -413,15 +398,6 @@ def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None
     assert pool.drop_silent(["n3"])
     assert pool.used == ("n1", "n2")
     assert pool.missing == ("n3", "n4")
-
-
-def test_unfit_nodes_do_not_return() -> None:
-    pool = NodePool(FOUR, most=4, least=3)
-    assert pool.drop_unfit(["n1"])
-    assert (pool.used, pool.present, pool.missing) == (("n2", "n3", "n4"), FOUR, ())
-    assert not pool.drop_unfit(["n2"])
-    pool.restore(["n1"])
-    assert pool.used == ("n2", "n3", "n4")
 
 
 # --- jobs that Slurm has requeued in part or not at all after the failure of their batch host

@@ -241,16 +241,6 @@ def test_lines_of_another_format_are_ignored() -> None:
 # --- Values and records in the output of Slurm's commands.
 
 
-def test_record() -> None:
-    record = parse_record(
-        "JobId=41 JobName=digits/first JobState=RUNNING Dependency=(null) Restarts=2 EndTime=2026-11-20T07:05:00"
-        " Command=/shared/my run.sh --flag=a=b"
-    )
-    assert (record["JobId"], record["Restarts"], record["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
-    assert (record["Dependency"], record["Command"], "--flag" in record) == ("(null)", "/shared/my", False)
-    assert parse_record("") == {}
-
-
 def test_first_value_of_a_key_counts() -> None:
     """Free text at the end of a record may contain words that look like keys."""
     line = "JobId=1 JobState=RUNNING NodeList=n1 SubmitLine=sbatch --wrap=x JobState=FAILED NodeList=n9"
@@ -272,16 +262,6 @@ def test_free_text_is_not_searched_for_keys() -> None:
         "NodeList": "n1",
         "Command": "/x",
     }
-
-
-def test_heterogeneous_job_has_one_record_per_component() -> None:
-    text = "JobId=41 HetJobOffset=0 JobState=RUNNING\n\nJobId=42 HetJobOffset=1 JobState=RUNNING\n"
-    assert [(record["JobId"], record["HetJobOffset"]) for record in parse_records(text)] == [("41", "0"), ("42", "1")]
-
-
-def test_settings() -> None:
-    text = "Configuration data as of 2026-11-20T08:00:00\nSlurmctldPort = 6817\nClusterName             = here\n"
-    assert parse_settings(text) == {"SlurmctldPort": "6817", "ClusterName": "here"}
 
 
 @pytest.mark.parametrize(

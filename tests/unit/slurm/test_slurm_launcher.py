@@ -530,17 +530,6 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
         assert launcher.nodes.replace_lost() == "no answer from n2: continuing on 1 of 2 nodes"
 
 
-def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
-    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preflight(monkeypatch, FULL, failed=True, blamed=["n1"])
-    with (
-        launcher_of(slurm, runs_dir, min_nodes=2) as launcher,
-        pytest.raises(PreflightError, match=r"^preflight: n1: disk: full$"),
-    ):
-        launcher.start(launcher._run.new_attempt())
-
-
 def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,14 +21,12 @@ from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job import submit
-from hpcdist.slurm.job.srun import option_value
 from hpcdist.slurm.job.submit_checks import (
     Findings,
     check_config,
     check_partitions,
     check_submission,
     conflicting_flags,
-    longest_save,
     rejected_flags,
     requested_partitions,
     runs_dir_problems,
@@ -50,10 +48,9 @@ SCRIPTS = {
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
     """Fake Slurm commands, the only commands on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    commands = FakeCommands(folder)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    commands = FakeCommands(tmp_path / "bin")
     for name, lines in SCRIPTS.items():
         commands.add_script(name, lines)
     return commands
@@ -181,15 +178,6 @@ def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
 def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
     slurm.add_script("scontrol", "exit 1")
     assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
-
-
-def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
-    assert longest_save(tmp_path) == (0.0, "")
-    for name, content in (("old", {"step": 1}), ("a", {"write_s": 1.5}), ("b", {"write_s": 12.0})):
-        folder = tmp_path / name / "checkpoints" / "step-00000001"
-        folder.mkdir(parents=True)
-        write_json(folder / "manifest.json", content)
-    assert longest_save(tmp_path) == (12.0, "b")
 
 
 def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
@@ -365,23 +353,19 @@ def test_nodes_must_see_the_folder(folder: str, kind: str, nodes: set[str], erro
 
 
 @pytest.fixture
-def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the fake sbatch; its file `calls` contains the arguments of each call."""
-    (tmp_path / "sbatch").write_text(
-        f"""#!/bin/sh
-echo "$@" >> {tmp_path}/calls
-for option in "$@"; do case "$option" in
+def fake_sbatch(commands: FakeCommands) -> FakeCommands:
+    """Commands with an sbatch that knows two flags."""
+    commands.add_script(
+        "sbatch",
+        """for option in "$@"; do case "$option" in
     --mail-type=FAIL|--exclusive) ;;
     --begin=*) echo 'Invalid time specification (pos=0): x' >&2; echo 'sbatch: error: Invalid --begin specification' >&2
         exit 255 ;;
     --help) exit 0 ;;
     *) echo "sbatch: unrecognized option '$option'" >&2; echo 'Try "sbatch --help" for more' >&2; exit 255 ;;
-esac; done
-"""
+esac; done""",
     )
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path
+    return commands
 
 
 def test_flags_that_hpcdist_sets_are_rejected() -> None:
@@ -410,14 +394,14 @@ def test_flags_of_runs_that_outlive_nodes_are_free_for_others() -> None:
     assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
 
 
-def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: Path) -> None:
+def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: FakeCommands) -> None:
     assert rejected_flags("sbatch", {}) == []
-    assert not (fake_sbatch / "calls").exists()
     assert rejected_flags("sbatch", {"mail-type": "FAIL", "exclusive": "true", "mail-user": "false"}) == []
-    assert (fake_sbatch / "calls").read_text() == "--mail-type=FAIL --exclusive --help\n"
+    assert fake_sbatch.calls() == ["sbatch --mail-type=FAIL --exclusive --help"]
+    assert rejected_flags("srun", {"foo": "1"}) == [], "there is no srun"
 
 
-def test_each_rejected_flag_is_reported(fake_sbatch: Path) -> None:
+def test_each_rejected_flag_is_reported(fake_sbatch: FakeCommands) -> None:
     flags = {"mail-typ": "FAIL", "mail-type": "FAIL", "nodes": "3", "begin": "x"}
     why = "sbatch rejects it: Invalid time specification (pos=0): x; Invalid --begin specification"
     assert rejected_flags("sbatch", flags, options={"begin"}) == [
@@ -425,15 +409,6 @@ def test_each_rejected_flag_is_reported(fake_sbatch: Path) -> None:
         f"--begin x: {why}",
     ]
     assert rejected_flags("sbatch", {"begin": "x"}) == [f"cluster.sbatch.begin=x: {why}"]
-
-
-def test_flags_are_not_checked_without_srun(fake_sbatch: Path) -> None:
-    assert rejected_flags("srun", {"foo": "1"}) == []
-
-
-def test_flags_without_a_value() -> None:
-    values = {"true": True, "True": True, "false": None, "": "", "user": "user"}
-    assert {text: option_value(text) for text in values} == values
 
 
 # --- Strings of the config in batch scripts: malicious ones are rejected or quoted.
