@@ -30,16 +30,16 @@ def scripts(tmp_path: Path, empty_database: Path) -> Runs:
 
 def run_script(scripts: Runs, name: str, *overrides: str) -> str:
     """Run a script of the example on two ranks, without a server; return the output."""
-    uri = f"tracking.uri=sqlite:///{scripts.database}"
     script = f"trainer.script=[{name}.py]"
-    code, output = scripts.command("run", "scripts.yaml", f"name={name}", script, uri, *quiet(), *overrides)
+    code, output = scripts.command("run", "scripts.yaml", f"name={name}", script, *tracked(scripts), *overrides)
     assert code == 0, output
     return output
 
 
-def quiet() -> list[str]:
-    """Return the overrides of a run without system metrics, whose upload ends also on a slow machine."""
-    return ["tracking.system_interval_s=0", "tracking.drain_timeout_s=300"]
+def tracked(runs: Runs) -> list[str]:
+    """Return the overrides of a run without server and system metrics, whose upload ends also on a slow machine."""
+    uri = f"tracking.uri=sqlite:///{runs.database}"
+    return [uri, "tracking.system_interval_s=0", "tracking.drain_timeout_s=300"]
 
 
 def steps_of(scripts: Runs, name: str, key: str) -> list[int]:
@@ -94,8 +94,7 @@ def test_loggers_of_libraries(scripts: Runs, name: str, metrics: dict[str, list[
 
 @pytest.mark.slow
 def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
-    uri = f"tracking.uri=sqlite:///{scripts.database}"
-    started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", uri, *quiet())
+    started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", *tracked(scripts))
     attempt = scripts.attempt("long")
     wait_for(lambda: attempt.path.exists() and (attempt.read_beat(0) or {}).get("step", 0) >= 5, "5 steps")
     code, saved = scripts.command("save", str(scripts.run_dir("long").path))
@@ -133,8 +132,7 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
     script, place = side(three, "+"), side(two, "-")
     assert place in script
     (scripts.project / "loop.py").write_text(script.replace(place, side(two, "+")) if num_lines == 5 else script)
-    uri = f"tracking.uri=sqlite:///{scripts.database}"
-    options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", uri, *quiet()]
+    options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", *tracked(scripts)]
     code, output = scripts.command("run", "scripts.yaml", "name=loop", *options)
     assert code == 0, output
     assert "loop.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt at " in output
@@ -152,9 +150,8 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
 
 @pytest.mark.slow
 def test_a_trainer_logs_with_mlflow(scripts: Runs) -> None:
-    uri = f"tracking.uri=sqlite:///{scripts.database}"
     trainer = ["trainer.script=[]", "trainer.target=logs_with_mlflow:train", "launch.num_ranks=1"]
-    code, output = scripts.command("run", "scripts.yaml", "name=trainer", *trainer, uri, *quiet())
+    code, output = scripts.command("run", "scripts.yaml", "name=trainer", *trainer, *tracked(scripts))
     assert code == 0, output
     for key in ("by_mlflow", "by_log", "by_context"):
         assert steps_of(scripts, "trainer", key) == [1, 2, 3]
@@ -214,9 +211,8 @@ def losses(text: str) -> list[str]:
 def run(pattern_runs: Runs, name: str, command: str, out: Path) -> list[str]:
     """Run the same command with hpcdist; return the losses in the logs of its last attempt."""
     words = [word.format(out=out) for word in shlex.split(command)]
-    uri = f"tracking.uri=sqlite:///{pattern_runs.database}"
     code, output = pattern_runs.command(
-        "run", "patterns.yaml", f"name={name}", f"trainer.script={json.dumps(words)}", uri
+        "run", "patterns.yaml", f"name={name}", f"trainer.script={json.dumps(words)}", *tracked(pattern_runs)
     )
     assert code == 0, output
     assert f"finished: {Path(words[0]).name} ended with exit status 0" in output
@@ -325,9 +321,9 @@ def project(tmp_path: Path, empty_database: Path) -> Runs:
 
 def test_script_of_hydra_runs_unchanged_in_a_sweep(project: Runs, tmp_path: Path) -> None:
     hydra = [f"hydra.run.dir={tmp_path}/out/" + "${params.lr}", "lr=${params.lr}", "name='010'"]
-    config = ["launch.num_ranks=1", "tracking.system_interval_s=0", f"tracking.uri=sqlite:///{project.database}"]
     axes = ["--sweep", "params.lr=0.1,0.2"]
-    code, output = project.command("run", *axes, *config, "name=tune", "-m", "app.train", *hydra)
+    config = ["launch.num_ranks=1", "name=tune", *tracked(project)]
+    code, output = project.command("run", *axes, *config, "-m", "app.train", *hydra)
     assert code == 0, output
     assert "sweep tune: 2 finished\n" in output
     for lr in (0.1, 0.2):
@@ -359,8 +355,7 @@ def start_in(examples: Runs, name: str) -> Path:
 def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     examples.experiment = "own-trainer"
     start_in(examples, "own_trainer")
-    uri = f"tracking.uri=sqlite:///{examples.database}"
-    code, output = examples.command("run", "regression.yaml", "name=whole", uri)
+    code, output = examples.command("run", "regression.yaml", "name=whole", *tracked(examples))
     assert code == 0, output
     assert "finished: the trainer has finished" in output
     found = examples.params("whole")
@@ -375,7 +370,9 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
 
     # Stopped at step 200 and resumed: the same final weights, from the code of the first start.
     no_export = f"launch.env.PYTHONPATH={examples.no_mlflow}"
-    code, output = examples.command("run", "regression.yaml", "name=halves", "params.total_steps=200", no_export, uri)
+    code, output = examples.command(
+        "run", "regression.yaml", "name=halves", "params.total_steps=200", no_export, *tracked(examples)
+    )
     assert code == 0, output
     (examples.project / "regression.py").write_text("raise SystemError('changed after the start')\n")
     code, output = examples.command("resume", "halves", "params.total_steps=400")
@@ -389,9 +386,7 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
 def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
     examples.experiment = "torchrun-script"
     start_in(examples, "torchrun_script")
-    code, output = examples.command(
-        "run", "script.yaml", "name=first", f"tracking.uri=sqlite:///{examples.database}", "launch.device=cpu"
-    )
+    code, output = examples.command("run", "script.yaml", "name=first", "launch.device=cpu", *tracked(examples))
     assert code == 0, output
     assert "step 200 of 200: loss" in output
     assert "finished: train.py ended with exit status 0" in output
@@ -405,8 +400,9 @@ def test_script_with_roles_is_stopped_by_the_ranks_that_count_steps(examples: Ru
     """The parameter server gets SIGTERM as well, and goes on answering until the trainers have saved."""
     examples.experiment = "parameter-server"
     start_in(examples, "parameter_server")
-    uri = f"tracking.uri=sqlite:///{examples.database}"
-    code, output = examples.command("run", "parameter_server.yaml", "name=first", "stop.pause_at_step=50", uri)
+    code, output = examples.command(
+        "run", "parameter_server.yaml", "name=first", "stop.pause_at_step=50", *tracked(examples)
+    )
     assert code == 0, output
     assert "stopped: train.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt" in output
     code, output = examples.command("resume", "first", "stop.pause_at_step=null")

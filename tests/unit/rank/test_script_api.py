@@ -21,7 +21,7 @@ from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
-from hpcdist.rank.worker import script_environment
+from hpcdist.rank.worker import run_script, script_environment
 from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
@@ -255,42 +255,14 @@ def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None
 # --- Unmodified scripts as trainers.
 
 
-RUN = """\
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from hpcdist.run.folder import RunDir
-from hpcdist.rank import worker
-worker.script_environment = lambda topology, run, roles: {}
-worker.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None, None)
-"""
+def test_missing_files_and_modules_are_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(sys, "argv", [])
+    for command, problem in ((["-m", "package_missing"], "no module 'package_missing'"), (["a.py"], "no such file: a")):
+        with pytest.raises(TrainerError, match=rf"^trainer\.script: {problem}"):
+            run_script(command, run, ALONE, Roles.of({}, 1))
 
 
-@pytest.mark.processes
-def test_module_runs_like_a_script(tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "part.py").write_text("VALUE = 3\n")
-    (package / "train.py").write_text(
-        "import sys\nfrom .part import VALUE\nprint(__name__, __spec__.name, VALUE, sys.argv)\n"
-    )
-    found = {}
-    for module in ("package.train", "package.missing"):
-        found[module] = subprocess.run(
-            [sys.executable, "-c", RUN, "-m", module, "--lr", "0.10"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-        )
-    done = found["package.train"]
-    expected = f"__main__ package.train 3 ['{package}/train.py', '--lr', '0.10']\n"
-    assert done.stdout == expected, done.stderr
-    assert found["package.missing"].stderr.endswith("TrainerError: trainer.script: no module 'package.missing'\n")
-
-
-@pytest.mark.processes
 def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) -> None:
     of_rank = topology_of(2, 4, 2, master_addr="n1", master_port=29500, launcher="slurm", job_id="7", attempt=2)
     run = RunDir(tmp_path)
