@@ -59,44 +59,35 @@ class Restored:
         return load_file(path) if retry.exists(path) else None
 
 
+@dataclass(kw_only=True, eq=False)
 class RankCheckpoints:
     """Saves and restores checkpoints from within one rank; `Context` owns it."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        run: RunDir,
-        attempt: Attempt,
-        topology: Topology,
-        device: torch.device,
-        groups: Groups,
-        journal: JournalWriter,
-    ) -> None:
+    config: Config
+    run: RunDir
+    attempt: Attempt
+    topology: Topology
+    device: torch.device
+    groups: Groups
+    journal: JournalWriter
+    #: Step of the checkpoint that was saved or restored last; -1 before the first one.
+    saved_step: int = -1
+    #: Division of the training set of an elastic run, which a checkpoint holds; None before it is known.
+    division: SavedDivision | None = None
+
+    def __post_init__(self) -> None:
+        checkpoint = self.config.checkpoint
         self.store = CheckpointStore(
-            run.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            best_metric=config.checkpoint.monitor,
-            monitor_mode=config.checkpoint.monitor_mode,
+            self.run.checkpoints,
+            keep_last=checkpoint.keep_last,
+            best_metric=checkpoint.monitor,
+            monitor_mode=checkpoint.monitor_mode,
         )
         self.saver = AsyncSaver(self.store, before_publish=self._before_publish)
-        #: Step of the checkpoint that was saved or restored last; -1 before the first one.
-        self.saved_step = -1
-        #: Division of the training set of an elastic run, which a checkpoint holds; None before it is known.
-        self.division: SavedDivision | None = None
-        self._is_elastic = config.data.global_batch_size is not None
-        self._seed = config.seed
-        self._run = run
-        self._attempt = attempt
-        self._topology = topology
-        self._roles = Roles.of(config.roles, topology.world_size)
-        self._has_roles = bool(config.roles)
-        self._name = self._roles.name_of(topology.rank)
-        self._device = device
-        self._groups = groups
-        self._journal = journal
-        self._shard_writer = BackgroundWriter(str(run.checkpoints))
-        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
+        self._roles = Roles.of(self.config.roles, self.topology.world_size)
+        self._name = self._roles.name_of(self.topology.rank)
+        self._shard_writer = BackgroundWriter(str(self.run.checkpoints))
+        self._shards = ShardExchange(self.groups.store, rank=self.topology.rank, attempt=self.attempt.number)
 
     def save(
         self,
@@ -112,26 +103,26 @@ class RankCheckpoints:
         """Save a checkpoint; see `Context.save`. `on_written` is called on rank 0 once it is on disk."""
         is_owner = shard is not None and not shard.is_empty
         rank_state = {
-            "rng": rng_state(self._device),
+            "rng": rng_state(self.device),
             "local": local
             and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
             "role": self._name,
             **(asdict(self.division) if self.division is not None else {}),
         }
         state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
-        gathered = self._groups.gather((rank_state, is_owner, state.is_sharded))
+        gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
         if len({is_sharded for *_, is_sharded in gathered}) > 1:
             without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
             raise CheckpointError(
                 f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no shard:"
                 " pass them on every rank, so that they can be saved whole"
             )
-        whole = state.gather(keep=self._topology.rank == 0)
+        whole = state.gather(keep=self.topology.rank == 0)
         is_new, self.saved_step = step != self.saved_step, step
-        staging = self.store.staging(step, self._attempt.number)
+        staging = self.store.staging(step, self.attempt.number)
         if shard is not None and is_owner and is_new:
             self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
-        if self._topology.rank == 0:
+        if self.topology.rank == 0:
             owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
             self.saver.save(
                 step,
@@ -148,41 +139,41 @@ class RankCheckpoints:
 
         A supervisor that was suspended may have been replaced while its ranks continued (`run/lease.py`).
         """
-        self._journal.flush(durable=True)
-        if retry.exists(self._run.attempt(self._attempt.number + 1).path):
+        self.journal.flush(durable=True)
+        if retry.exists(self.run.attempt(self.attempt.number + 1).path):
             raise CheckpointError(
-                f"attempt {self._attempt.number + 1} of run {self._run.name} has begun:"
-                f" attempt {self._attempt.number} must not save checkpoints any more"
+                f"attempt {self.attempt.number + 1} of run {self.run.name} has begun:"
+                f" attempt {self.attempt.number} must not save checkpoints any more"
             )
 
     def restore(self) -> Restored | None:
         """Load the newest valid checkpoint; see `Context.restore`."""
         path = ""
-        if self._topology.rank == 0:
+        if self.topology.rank == 0:
             self.store.remove_leftovers()
             newest = self.store.latest()
             path = str(newest.path) if newest is not None else ""
-        if not (path := self._groups.broadcast(path)):
+        if not (path := self.groups.broadcast(path)):
             return None
         # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
         checkpoint = self.store.load(Path(path), verify=False)
         self.saved_step = checkpoint.step
         local = None
         self.division = SavedDivision.of(checkpoint.rank_states[0])
-        is_elastic = self._is_elastic and self.division is not None
+        is_elastic = self.config.data.global_batch_size is not None and self.division is not None
         names = [str(state["role"]) for state in checkpoint.rank_states]
         role = self._name.partition(":")[0]
         if sum(name.partition(":")[0] == role for name in names) == self._roles.count(role):
             rank_state = checkpoint.rank_states[names.index(self._name)]
             local = rank_state["local"]
-            set_rng_state(rank_state["rng"], self._device)
+            set_rng_state(rank_state["rng"], self.device)
         elif is_elastic:
             # After a step the state is equal on all ranks, see `rank/elastic.py`.
-            set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
+            set_rng_state(checkpoint.rank_states[0]["rng"], self.device)
         else:
-            seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
-        before, now = len(checkpoint.rank_states), self._topology.world_size
-        if before != now and (self._has_roles or is_elastic):  # trainers with roles report its effect themselves
+            seed_everything(self.config.seed + 1 + self.topology.rank + checkpoint.step)
+        before, now = len(checkpoint.rank_states), self.topology.world_size
+        if before != now and (self.config.roles or is_elastic):  # trainers with roles report its effect themselves
             log.info("%d ranks instead of %d continue the run", now, before)
         elif before != now:
             text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"

@@ -190,22 +190,24 @@ class _Rank:
                 kill(self.pid, signal.SIGKILL)
 
 
+@dataclass(eq=False)
 class ForkServer:
     """Forks a rank for each connection until the process that started this one ends."""
 
-    def __init__(self, source: socket.socket, env: Mapping[str, str], starter: int, *, listens: bool) -> None:
-        self._source = source  #: passes connections on, or accepts them if `listens`
-        self._listens = listens
-        self._env = env  #: environment before the imports, which may set variables
-        self._starter = starter
+    source: socket.socket  #: passes connections on, or accepts them if `listens`
+    env: Mapping[str, str]  #: environment before the imports, which may set variables
+    starter: int
+    listens: bool
+
+    def __post_init__(self) -> None:
         self._ranks: list[_Rank] = []
         self._affinity = os.sched_getaffinity(0)
 
     def serve(self) -> None:
         """Serve connections; returns in each forked rank."""
-        while os.getppid() == self._starter:
+        while os.getppid() == self.starter:
             poll = select.poll()
-            poll.register(self._source, select.POLLIN)
+            poll.register(self.source, select.POLLIN)
             for rank in self._ranks:
                 if rank.is_open:
                     poll.register(rank.connection, select.POLLIN)
@@ -217,21 +219,21 @@ class ForkServer:
             for rank in [rank for rank in self._ranks if not rank.is_open]:
                 if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
                     self._ranks.remove(rank)
-            if self._source.fileno() in ready:
+            if self.source.fileno() in ready:
                 self._accept()
         os._exit(0)
 
     def _accept(self) -> None:
-        if self._listens:
+        if self.listens:
             try:
-                connection, _ = self._source.accept()
+                connection, _ = self.source.accept()
             except OSError as error:
                 leave(f"the parent process of the ranks cannot accept a connection: {error.strerror}", CANNOT_FORK)
             if peer_uid(connection) != os.getuid():
                 connection.close()
                 return
         else:
-            data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(self.source, 1, 1)
             if not data:
                 os._exit(0)
             if not descriptors and any(rank.pid for rank in self._ranks):
@@ -273,7 +275,7 @@ class ForkServer:
                 other.end()
             if not other.is_open and other.pid and not wait_for_end(other.pid, KILL_S):
                 return {"failure": f"process {other.pid} of an earlier attempt survives SIGKILL on this node"}
-        env, own = request["env"], self._env
+        env, own = request["env"], self.env
         if differing := [
             name
             for name in sorted(env.keys() | own.keys())
@@ -296,7 +298,7 @@ class ForkServer:
         finally:
             if not in_rank:
                 os.sched_setaffinity(0, self._affinity)
-        if self._listens:
+        if self.listens:
             place = f"task {env['SLURM_PROCID']} of attempt {env['HPCDIST_ATTEMPT']}"
             with suppress(OSError):  # a full disk is no reason to end
                 os.write(1, f"process {os.getpid()} has forked process {rank.pid} for {place}\n".encode())
@@ -308,7 +310,7 @@ class ForkServer:
         for pipe in guard:  # first of all: the guard ends this process if the supervisor has died
             with suppress(BrokenPipeError):
                 os.write(pipe, f"+{os.getpid()}\n".encode())
-        self._source.close()
+        self.source.close()
         for rank in self._ranks:
             rank.connection.close()
         os.dup2(output, 1)
@@ -317,12 +319,9 @@ class ForkServer:
             os.close(descriptor)
         # The environment of a task is complete. That of a local rank lacks what the start of an interpreter adds, as
         # LC_CTYPE. Both lack the changes that the imports would make.
-        if self._listens:
-            env = {**request["env"], "SLURM_TASK_PID": str(os.getpid())}
-        else:
-            env = {**self._env, **request["env"]}
-        for name in self._env.keys() | os.environ.keys():
-            before, after = self._env.get(name), os.environ.get(name)
+        env = {**request["env"], "SLURM_TASK_PID": str(os.getpid())} if self.listens else {**self.env, **request["env"]}
+        for name in self.env.keys() | os.environ.keys():
+            before, after = self.env.get(name), os.environ.get(name)
             if before != after and env.get(name) == before:
                 env.pop(name, None)
                 env |= {} if after is None else {name: after}
@@ -330,7 +329,7 @@ class ForkServer:
             del os.environ[name]
         os.environ.update(env)
         os.chdir(request["cwd"])
-        show_place(env["SLURM_PROCID" if self._listens else "HPCDIST_RANK"], env["HPCDIST_ATTEMPT"])
+        show_place(env["SLURM_PROCID" if self.listens else "HPCDIST_RANK"], env["HPCDIST_ATTEMPT"])
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()  # Python's `random` does this itself
 

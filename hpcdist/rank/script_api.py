@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,22 +118,24 @@ def checkpoint_dir() -> Path:
     return path
 
 
+@dataclass(eq=False)
 class RunningScript:
     """The script of this rank: its heartbeat, and the agreement of the ranks on a stop."""
 
-    def __init__(self, config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> None:
-        self._config = config
-        self._run = run
-        self._attempt = attempt
+    config: Config
+    run: RunDir
+    attempt: Attempt
+    topology: Topology
+
+    def __post_init__(self) -> None:
         self._asks_to_save = False
         #: Step of the checkpoint that the script is saving because of a command, and the function that reports it.
         self._saving: tuple[int, Callable[[], None]] | None = None
-        self._topology = topology
-        self._ranks: Sequence[int] = range(topology.world_size)
+        self._ranks: Sequence[int] = range(self.topology.world_size)
         self._heartbeat: Heartbeat | None = None
         #: Time before the first reported step, of repeated steps, and of new ones.
         self._account = TimeAccount()
-        self._notes = TrainingNotes(attempt, is_main=topology.rank == 0)
+        self._notes = TrainingNotes(self.attempt, is_main=self.topology.rank == 0)
         self._stop: StopAgreement | None = None
         self._commands: LiveCommands | None = None
         self._group: Any = None
@@ -158,7 +161,7 @@ class RunningScript:
     def _count(self, step: int, first_step: int) -> None:
         """Book the time until a reported step; the first one shows at which step the attempt has begun."""
         if not self._account.phases:
-            self._account.reached = reached_before(self._attempt)
+            self._account.reached = reached_before(self.attempt)
             self._notes.begin(first_step)
         self._account.step_done(step, time.perf_counter())
 
@@ -169,13 +172,13 @@ class RunningScript:
                 "hpcdist.agree_among: rank 0 must count steps: put the role that does so first in `roles`"
             )
         self._ranks = ranks
-        if self._topology.rank not in ranks:
+        if self.topology.rank not in ranks:
             self._flag.install()
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
         """See the function `should_stop`."""
-        if self._topology.rank not in self._ranks:
-            raise TrainerError(f"hpcdist.should_stop: rank {self._topology.rank} is not in the ranks of agree_among")
+        if self.topology.rank not in self._ranks:
+            raise TrainerError(f"hpcdist.should_stop: rank {self.topology.rank} is not in the ranks of agree_among")
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
         self._count(step, first_step=step)
@@ -196,8 +199,8 @@ class RunningScript:
         self._asks_to_save = True
         self._report_saved(step)
         if self._commands is not None and self._commands.save_is_due:
-            self._saving = step, self._commands.saving(step, self._run.checkpoints)
-        every = self._config.checkpoint.every_steps
+            self._saving = step, self._commands.saving(step, self.run.checkpoints)
+        every = self.config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
         return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
 
@@ -210,9 +213,9 @@ class RunningScript:
     def _beating(self) -> Heartbeat:
         # Begun at the first step: a script that reports none is watched by its output alone.
         if self._heartbeat is None:
-            rank, num_ranks = self._topology.rank, self._topology.world_size
-            hang_s, nan_losses = self._config.launch.hang_s, self._config.stop.nan_losses
-            self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, hang_s, nan_losses)
+            rank, num_ranks = self.topology.rank, self.topology.world_size
+            hang_s, nan_losses = self.config.launch.hang_s, self.config.stop.nan_losses
+            self._heartbeat = Heartbeat(self.attempt, rank, num_ranks, hang_s, nan_losses)
             self._heartbeat.account = self._account
         return self._heartbeat
 
@@ -232,17 +235,17 @@ class RunningScript:
             )
         if self._stop is None:
             self._flag.install()
-            requests = RequestReader(self._attempt) if self._topology.rank == 0 else None
-            self._stop = StopAgreement(None, self._flag, requests, self._config.stop.pause_at_step)
+            requests = RequestReader(self.attempt) if self.topology.rank == 0 else None
+            self._stop = StopAgreement(None, self._flag, requests, self.config.stop.pause_at_step)
             device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-            self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, device)
+            self._commands = LiveCommands(self.run, self.attempt, self.topology.rank, self._stop, device)
         if not is_alone and dist.group.WORLD is not self._group:
             # At the first step, or after the script has initialised its process group again.
-            if self._topology.launcher == "slurm":
-                os.environ.update(interface_env(self._topology.master_addr, os.environ))
+            if self.topology.launcher == "slurm":
+                os.environ.update(interface_env(self.topology.master_addr, os.environ))
             # The script's process group may consist of these ranks alone.
             ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
-            timeout = timedelta(seconds=self._config.launch.hang_s + 60)
+            timeout = timedelta(seconds=self.config.launch.hang_s + 60)
             group: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
             self._stop.agree_in(group)
             self._group = dist.group.WORLD

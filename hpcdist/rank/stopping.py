@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ AGREEMENT_INTERVAL_S = 0.1
 REQUEST_INTERVAL_S = 1.0
 
 
+@dataclass(eq=False)
 class StopAgreement:
     """Gives all ranks the same answer to `should_stop` at the same step boundary.
 
@@ -36,25 +38,17 @@ class StopAgreement:
     next, so that it overlaps with the step. It also carries the step's duration, from which all ranks derive the same
     number of boundaries to skip until the next round, and the numbers of the newest commands.
 
-    Args:
-        group: a gloo group of all ranks, on which all ranks start collectives in the same order; None if the world size
-            is 1.
-        flag: the signal flag of this rank.
-        requests: asked at most once a second on the one rank that has it; None on the others.
-        pause_at_step: `stop.pause_at_step`.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        flag: StopFlag,
-        requests: RequestReader | None,
-        pause_at_step: int | None = None,
-    ) -> None:
-        self._group = group
-        self.flag = flag
-        self._requests = requests
-        self._pause_at_step = pause_at_step
+    #: A gloo group of all ranks, on which all start collectives in the same order; None if one rank decides.
+    group: dist.ProcessGroup | None
+    flag: StopFlag
+    #: Asked at most once a second on the one rank that has it; None on the others.
+    requests: RequestReader | None
+    #: `stop.pause_at_step`
+    pause_at_step: int | None = None
+
+    def __post_init__(self) -> None:
         self._next_check = 0.0
         self._is_unreachable = False
         self._message = torch.zeros(4)
@@ -69,7 +63,7 @@ class StopAgreement:
     def agree_in(self, group: dist.ProcessGroup | None) -> None:
         """Use another group from the next boundary on; None if this rank decides alone."""
         self.close()
-        self._group = group
+        self.group = group
 
     def at_boundary(self, step: int) -> bool:
         """Return whether to stop after `step`. Call it once for each step on every rank; it stays True once it is True.
@@ -90,17 +84,17 @@ class StopAgreement:
             step_s = (now - self._round_began) / self._boundaries
             self._round_began, self._boundaries = now, 0
             wanted = float(self.flag.is_set or self._is_requested(now))
-            message = [wanted, step_s, *((0, 0) if self._requests is None else self._requests.newest.values())]
-            if self._group is None:
+            message = [wanted, step_s, *((0, 0) if self.requests is None else self.requests.newest.values())]
+            if self.group is None:
                 self._obey(*message)
             else:
                 self._message = torch.tensor(message)
-                self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        if not self.agreed and self._pause_at_step is not None and step >= self._pause_at_step:
+                self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        if not self.agreed and self.pause_at_step is not None and step >= self.pause_at_step:
             # All ranks know the step. The request makes the end a requested stop, after which nothing starts again.
-            if self._requests is not None and not self._requests.attempt.request.exists():
-                pause = StopRequest(cause="config", by=f"stop.pause_at_step={self._pause_at_step}")
-                self._requests.attempt.send_request(pause)
+            if self.requests is not None and not self.requests.attempt.request.exists():
+                pause = StopRequest(cause="config", by=f"stop.pause_at_step={self.pause_at_step}")
+                self.requests.attempt.send_request(pause)
             self.agreed = True
         return self.agreed
 
@@ -109,14 +103,14 @@ class StopAgreement:
         self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
 
     def _is_requested(self, now: float) -> bool:
-        if self._requests is None or now < self._next_check:
+        if self.requests is None or now < self._next_check:
             return False
         self._next_check = now + REQUEST_INTERVAL_S
         try:
-            found = self._requests.poll()
+            found = self.requests.poll()
         except OSError as error:
             if not self._is_unreachable:
-                place = self._requests.attempt.path
+                place = self.requests.attempt.path
                 log.warning("%s: %s; the next check for requests is in a second", place, error.strerror)
             self._is_unreachable = True
             return False
@@ -137,6 +131,7 @@ READ_INTERVAL_S = 1.0
 ENDED_BEFORE = "the ranks ended before the profile began"
 
 
+@dataclass(eq=False)
 class LiveCommands:
     """Obeys commands that do not end the attempt on one rank: `save` and `profile` (`run/commands.py`).
 
@@ -144,12 +139,13 @@ class LiveCommands:
     same step boundary, so that all ranks save at the same step.
     """
 
-    def __init__(self, run: RunDir, attempt: Attempt, rank: int, stop: StopAgreement, device: torch.device) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._rank = rank
-        self._stop = stop
-        self._device = device
+    run: RunDir
+    attempt: Attempt
+    rank: int
+    stop: StopAgreement
+    device: torch.device
+
+    def __post_init__(self) -> None:
         # Saves and profiles have numbers of one sequence.
         self._last_save = 0  #: number of the last `save` command that was obeyed
         self._last_profile = 0  #: number of the last `profile` command that was read
@@ -161,13 +157,13 @@ class LiveCommands:
     @property
     def save_is_due(self) -> bool:
         """Whether a `save` command has not been obeyed yet; equal on all ranks."""
-        return self._stop.newest_save > self._last_save
+        return self.stop.newest_save > self._last_save
 
     def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
         """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
-        saved = path or self._run.checkpoints / folder_name(step)
+        saved = path or self.run.checkpoints / folder_name(step)
         numbers = self._new_saves()
-        result = CommandResult(step=step, path=str(saved.relative_to(self._run.path)))
+        result = CommandResult(step=step, path=str(saved.relative_to(self.run.path)))
         return partial(self._report_saves, numbers, result)
 
     def refuse_save(self, error: str) -> None:
@@ -176,16 +172,16 @@ class LiveCommands:
 
     def _new_saves(self) -> range:
         """Return the numbers of the commands since the last save, and count them as obeyed."""
-        numbers = range(self._last_save + 1, self._stop.newest_save + 1)
-        self._last_save = self._stop.newest_save
+        numbers = range(self._last_save + 1, self.stop.newest_save + 1)
+        self._last_save = self.stop.newest_save
         return numbers
 
     def _report_saves(self, numbers: range, result: CommandResult) -> None:
-        for number in numbers if self._rank == 0 else ():
+        for number in numbers if self.rank == 0 else ():
             try:
-                command = read_command(self._attempt, number)
+                command = read_command(self.attempt, number)
             except OSError as error:
-                log.warning("%s: %s", self._attempt.command(number), error.strerror)
+                log.warning("%s: %s", self.attempt.command(number), error.strerror)
                 continue
             if command is not None and command.action == "save":
                 self._report(number, result)
@@ -193,12 +189,12 @@ class LiveCommands:
     @property
     def profile_is_due(self) -> bool:
         """Whether `step_done` has something to do."""
-        return self._profiler is not None or self._stop.newest_profile > self._last_profile
+        return self._profiler is not None or self.stop.newest_profile > self._last_profile
 
     def step_done(self, step: int) -> None:
         """Begin, continue or end a profile after a step."""
         now = time.monotonic()
-        if self._stop.newest_profile > self._last_profile and now >= self._next_read:
+        if self.stop.newest_profile > self._last_profile and now >= self._next_read:
             self._next_read = now + READ_INTERVAL_S
             self._read_profiles()
         if self._profiler is not None:
@@ -223,23 +219,23 @@ class LiveCommands:
 
     def _read_profiles(self) -> None:
         """Read all commands up to the newest profile: a node may see several at once."""
-        for number in range(self._last_profile + 1, self._stop.newest_profile + 1):
+        for number in range(self._last_profile + 1, self.stop.newest_profile + 1):
             try:
-                command = read_command(self._attempt, number, within_s=0)
+                command = read_command(self.attempt, number, within_s=0)
             except OSError as error:
-                log.warning("%s: %s; trying again", self._attempt.command(number), error.strerror)
+                log.warning("%s: %s; trying again", self.attempt.command(number), error.strerror)
                 return
             if command is None:
                 return  # the file system does not show it on this node yet
             self._last_profile = number
-            if command.action == "profile" and self._rank in command.ranks:
+            if command.action == "profile" and self.rank in command.ranks:
                 self._waiting.append((number, command))
 
     def _begin(self, step: int) -> None:
         """Start the profiler, which is ready after one step that it does not record."""
         num_steps = self._waiting[0][1].num_steps
         self._first_step, self._num_steps = step + 2, -1
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self._device.type == "cuda")]
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
             profiler.start()
@@ -252,8 +248,8 @@ class LiveCommands:
     def _end(self) -> None:
         """Write the trace for Perfetto: the operators of all threads, and on a GPU its kernels."""
         assert self._profiler is not None
-        name = f"rank-{self._rank:05d}.pt.trace.json.gz"
-        path = self._run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
+        name = f"rank-{self.rank:05d}.pt.trace.json.gz"
+        path = self.run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
         hidden = path.with_name(f".{name}")
         began = time.perf_counter()
         result = CommandResult(error=ENDED_BEFORE)
@@ -263,7 +259,7 @@ class LiveCommands:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(hidden))
                 os.replace(hidden, path)
-                own = str(path.relative_to(self._run.path))
+                own = str(path.relative_to(self.run.path))
                 result = CommandResult(step=self._first_step, num_steps=self._num_steps, path=own)
                 log.info("profiled %d steps, written in %.1f s: %s", self._num_steps, time.perf_counter() - began, own)
         except (OSError, RuntimeError) as error:
@@ -283,6 +279,6 @@ class LiveCommands:
 
     def _report(self, number: int, result: CommandResult) -> None:
         try:
-            write_result(self._attempt, number, self._rank, result)
+            write_result(self.attempt, number, self.rank, result)
         except OSError as error:
-            log.warning("%s: %s", self._attempt.command_result(number, self._rank), error.strerror)
+            log.warning("%s: %s", self.attempt.command_result(number, self.rank), error.strerror)

@@ -138,7 +138,6 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
     rank.send(profile(1, 0))
     rank.agreement.newest_profile = 1
     monkeypatch.setattr(stopping, "read_command", read)
-    rank.agreement._commands = None
     for step in range(3):
         rank.commands.step_done(step)
     assert rank.commands.profile_is_due
@@ -149,7 +148,6 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
 def test_node_that_sees_several_commands_at_once_obeys_all_of_them(rank: OneRank) -> None:
     for command in (profile(1, 0), SAVE, profile(1, 1), profile(2, 0)):
         rank.send(command)
-    rank.agreement._commands = None
     rank.agreement.newest_profile = 4
     for step in range(1, 9):
         rank.commands.step_done(step)

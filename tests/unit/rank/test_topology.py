@@ -81,35 +81,6 @@ def test_own_variables_take_precedence_over_torchrun_and_slurm() -> None:
     assert Topology.from_env(STEP | TORCHRUN | OWN) == Topology(**VALID | {"hosts": ()})
 
 
-@pytest.mark.parametrize(
-    ("env", "problem"),
-    [
-        (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
-        (OWN | {"HPCDIST_JOB_ID": ""}, "but HPCDIST_JOB_ID not; let `hpcdist run`"),
-        ({"HPCDIST_RANK": "1"}, "HPCDIST_RANK=1 set, but HPCDIST_WORLD_SIZE, "),
-        ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
-        (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
-        (OWN | {"HPCDIST_RANK": "-1"}, "HPCDIST_RANK must be a whole number, got '-1'"),
-        (OWN | {"HPCDIST_RANK": "²"}, "HPCDIST_RANK must be a whole number, got '²'"),
-        (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
-        (OWN | {"HPCDIST_MASTER_PORT": "99999"}, "HPCDIST_MASTER_PORT=99999"),
-        (
-            OWN | {"HPCDIST_RANK": "4"},
-            "a topology requires 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
-            "HPCDIST_WORLD_SIZE=4, HPCDIST_LOCAL_RANK=1, HPCDIST_LOCAL_WORLD_SIZE=2, HPCDIST_NODE_RANK=1, "
-            "HPCDIST_NUM_NODES=2, HPCDIST_MASTER_ADDR=n1, HPCDIST_MASTER_PORT=20500, "
-            "HPCDIST_JOB_ID=17, HPCDIST_ATTEMPT=2); let `hpcdist run` or `hpcdist submit` start the ranks, "
-            "or unset these variables",
-        ),
-    ],
-)
-def test_incomplete_or_invalid_own_variables_are_refused(env: Env, problem: str) -> None:
-    with pytest.raises(TopologyError, match=re.escape(problem)) as caught:
-        Topology.from_env(env)
-    assert str(caught.value).endswith("or unset these variables")
-    assert len(str(caught.value)) < 600
-
-
 # --- variables of torchrun
 
 
@@ -147,28 +118,6 @@ def test_token_differs_after_torchrun_restart_and_between_ports() -> None:
     assert len({first.token, restarted.token, other_run.token}) == 3
 
 
-@pytest.mark.parametrize(
-    ("env", "problem"),
-    [
-        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set"),
-        *(
-            (without(TORCHRUN, name), f"{name} must be set")
-            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        ),
-        (without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE must be set"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
-        (TORCHRUN | {"RANK": "8"}, "rank=8, world_size=8 (from RANK=8, LOCAL_RANK=1, GROUP_RANK=1, WORLD_SIZE=8, "),
-        (TORCHRUN | {"GROUP_RANK": "2"}, "node_rank=2, num_nodes=2"),
-        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a b"}, "a job_id without spaces, got job_id='a b-29500'"),
-    ],
-)
-def test_incomplete_or_invalid_torchrun_variables_are_refused(env: Env, problem: str) -> None:
-    with pytest.raises(TopologyError, match=re.escape(problem)) as caught:
-        Topology.from_env(env)
-    assert str(caught.value).endswith("set the variables for every rank, or unset them all")
-
-
 # --- no launcher
 
 
@@ -204,6 +153,82 @@ def test_environment_without_a_launcher_is_a_single_rank(env: Env) -> None:
 def test_variables_that_indicate_more_ranks_are_refused(env: Env, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)):
         Topology.from_env(env)
+
+
+# --- Incomplete, invalid or contradictory variables of each launcher, by the end of the message.
+
+
+REFUSED: dict[str, list[tuple[Env, str]]] = {
+    "or unset these variables": [
+        (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
+        (OWN | {"HPCDIST_JOB_ID": ""}, "but HPCDIST_JOB_ID not; let `hpcdist run`"),
+        ({"HPCDIST_RANK": "1"}, "HPCDIST_RANK=1 set, but HPCDIST_WORLD_SIZE, "),
+        ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
+        (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
+        (OWN | {"HPCDIST_RANK": "-1"}, "HPCDIST_RANK must be a whole number, got '-1'"),
+        (OWN | {"HPCDIST_RANK": "²"}, "HPCDIST_RANK must be a whole number, got '²'"),
+        (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
+        (OWN | {"HPCDIST_MASTER_PORT": "99999"}, "HPCDIST_MASTER_PORT=99999"),
+        (
+            OWN | {"HPCDIST_RANK": "4"},
+            "a topology requires 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
+            "HPCDIST_WORLD_SIZE=4, HPCDIST_LOCAL_RANK=1, HPCDIST_LOCAL_WORLD_SIZE=2, HPCDIST_NODE_RANK=1, "
+            "HPCDIST_NUM_NODES=2, HPCDIST_MASTER_ADDR=n1, HPCDIST_MASTER_PORT=20500, "
+            "HPCDIST_JOB_ID=17, HPCDIST_ATTEMPT=2); let `hpcdist run` or `hpcdist submit` start the ranks, "
+            "or unset these variables",
+        ),
+    ],
+    "set the variables for every rank, or unset them all": [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set"),
+        *(
+            (without(TORCHRUN, name), f"{name} must be set")
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        ),
+        (without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE must be set"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
+        (TORCHRUN | {"RANK": "8"}, "rank=8, world_size=8 (from RANK=8, LOCAL_RANK=1, GROUP_RANK=1, WORLD_SIZE=8, "),
+        (TORCHRUN | {"GROUP_RANK": "2"}, "node_rank=2, num_nodes=2"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a b"}, "a job_id without spaces, got job_id='a b-29500'"),
+    ],
+    "pass its SLURM_ variables on unchanged, also into containers": [
+        (
+            STEP | {"SLURM_STEP_NUM_TASKS": "6"},
+            "SLURM_STEP_TASKS_PER_NODE adds up to 5 tasks, but SLURM_STEP_NUM_TASKS differs (SLURM_PROCID=1, "
+            "SLURM_LOCALID=1, SLURM_NODEID=0, SLURM_STEP_NUM_TASKS=6, SLURM_STEP_NODELIST=n[1-3], "
+            "SLURM_STEP_TASKS_PER_NODE=3,1(x2))",
+        ),
+        (
+            STEP | {"SLURM_STEP_NODELIST": "n[1-2]"},
+            "SLURM_STEP_NODELIST names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1",
+        ),
+        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
+        (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
+        (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
+        *(
+            (STEP | {name: "x"}, f"{name} must be a whole number")
+            for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "HPCDIST_ATTEMPT")
+        ),
+        (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-': 'n[1-' is not"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
+        (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
+        (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set"),
+        (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
+        (without(STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_TASKS_PER_NODE must be set"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "problem", "fix"), [(env, problem, fix) for fix, cases in REFUSED.items() for env, problem in cases]
+)
+def test_incomplete_or_contradictory_variables_are_refused(env: Env, problem: str, fix: str) -> None:
+    with pytest.raises(TopologyError, match=re.escape(problem)) as caught:
+        Topology.from_env(env)
+    assert str(caught.value).endswith(fix)
+    assert len(str(caught.value)) < 600
 
 
 # --- ports
@@ -295,42 +320,6 @@ def test_rank_0_on_another_node_is_accepted_only_with_its_address() -> None:
     problem = r"rank 0 is expected on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
     with pytest.raises(TopologyError, match=problem):
         Topology.from_env(RANK_0_ON_LAST_NODE)
-
-
-@pytest.mark.parametrize(
-    ("env", "problem"),
-    [
-        (
-            STEP | {"SLURM_STEP_NUM_TASKS": "6"},
-            "SLURM_STEP_TASKS_PER_NODE adds up to 5 tasks, but SLURM_STEP_NUM_TASKS differs (SLURM_PROCID=1, "
-            "SLURM_LOCALID=1, SLURM_NODEID=0, SLURM_STEP_NUM_TASKS=6, SLURM_STEP_NODELIST=n[1-3], "
-            "SLURM_STEP_TASKS_PER_NODE=3,1(x2))",
-        ),
-        (
-            STEP | {"SLURM_STEP_NODELIST": "n[1-2]"},
-            "SLURM_STEP_NODELIST names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1",
-        ),
-        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
-        (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
-        (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
-        *(
-            (STEP | {name: "x"}, f"{name} must be a whole number")
-            for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "HPCDIST_ATTEMPT")
-        ),
-        (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-': 'n[1-' is not"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
-        (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
-        (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set"),
-        (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
-        (without(STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_TASKS_PER_NODE must be set"),
-    ],
-)
-def test_incomplete_or_contradictory_slurm_variables_are_refused(env: Env, problem: str) -> None:
-    with pytest.raises(TopologyError, match=re.escape(problem)) as caught:
-        Topology.from_env(env)
-    assert str(caught.value).endswith("pass its SLURM_ variables on unchanged, also into containers")
 
 
 def test_ranks_of_a_heterogeneous_step_are_numbered_over_all_components() -> None:
