@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -215,7 +213,7 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
 # Checks of the container around this process.
 
 
-def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
+def container_checks(image: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
     """Return the usual mistakes in containers that are started by hand, given the result of `image_facts`."""
     build = image.get("image_build", "")[:12]
     if named := " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])):
@@ -226,16 +224,6 @@ def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Pat
         text = "the host has an NVIDIA driver, but no GPU is passed into the container: training uses the CPUs"
         fix = "docker: --gpus all; podman: --device nvidia.com/gpu=all; apptainer: --nv; or `hpcdist run … --in docker`"
         checks.append(warning("GPUs", text, fix))
-    home = env.get("HOME", "")
-    if not home or not os.access(home, os.W_OK):
-        text = f"{home} is not writable, and libraries keep caches there" if home else "HOME is not set"
-        checks.append(note("home", text, "--env HOME=/tmp"))
-    has_name = env.get("USER") or env.get("LOGNAME")
-    with suppress(KeyError):
-        has_name = has_name or pwd.getpwuid(os.getuid()).pw_name
-    if not has_name:
-        text = "the user has no name in the container, and some libraries require one"
-        checks.append(note("user", text, '--env USER="$USER"'))
     return checks
 
 

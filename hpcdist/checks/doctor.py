@@ -153,7 +153,7 @@ def machine_sections(request: Request) -> list[Section]:
     if on_cluster:
         sections.append(Section(title="Environments", run=lambda: containers.program_checks(env), timeout_s=SLOW_S))
     if inside:
-        sections.insert(0, Section(title="Container", run=lambda: containers.container_checks(image_facts(env), env)))
+        sections.insert(0, Section(title="Container", run=lambda: containers.container_checks(image_facts(env))))
     return sections
 
 

@@ -15,8 +15,6 @@ from hpcdist.slurm.output import Partition, count_nodes, parse_seconds
 
 #: Commands that `hpcdist submit` and the supervisor need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
-#: Oldest version that hpcdist is tested with.
-OLDEST = (22, 5)
 #: Number of partitions with a line of their own.
 SHOWN_PARTITIONS = 12
 #: Error of Slurm's commands without a slurm.conf.
@@ -90,16 +88,9 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         checks.append(failure("controller", text, f"{_START_IT}; check SLURM_CONF"))
     if not found.reached:
         return checks
-    version = found.settings.get("SLURM_VERSION", "")
-    text = f"{found.settings.get('ClusterName', '?')}, Slurm {version}, answers in {found.seconds:.2g} s"
-    number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if number and number < OLDEST:
-        oldest = ".".join(f"{part:02d}" for part in OLDEST)
-        fix = "run `hpcdist submit --test` and a short run before a long one"
-        checks.append(warning("controller", f"{text}: tested with {oldest} and newer", fix))
-    else:
-        checks.append(ok("controller", text))
-    return [*checks, _accounting(found.settings, user)]
+    cluster, version = (found.settings.get(name, "?") for name in ("ClusterName", "SLURM_VERSION"))
+    controller = ok("controller", f"{cluster}, Slurm {version}, answers in {found.seconds:.2g} s")
+    return [*checks, controller, _accounting(found.settings, user)]
 
 
 def _accounting(settings: dict[str, str], user: str) -> Check:

@@ -128,21 +128,3 @@ def test_doctor_survives_invalid_responses(upload: Upload, fault: Fault, first_f
     checks = store_checks(uri, {})
     assert [check.name for check in checks] == ["client", "server"]
     assert all(len(check.text) <= 500 for check in checks)
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"\0", "cannot be reached"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "cannot be reached (SSH-2.0-OpenSSH_9.6)"),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n", "cannot be reached (Invalid IPv6 URL)"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "cannot be reached (IncompleteRead"),
-    ],
-    ids=["binary", "ssh", "redirect", "chunks"],
-)
-def test_doctor_reports_a_server_with_invalid_http(upload: Upload, data: bytes, reason: str) -> None:
-    upload.server.expect(lambda _: data)
-    uri = upload.server.uri
-    _, check = store_checks(uri, {})
-    assert check.level == "warning"
-    assert f"{uri} {reason}" in check.text

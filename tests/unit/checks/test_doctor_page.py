@@ -179,12 +179,6 @@ def test_missing_slurm_is_a_note_and_unreachable_controller_a_failure() -> None:
     assert incomplete.text.startswith("sbatch, scontrol not found, other Slurm commands are")
 
 
-@pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
-def test_untested_old_slurm_version_is_a_warning(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "run", lambda *_, **__: "root\n")
-    assert client_checks(slurm_facts(SLURM_VERSION=version), "root")[0].level == level
-
-
 def test_accounting_problems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def level(**settings: str) -> str:
         return client_checks(slurm_facts(**settings), "ada")[-1].level

@@ -128,21 +128,13 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
 # --- this container
 
 
-def test_complete_container_shows_its_image(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
-    image = {"image": "localhost/hpcdist", "image_build": "abc"}
-    assert container_checks(image, {"HOME": str(tmp_path), "USER": "ada"}, root) == [
-        Check(name="image", level="ok", text="localhost/hpcdist build abc")
-    ]
-
-
-def test_missing_gpus_home_and_user_name_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_files(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
-    found = container_checks({}, {"HOME": "/nowhere"}, root)
-    assert levels(found) == {"image": "note", "GPUs": "warning", "home": "note", "user": "note"}
-    assert "docker: --gpus all" in found[1].fix
-    assert found[2].text.startswith("/nowhere is not writable")
+def test_container_shows_its_image_and_missing_gpus(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"proc/driver/nvidia/version": "NVRM"})
+    image, gpus = container_checks({"image": "localhost/hpcdist", "image_build": "abc"}, root)
+    assert image.sentence() == "image: localhost/hpcdist build abc"
+    assert (gpus.level, "docker: --gpus all" in gpus.fix) == ("warning", True)
+    write_files(tmp_path, {"dev/nvidia0": ""})
+    assert levels(container_checks({}, root)) == {"image": "note"}
 
 
 # --- GPUs

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import shlex
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -391,33 +389,3 @@ def test_memory_is_locked_if_the_caller_may_and_the_daemon_can(
     rootless = container_for(rootless_daemon=True)
     assert (rootless.user, rootless.ulimits) == ("0:0", ("memlock=-1",) if is_allowed else ())
     assert container_for().ulimits == ("memlock=-1",)
-
-
-# --- scripts/test_packages.sh installs a runtime again when its recipe or its sources have changed
-
-CHECKOUT = Path(__file__).parents[3]
-
-
-def stamp(checkout: Path, recipe: str) -> str:
-    script = '. "$1/scripts/runtimes/installed.sh"; stamp "$2"'
-    command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(checkout), recipe]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("changed", "recipes"),
-    [
-        ("tests/vendor/pyxis-0.24.tar.gz", {"pyxis"}),
-        ("scripts/runtimes/enroot.sh", {"enroot"}),
-        ("scripts/runtimes/prefix.sh", {"apptainer", "enroot", "pyxis"}),
-    ],
-)
-def test_changed_source_is_installed_again(tmp_path: Path, changed: str, recipes: set[str]) -> None:
-    for folder in ("scripts/runtimes", "tests/vendor"):
-        shutil.copytree(CHECKOUT / folder, tmp_path / folder)
-    before = {recipe: stamp(tmp_path, recipe) for recipe in ("apptainer", "enroot", "pyxis")}
-    assert all(len(text) == 64 for text in before.values())
-    with (tmp_path / changed).open("ab") as file:
-        file.write(b"\n")
-    assert {recipe for recipe, text in before.items() if stamp(tmp_path, recipe) != text} == recipes
