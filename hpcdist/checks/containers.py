@@ -100,7 +100,6 @@ def runtime_checks(
 
 
 def _check(command: str, host: Host, query: RunCommand) -> Check | None:
-    """Check a runtime that is installed; None for a Slurm without pyxis."""
     name, arguments, further_problem = _RUNTIMES[command]
     done = query([command, *arguments])
     if name == "pyxis":
@@ -154,7 +153,6 @@ def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
 
 
 def _enroot_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
-    """Return a problem of enroot, which mounts a .sqsh by squashfuse, also as root."""
     without = "without squashfuse it cannot start a .sqsh (pyxis needs none)"
     return _namespace_problem(host, query) or _fuse_problem(host, ".sqsh", without)
 

@@ -54,11 +54,7 @@ class Section:
 def execute(
     sections: Sequence[Section], waiting: Callable[[Sequence[str]], None] = lambda titles: None
 ) -> Iterator[tuple[str, list[Check]]]:
-    """Run all sections at once; yield the title and results of each, in order, as soon as they are known.
-
-    Args:
-        waiting: called with the titles of unfinished sections before each wait.
-    """
+    """Run all sections at once; yield the title and results of each, in order, as soon as they are known."""
     began = time.monotonic()
     running = [(section, start(section.run)) for section in sections]
     for number, (section, future) in enumerate(running):

@@ -45,12 +45,7 @@ TOGETHER = "install both together from one index: `pip install --force-reinstall
 
 
 def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[Check]:
-    """Check hpcdist and torch, and whether the versions are compatible.
-
-    Args:
-        found: result of `host.machine.versions`.
-        torch_required: whether this Python would train; a login node needs no torch.
-    """
+    """Check hpcdist and torch, and whether the versions are compatible."""
     torch, cuda, driver = (found.get(name, "") for name in ("torch", "cuda", "driver"))
     checks = [
         ok("Python", f"{found['python']}, {sys.prefix}"),
@@ -91,13 +86,7 @@ def version_of(distribution: str) -> str:
 
 
 def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
-    """Return the results of all GPUs, or one that explains why there are none.
-
-    Args:
-        num_visible: GPUs that CUDA_VISIBLE_DEVICES selects.
-        num_devices: GPUs with a device file.
-        driver: version of the kernel's driver, empty without one.
-    """
+    """Return the results of all GPUs, or one that explains why there are none."""
     if not found:
         if num_devices or driver:
             text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
@@ -120,12 +109,7 @@ GIVE_UP_S = 15.0
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
-    """Explain the effect of the resolver's answers on the start of ranks.
-
-    Args:
-        found: result of `Lookups` for `host` with the reverse lookup.
-        is_node: whether this machine is a node of a cluster. Ranks of one machine use loopback and need no name.
-    """
+    """Explain the effect of the resolver's answers on the start of ranks."""
     if problems := [*lookup_checks(host, found), *loopback_checks(host, found)]:
         unaffected = "; runs on this machine alone are not affected"
         return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]

@@ -36,12 +36,7 @@ _CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
 
 
 def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False) -> list[Check]:
-    """Check the folder of runs without creating it: if it does not exist, its nearest existing parent is tested.
-
-    Args:
-        on_cluster: whether Slurm's nodes must see the folder.
-        in_container: whether this process runs in a container, whose own layer is not kept.
-    """
+    """Check the folder of runs without creating it: if it does not exist, its nearest existing parent is tested."""
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
     if os.statvfs(place).f_flag & os.ST_RDONLY:
@@ -138,13 +133,7 @@ _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", 
 
 
 def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> list[Check]:
-    """Check whether a run's metrics would arrive in the store.
-
-    Args:
-        uri: with its password.
-        env: environment with MLflow's user and password.
-        file_system: type of the network file system of a sqlite database, else empty.
-    """
+    """Check whether a run's metrics would arrive in the store."""
     shown = redact_text(uri)
     try:
         checks = [ok("client", f"MLflow {metadata.version('mlflow')}")]

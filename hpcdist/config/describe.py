@@ -40,7 +40,6 @@ def default_of(key: Field[Any]) -> Any:
 
 
 def describe() -> list[tuple[str, str, Any, str]]:
-    """Return every key as (path, type, default, documentation)."""
     sources: dict[type, dict[str, tuple[str, str]]] = {}
     rows: list[tuple[str, str, Any, str]] = []
     for path, section, key in all_keys():

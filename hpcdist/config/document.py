@@ -65,10 +65,7 @@ _ConfigLoader.yaml_implicit_resolvers = {
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], Any]:
-    """Return the keys and values of a YAML file, with unresolved interpolations, and the result of `parse_texts`.
-
-    Raises ConfigError if the file cannot be read or is not valid.
-    """
+    """Return the keys and values of a YAML file, with unresolved interpolations, and the result of `parse_texts`."""
     text = read_text(path)
     try:
         tree = parse(text) or {}  # an empty file means the defaults
@@ -129,7 +126,6 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
 
 
 def parse_texts(text: str) -> Any:
-    """Return the value of a valid YAML text, with all scalars and keys as they are written."""
     return yaml.load(text, _TextLoader)  # noqa: S506  # it constructs no objects
 
 

@@ -124,11 +124,7 @@ def load_run_config(
 def _with_overrides(
     tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
 ) -> Config:
-    """Return the config of plain containers and overrides. Raises ConfigError without secrets.
-
-    Args:
-        code: folder of the trainer that declares `params`; None if the config of a run folder has been checked.
-    """
+    """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)
         try:
@@ -247,10 +243,7 @@ def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, 
 
 
 def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
-    """Return a tree with its interpolations resolved; add to `secrets` those that the interpolations have read.
-
-    A line is added to `problems` for each mistake, and its key is omitted.
-    """
+    """Return a tree with its interpolations resolved; add to `secrets` those that the interpolations have read."""
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
     from omegaconf.resolvers import oc
@@ -317,7 +310,6 @@ def _types() -> dict[str, str]:
 
 
 def _sentences(key: str, value: object) -> list[str]:
-    """Return a line with key, value, expectation and fix for a key, or for each key below it."""
     role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
     known = {
         path.replace(f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."): kind for path, kind in _types().items()

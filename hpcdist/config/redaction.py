@@ -191,11 +191,7 @@ _SHORT = 4
 
 
 def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Return the lines of an error with secrets redacted, and values of variables replaced by `${oc.env:NAME}`.
-
-    Args:
-        tree: the config with unresolved interpolations.
-    """
+    """Return the lines of an error with secrets redacted, and values of variables replaced by `${oc.env:NAME}`."""
     # A message contains a value as it is, quoted, or shortened (`errors.shown`).
     instead = {
         form: name

@@ -9,14 +9,6 @@ from hpcdist.errors import ConfigError, suggestion
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
-    """Return the path of a config.
-
-    Args:
-        source: a path, or the name of a shipped config.
-        folder: the subfolder of the shipped configs to search, such as `cluster`.
-
-    Raises ConfigError for an unknown name.
-    """
     try:
         path = Path(source).expanduser()
         if path.is_file():
@@ -32,7 +24,6 @@ def find_config(source: str | Path, folder: str = "") -> Path:
 
 
 def shipped_configs(folder: str = "") -> dict[str, Path]:
-    """Return the paths of the shipped configs by name."""
     package = Path(hpcdist.__file__).resolve().parent
     configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     return {path.stem: path for path in sorted((configs / folder).glob("*.yaml"))}

@@ -30,10 +30,7 @@ SLURM_COUNTS = (
 
 
 class Variables:
-    """Reads the variables of one launcher; an empty variable counts as not set.
-
-    All methods that read a value raise TopologyError, whose message ends with `fix`.
-    """
+    """Reads the variables of one launcher; an empty variable counts as not set."""
 
     def __init__(self, env: Mapping[str, str], fix: str) -> None:
         self.env = env
@@ -197,7 +194,6 @@ def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topolog
 
 
 def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
-    """Return the rendezvous fields of the launcher, overridden by the variables of hpcdist."""
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
     return {
@@ -328,10 +324,7 @@ class Roles:
 
     @classmethod
     def of(cls, counts: Mapping[str, int], world_size: int) -> Roles:
-        """Return the roles of a run; without counts all ranks are trainers.
-
-        Raises ConfigError if the counts do not add up to the world size.
-        """
+        """Return the roles of a run; without counts all ranks are trainers."""
         if not counts:
             return cls(((DEFAULT_ROLE, world_size),))
         roles = cls(tuple(counts.items()))
@@ -344,7 +337,6 @@ class Roles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The roles in the order of their ranks."""
         return tuple(role for role, _ in self.counts)
 
     @property
@@ -412,5 +404,4 @@ def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mappi
 
 
 def span(numbers: range) -> str:
-    """Format a range as `3` or `3-7`."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

@@ -52,7 +52,6 @@ _MAX_PROBLEM = 400
 
 
 def to_yaml(config: Config) -> str:
-    """Return the whole resolved config as YAML, with redacted secrets."""
     return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
 
 
@@ -62,10 +61,7 @@ def run_yaml(config: Config) -> str:
 
 
 def stored_tree(path: Path) -> dict[str, Any]:
-    """Return a run folder's config as plain containers, without its format number and without checks of its keys.
-
-    Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
-    """
+    """Return a run folder's config as plain containers, without its format number and without checks of its keys."""
     try:
         tree = parse(read_text(path, MAX_WRITTEN_BYTES), StrictLoader)
     except ValueError as error:
@@ -92,10 +88,7 @@ class StoredConfig:
 
 
 def read_stored(path: Path) -> StoredConfig:
-    """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know.
-
-    Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
-    """
+    """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know."""
     tree = stored_tree(path)
     expand_short_forms(tree)
     config, mistakes = convert(tree)

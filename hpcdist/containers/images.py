@@ -65,10 +65,7 @@ class Engine:
 
 
 def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
-    """Return the requested engine, or the first one that works on this machine.
-
-    Raises UserMistake if no engine works; the message has the problem of each.
-    """
+    """Return the requested engine, or the first one that works on this machine."""
     if requested is not None and requested not in among:
         raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
     problems = []
@@ -245,11 +242,7 @@ def repository(name: str) -> str:
 
 
 def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
-    """Find the digest of a base image: in its name, in the engine's store, or by pulling the image as the build would.
-
-    Args:
-        pull: whether the image may be pulled; a dry run pulls nothing.
-    """
+    """Find the digest of a base image: in its name, in the store, or by pulling the image as the build would."""
     if digest := name.partition("@")[2]:
         return Base(name=name, digest=digest)
     if engine.name == "buildah":
@@ -443,10 +436,7 @@ def _unpack(engine: Engine, facts: ImageFacts, root: Path) -> None:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Run a command with additional variables, and show its messages: it takes minutes.
-
-    Raises ImageError with its last error line.
-    """
+    """Run a command with additional variables, and show its messages: it takes minutes."""
     lines = []
     with subprocess.Popen(
         command, env={**os.environ, **env}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -588,13 +578,7 @@ def local_container(
 
 
 def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users.
-
-    Returns:
-        The overrides, which refer to the variables, and the variables.
-
-    Raises UserMistake if a secret is inside a list or a mapping.
-    """
+    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users."""
     arguments, variables = [], {}
     for number, text in enumerate(overrides):
         key, _, raw = text.partition("=")

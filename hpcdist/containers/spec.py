@@ -48,10 +48,7 @@ class Mount:
 
 
 def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Remove mounts that another one covers, because some runtimes cannot mount below a mount.
-
-    Raises UserMistake if a path contains `:` or `,`.
-    """
+    """Remove mounts that another one covers, because some runtimes cannot mount below a mount."""
     kept: list[Mount] = []
     for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
         if any(set(":,") & set(path) for path in (mount.source, mount.target)):
@@ -240,11 +237,7 @@ RUNTIMES: dict[str, Callable[[ContainerSpec], list[str]]] = {
 
 
 def container_command(spec: ContainerSpec, command: Sequence[str], attempt: Attempt | None = None) -> ContainerCommand:
-    """Return the command of a Slurm task that runs `command` in a container.
-
-    Args:
-        attempt: the attempt that the rank belongs to; None for a command that is no rank.
-    """
+    """Return the command of a Slurm task that runs `command` in a container."""
     if spec.runtime == "pyxis":
         return ContainerCommand(argv=[*IGNORE_USR2, *command], srun_flags=pyxis(spec))
     prefix, names = RUNTIMES[spec.runtime](spec), "|".join(spec.env)

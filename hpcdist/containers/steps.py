@@ -59,12 +59,7 @@ _PYXIS_REFERENCE = re.compile(
 
 
 def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> ContainerSpec | None:
-    """Return the container of a run's ranks; None if `container.runtime` is `none`.
-
-    Args:
-        cwd: the ranks' current folder.
-        root: top of the user's code around it.
-    """
+    """Return the container of a run's ranks; None if `container.runtime` is `none`."""
     container = config.container
     if container.runtime == "none":
         return None
@@ -137,10 +132,7 @@ def _check_path(runtime: str, image: str) -> None:
 
 
 def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
-    """Start the image once on this machine, if it has such a runtime.
-
-    Raises UserMistake if the image does not exist, or does not fit this hpcdist.
-    """
+    """Start the image once on this machine, if it has such a runtime."""
     make_mount_points(spec)
     command = image_probe_command(spec)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
@@ -395,12 +387,7 @@ def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
 
 
 def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
-    """Interpret the output of `srun --label` with one probe per node; return the facts of the first node.
-
-    Raises:
-        UserMistake: a problem that only the user can solve.
-        HpcdistError: a problem that a retry may solve.
-    """
+    """Interpret the output of `srun --label` with one probe per node; return the facts of the first node."""
     answers: dict[str, dict[str, Any]] = {}
     problems: dict[str, list[str]] = {}
     passing = True
@@ -448,11 +435,7 @@ class NoContainers:
         """
 
     def clean_up(self, attempt: Attempt, *, failed: bool) -> None:
-        """Remove what a step has left on the nodes and in the folder of an attempt.
-
-        Args:
-            failed: whether the step has failed or was killed.
-        """
+        """Remove what a step has left on the nodes and in the folder of an attempt."""
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         """Return a rank's exit code as if it ran outside a container.

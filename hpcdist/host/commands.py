@@ -104,12 +104,10 @@ def start(work: Callable[[], T]) -> Future[T]:
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return or raise the result of `work`; raise TimeoutError after the limit, while the thread continues."""
     return start(work).result(limit_s)
 
 
 def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
-    """Return the result of a started call, or `otherwise` after the limit."""
     try:
         return future.result(limit_s)
     except TimeoutError:

@@ -66,7 +66,6 @@ _MAX_DIGITS = 300
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON document. Raises ValueError for every invalid document."""
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -126,10 +125,6 @@ def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
-    """Return a dataclass with the values of a file; unknown keys are ignored.
-
-    Raises RunFolderError if a key is missing or its value has the wrong type; the message names file, key and value.
-    """
     values = {}
     hints = _hints(cast(Hashable, kind))
     for field in fields(kind):  # type: ignore[arg-type]
@@ -196,7 +191,6 @@ def write_atomic(
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that renames inside it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -205,16 +199,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, within_s: float | None = None) -> None:
-    """Write a JSON file with the current format number, atomically."""
     text = json.dumps(stamped(value), indent=2, sort_keys=True) + "\n"
     write_atomic(path, text, durable=durable, within_s=within_s)
 
 
 def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing, not regular, or does not hold an object.
-
-    Raises RunFolderError if a newer hpcdist has written the file.
-    """
+    """Return the object in a JSON file, or None if the file is missing, not regular, or does not hold an object."""
     try:
         value = retry.retry(lambda: read_json_value(path), path, within_s=within_s)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -508,10 +498,7 @@ def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool 
 
 
 def lock_now(file: IO[str]) -> bool:
-    """Lock an open file until it is closed; return False if another process holds the lock.
-
-    On a file system without flock, a warning is logged, and the file counts as locked.
-    """
+    """Lock an open file until it is closed; return False if another process holds the lock."""
     found = _try_flock(file)
     if found is None:
         log.warning("%s cannot be locked (no flock): do not start another process that writes there", file.name)
@@ -519,8 +506,6 @@ def lock_now(file: IO[str]) -> bool:
 
 
 def _try_flock(file: IO[str]) -> bool | None:
-    """Return whether the lock is held now; None if the file system has no flock."""
-
     def try_now() -> bool | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

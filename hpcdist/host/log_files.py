@@ -150,10 +150,7 @@ class LogTail:
 
 
 def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
-    """Return the last lines of a log with their numbers, from 1; the number is 0 if the log is too long to count.
-
-    Carriage returns separate lines, too, which share a number. Long lines are truncated.
-    """
+    """Return the last lines of a log with their numbers, from 1; the number is 0 if the log is too long to count."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)

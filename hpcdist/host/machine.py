@@ -51,10 +51,7 @@ def source_digest(folder: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return installed versions: `python`, `hpcdist` and its `source` digest, `torch`, `cuda`, `nccl`, `driver`.
-
-    Torch is not imported. Missing packages are omitted.
-    """
+    """Return installed versions: `python`, `hpcdist` and its `source` digest, `torch`, `cuda`, `nccl`, `driver`."""
     import importlib.util
     import os
     import platform
@@ -143,10 +140,7 @@ class Lookups:
         }
 
     def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
-        """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`.
-
-        A lookup that takes longer than the limit has only `late`, the limit.
-        """
+        """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`."""
         found = {}
         for name, running in self._running.items():
             try:
@@ -188,7 +182,6 @@ def listener(port: int) -> str:
 
 
 def _read(path: str) -> str:
-    """Return a small file's text; empty if it cannot be read, as some drivers' files."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -422,7 +415,6 @@ def container_runtime(root: Path = Path("/")) -> str:
 def image_facts(
     env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE, root: Path = Path("/")
 ) -> dict[str, str]:
-    """Return those of `image`, `image_digest`, `image_build`, `image_base` and `container_runtime` that are known."""
     found = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
     for key, file in (("image_build", build_id), ("image_base", base)):
         if file.is_file():
@@ -466,7 +458,6 @@ class Check:
     node: str = ""  #: empty for this machine or all nodes
 
     def sentence(self) -> str:
-        """Return one line such as `n3: disk: 0 MB are free in /runs; remove old runs`."""
         where = f"{self.node}: " if self.node else ""
         return f"{where}{self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
@@ -508,7 +499,6 @@ def driver_checks(versions: Mapping[str, str]) -> Iterator[Check]:
 
 
 def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
-    """Report memory errors, throttling and use of a GPU, given the fields of a `Gpu`."""
     name, used_mb, total_mb = f"GPU {gpu['index']}", gpu["used_mb"] or 0, gpu["total_mb"] or 0
     if gpu["uncorrected_errors"]:
         fix = f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`); if errors"

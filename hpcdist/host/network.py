@@ -80,8 +80,6 @@ DEVIATIONS, CERTAIN_FACTOR = 4.0, 4.0
 
 @dataclass(frozen=True)
 class SlowLinks(Generic[End]):
-    """The slow ends and pairs among links of one kind."""
-
     links: Mapping[tuple[End, End], float]
     sends: frozenset[End]  #: ends that send slowly to all partners
     receives: frozenset[End]  #: ends that receive slowly from all partners
