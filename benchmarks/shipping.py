@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import argument_parser
 
-from hpcdist.tracking.points import JournalTail, ShippingState
+from hpcdist.tracking.points import JournalTail, SentPoints
 
 NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
 
@@ -55,7 +55,7 @@ def peak_mb() -> float:
 def read(folder: Path) -> dict[str, float]:
     """Read a journal as the shipper does and discard the points."""
     before_mb = peak_mb()
-    progress = ShippingState()
+    progress = SentPoints()
     tail = JournalTail(folder, progress)
     began = time.process_time()
     num_points = 0

@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from hpcdist.host import retry
 from hpcdist.host.files import read_json_value, stays_inside
 from hpcdist.review.facts import best_checkpoint, finite_number, read_checkpoints
 from hpcdist.review.text import PATCH
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.folder import RunDir
 from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.journal import clean_metric_name
 from hpcdist.tracking.mlflow_client import (
@@ -33,10 +34,6 @@ from hpcdist.tracking.mlflow_client import (
     translated,
 )
 
-# The files of a run that become MLflow artifacts, with fingerprints that show which have changed.
-#
-# Symbolic links are followed inside the run folder only, see `leaves_folder`.
-
 #: Larger logs are uploaded only at the end of the run.
 LIVE_LOG_BYTES = 5_000_000
 #: Maximum number of ranks of an attempt with uploaded logs.
@@ -46,11 +43,9 @@ SCRIPT_FOLDER = "script"
 
 
 class Artifact(NamedTuple):
-    """A file or folder, its path in MLflow, and a text that changes with its content."""
-
-    source: Path
-    target: str
-    fingerprint: str
+    source: Path  #: file or folder
+    target: str  #: path in MLflow
+    fingerprint: str  #: changes with the content
 
 
 def is_own_name(path: str) -> bool:
@@ -63,21 +58,18 @@ def is_own_name(path: str) -> bool:
 
 def fingerprint(path: Path) -> str:
     """Return name, size and time of a file, or of all files in a folder; empty if there are none."""
-    return retry.retry(lambda: _fingerprint(path), path)
+
+    def read() -> str:
+        stats = [item.stat() for item in (path.rglob("*") if path.is_dir() else [path]) if item.is_file()]
+        size, time_ns = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
+        return f"{path.name}:{len(stats)}:{size}:{time_ns}" if stats else ""
+
+    return retry.retry(read, path)
 
 
-def _fingerprint(path: Path) -> str:
-    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    stats = [item.stat() for item in files if item.is_file()]
-    if not stats:
-        return ""
-    return f"{path.name}:{len(stats)}:{sum(item.st_size for item in stats)}:{max(item.st_mtime_ns for item in stats)}"
-
-
-def leaves_folder(item: Artifact, run: RunDir) -> str:
-    """Return why an artifact must not be uploaded: a link that leaves the run folder; empty if there is none."""
-    paths = [item.source, *item.source.rglob("*")] if item.source.is_dir() else [item.source]
-    for path in paths:
+def leaves_folder(source: Path, run: RunDir) -> str:
+    """Return why a file or folder must not be uploaded: a link that leaves the run folder; empty if there is none."""
+    for path in [source, *source.rglob("*")] if source.is_dir() else [source]:
         if not stays_inside(path, run.path):
             return f"{path} is a symbolic link that leaves the run folder"
     return ""
@@ -121,19 +113,14 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
         for path in sorted([*logs, *outcomes, *attempt.path.glob(attempt.stragglers.name)]):
             if path.is_file() and (ended or path.stat().st_size <= LIVE_LOG_BYTES):
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
-        for path in _hang_reports(attempt):
+        # Stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts.
+        hang_reports = [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]
+        patterns = ["rank-*.stacks.txt", "rank-*.flight.json"] if hang_reports else []
+        for pattern in [*patterns, "flight-rank-*"]:
+            hang_reports += sorted(attempt.path.glob(pattern))[:MAX_RANKS]
+        for path in hang_reports:
             if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
-
-
-def _hang_reports(attempt: Attempt) -> Iterator[Path]:
-    """Yield stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts."""
-    patterns = ["flight-rank-*"]
-    if summaries := [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]:
-        yield from summaries
-        patterns = ["rank-*.stacks.txt", "rank-*.flight.json", *patterns]
-    for pattern in patterns:
-        yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
 
 
 def checkpoints(run: RunDir, monitored: CheckpointConfig) -> Iterator[Artifact]:
@@ -165,15 +152,10 @@ _VERSIONS_PAGE = 200
 
 
 def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConfig) -> None:
-    """Record the metric of a run's version, and set the alias `best` to the best version of the registered model.
+    """Record the metric of the version that a run has registered, and set the alias `best` to the best version.
 
     A version with an equal metric does not replace the one that has the alias. Without the metric in the run, or on a
     server without aliases, the alias is left as it is.
-
-    Args:
-        version: number of the version that `run` has registered.
-
-    Raises TrackingError if MLflow fails or rejects a request.
     """
     try:
         with translated(run.uri):
@@ -200,8 +182,10 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
     holder = str((run.client.get_registered_model(name).aliases or {}).get(ALIAS, ""))
     values = {}
     for version in all_pages(run.client.search_model_versions, f"name = '{name}'", max_results=_VERSIONS_PAGE):
-        value = _tagged_value(version, metric)
-        number = str(version.version)
+        number, tags, value = str(version.version), version.tags or {}, None
+        if tags.get(METRIC_TAG) == metric:
+            with suppress(KeyError, ValueError):
+                value = finite_number(float(tags[VALUE_TAG]))
         if value is None and number == holder and version.run_id:  # registered without hpcdist
             value = _run_value(run, version.run_id, metric)
         if value is not None:
@@ -215,18 +199,8 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
     return True
 
 
-def _tagged_value(version: Any, metric: str) -> float | None:
-    tags = version.tags or {}
-    if tags.get(METRIC_TAG) != metric:
-        return None
-    try:
-        return finite_number(float(tags[VALUE_TAG]))
-    except (KeyError, ValueError):
-        return None
-
-
 def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
-    """Return the last value of a metric of an MLflow run; None if there is none, or the run is removed."""
+    """Return the last value of a metric; None if there is none, or the run is removed."""
     with tolerated("RESOURCE_DOES_NOT_EXIST"):
         return finite_number(run.client.get_run(run_id).data.metrics.get(metric))
     return None
@@ -262,30 +236,24 @@ _MODELS_PAGE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class KeptCheckpoint:
-    """A complete checkpoint on disk, as its manifest describes it.
-
-    Attributes:
-        sha256: SHA-256 of the list of the files' hashes, in the format of the command `sha256sum *.pt`.
-        metrics: finite metrics by their names in MLflow.
-        created_ms: Unix time in ms.
-    """
+    """A complete checkpoint on disk, as its manifest describes it."""
 
     folder: Path
     step: int
     created_ms: int
     num_bytes: int
     world_size: int
-    sha256: str
-    metrics: Mapping[str, float]
+    sha256: str  #: of the list of the files' hashes, in the format of the command `sha256sum *.pt`
+    metrics: Mapping[str, float]  #: finite ones, by their names in MLflow
 
     @property
     def key(self) -> tuple[str, str]:
-        """Step and hash. Checkpoints of different steps may have the same content."""
+        """The identity: checkpoints of different steps may have the same content."""
         return str(self.step), self.sha256
 
 
 def manifests(run: RunDir) -> dict[str, str]:
-    """Return the checkpoint folders that are complete, each with a text that changes with its manifest."""
+    """Return the complete checkpoint folders, each with a text that changes with its manifest."""
     found = {}
     for _, folder in complete_checkpoints(run):
         path = folder / MANIFEST_FILE
@@ -320,7 +288,7 @@ def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
 
 
 class CheckpointModels:
-    """The logged models of one run's checkpoints. Methods raise TrackingError if MLflow fails or rejects a request.
+    """The logged models of one run's checkpoints.
 
     MLflow holds the state: models are found by the hash of their checkpoint before one is created, and again after
     each failure, so that a checkpoint never has two of them.
@@ -379,9 +347,9 @@ class CheckpointModels:
         for name, one in kept.items():
             # A model that is complete according to an earlier call, but not in MLflow, was deleted there by a user.
             if self._done.get(name) != found[name]:
-                model = self._models.get(one.key) or self._create(one)
-                self._models[one.key] = model
-                if self._log_metrics(model, one, points):
+                if one.key not in self._models:
+                    self._models[one.key] = self._create(one)
+                if self._log_metrics(self._models[one.key], one, points):
                     self._done[name] = found[name]
         for key in self._models.keys() - {one.key for one in kept.values()}:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
@@ -435,7 +403,7 @@ class _RunPoints:
         self._points: dict[str, dict[int, tuple[float, int]]] = {}
 
     def at(self, key: str, kept: KeptCheckpoint, value: float) -> tuple[float, int] | None:
-        """Return value and time in ms of a metric at the step of a checkpoint; None if the run's point is to come.
+        """Return value and time of a metric at the step of a checkpoint; None if the run's point is to come.
 
         A metric that the trainer has saved in the checkpoint but not logged has the value and time of the checkpoint.
         """
@@ -468,13 +436,16 @@ def log_model(
     params: Mapping[str, str] | None = None,
     description: str = "",
 ) -> str:
-    """Log a folder in MLflow's model format as a logged model of a run. Returns the id of the model.
+    """Log a folder in MLflow's model format as a logged model of a run, once. Returns the id of the model.
 
     The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run. Its parameters
-    are those of the run if `params` is None. `description` is Markdown for the page of the model.
+    are those of the run if `params` is None.
     """
     with translated(run.uri):
-        model = _find_model(run, fingerprint, name) or run.client.create_logged_model(
+        same = f"name = '{name}' AND source_run_id = '{run.run_id}'"
+        known = run.client.search_logged_models([run.experiment_id], same)
+        found = next((one for one in known if one.tags.get("hpcdist.fingerprint") == fingerprint), None)
+        model = found or run.client.create_logged_model(
             run.experiment_id,
             name=name,
             source_run_id=run.run_id,
@@ -483,28 +454,18 @@ def log_model(
             model_type=model_type,
         )
         run.client.log_model_artifacts(model.model_id, str(folder))
-        if (folder / "MLmodel").is_file():
-            _upload_description(run, model, folder)
+        if (folder / "MLmodel").is_file():  # with the ids added, as `mlflow.pytorch.log_model` does
+            ids = {"model_id": model.model_id, "model_uuid": model.model_id, "run_id": run.run_id}
+            content = yaml.safe_load((folder / "MLmodel").read_text()) | ids
+            with tempfile.TemporaryDirectory() as temporary:
+                path = Path(temporary, "MLmodel")
+                path.write_text(yaml.safe_dump(content | {"artifact_path": model.artifact_location}))
+                run.client.log_model_artifact(model.model_id, str(path))
         outputs = run.client.get_run(run.run_id).outputs
         if outputs is None or all(item.model_id != model.model_id for item in outputs.model_outputs):
             run.client.log_outputs(run.run_id, [entities.LoggedModelOutput(model.model_id, step=step)])
         run.client.finalize_logged_model(model.model_id, "READY")
         return str(model.model_id)
-
-
-def _find_model(run: MlflowRun, fingerprint: str, name: str) -> entities.LoggedModel | None:
-    found = run.client.search_logged_models([run.experiment_id], f"name = '{name}' AND source_run_id = '{run.run_id}'")
-    return next((model for model in found if model.tags.get("hpcdist.fingerprint") == fingerprint), None)
-
-
-def _upload_description(run: MlflowRun, model: entities.LoggedModel, folder: Path) -> None:
-    """Upload the `MLmodel` file with the ids added, as `mlflow.pytorch.log_model` does."""
-    ids = {"model_id": model.model_id, "model_uuid": model.model_id, "run_id": run.run_id}
-    content = yaml.safe_load((folder / "MLmodel").read_text())
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary, "MLmodel")
-        path.write_text(yaml.safe_dump(content | ids | {"artifact_path": model.artifact_location}))
-        run.client.log_model_artifact(model.model_id, str(path))
 
 
 def register(run: MlflowRun, model_id: str, name: str) -> str:

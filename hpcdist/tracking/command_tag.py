@@ -54,8 +54,6 @@ class SentCommand(Sent):
 
 
 class CommandTag:
-    """The tag of one run."""
-
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._command = SentCommand.load(run.journal)
@@ -64,47 +62,30 @@ class CommandTag:
     def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
         """Obey a new command and report the result of the last one: every INTERVAL_S, and when the run has ended.
 
-        Args:
-            allowed: the commands in `tracking.commands`.
-
-        Raises:
-            TrackingError: MLflow is unavailable or rejects a request; the next call continues.
+        After a TrackingError the next call continues.
         """
         if not allowed or (time.monotonic() < self._next and state.status not in ENDED):
             return
         self._next = time.monotonic() + INTERVAL_S
-        if not self._is_claimed:
-            self._claim(mlflow, state)
-        if self._is_claimed:
+        if not self._command.text or self._command.result:
+            # A new command replaces the last one, whose result may still be missing.
+            current = mlflow.current()
+            if text := _text(current):
+                # The status of the last pass: this is the first one after the resume of a run that had ended.
+                stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
+                self._note(SentCommand(text=text, key=secrets.token_hex(8), attempt=state.attempt, stale=stale))
+        if self._command.text and not self._command.result:
             if _text(mlflow.current()) == self._command.text:  # a command set meanwhile stays for the next call
                 mlflow.delete_tag(TAG)
             self._note(self._obey(self._command, allowed, state))
             log.info("%s=%s: %s", TAG, self._command.text, self._command.result)
-        if self._command.number:
-            self._follow(state)
+        if (command := self._command).number:
+            attempt = self._run.attempt(command.attempt)
+            is_over = state.status != "running" or state.attempt != attempt.number
+            if (outcome := outcome_of(attempt, command.number, command.ranks, is_over=is_over)) is not None:
+                self._note(replace(command, number=0, result="; ".join(outcome[0])))
         if self._command.text:
             self._answer(mlflow)
-
-    @property
-    def _is_claimed(self) -> bool:
-        """Whether a command was read and not obeyed yet."""
-        return bool(self._command.text and not self._command.result)
-
-    def _claim(self, mlflow: MlflowRun, state: State) -> None:
-        """Read the tag. A new command replaces the last one, whose result may still be missing."""
-        current = mlflow.current()
-        if text := _text(current):
-            # The status of the last pass: this is the first one after the resume of a run that had ended.
-            stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
-            self._note(SentCommand(text=text, key=secrets.token_hex(8), attempt=state.attempt, stale=stale))
-
-    def _follow(self, state: State) -> None:
-        """Look for the results of the ranks."""
-        command = self._command
-        attempt = self._run.attempt(command.attempt)
-        is_over = state.status != "running" or state.attempt != attempt.number
-        if (outcome := outcome_of(attempt, command.number, command.ranks, is_over=is_over)) is not None:
-            self._note(replace(command, number=0, result="; ".join(outcome[0])))
 
     def _answer(self, mlflow: MlflowRun) -> None:
         """Write a new result to the tag of results."""
@@ -146,10 +127,7 @@ def _text(run: entities.Run) -> str:
 
 
 def parse(text: str) -> LiveCommand | None:
-    """Return the command to the ranks in the value of the tag; None for `stop`.
-
-    Raises UserMistake for another text.
-    """
+    """Return the command to the ranks in the value of the tag; None for `stop`."""
     action, *words = text.split()
     options = dict(word.partition("=")[::2] for word in words)
     if action in ("stop", "save") and not words:

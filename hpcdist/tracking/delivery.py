@@ -15,7 +15,7 @@ from typing import Any
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.host.files import read_json, stays_inside
+from hpcdist.host.files import read_json
 from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import reached_step
@@ -316,7 +316,7 @@ class Uploads:
                 self._save()
             for number, item in enumerate(new, 1):
                 # Checked right before the upload, which follows links.
-                if reason := artifacts.leaves_folder(item, self._run):
+                if reason := artifacts.leaves_folder(item.source, self._run):
                     if item.target not in self._left_out:
                         log.warning("%s: not uploaded", reason)
                     self._left_out.add(item.target)
@@ -343,7 +343,7 @@ class Uploads:
     def _ship_final_model(self, config: Config, last_step: int) -> None:
         model, mlflow, folder = self.sent.model, self._mlflow, self._run.model
         mark = artifacts.fingerprint(folder)
-        if reason := artifacts.leaves_folder(Artifact(folder, "model", mark), self._run):
+        if reason := artifacts.leaves_folder(folder, self._run):
             raise TrackingError(f"{reason}: the model is not uploaded")
         if model.get("fingerprint") != mark:
             description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self._run.name)
@@ -484,10 +484,9 @@ def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
     folder = run.logged_models / model_id
     saved = read_json(folder / "model.json") or {}
     tags, params = saved.get("tags"), saved.get("params")
-    for path in folder.rglob("*"):
-        if not stays_inside(path, run.path):
-            log.warning("%s is a symbolic link that leaves the run folder: the model is not uploaded", path)
-            return
+    if reason := artifacts.leaves_folder(folder, run):
+        log.warning("%s: the model is not uploaded", reason)
+        return
     step, name, kind = saved.get("step"), saved.get("name"), saved.get("type")
     found = log_model(
         mlflow,

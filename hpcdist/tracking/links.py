@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json
-from hpcdist.review.text import TRAINING_PAGES
+from hpcdist.review.text import TRAINING_PAGES, run_page
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.uri import is_server
 
@@ -32,11 +32,6 @@ def web_address(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
-def run_page(address: str, experiment_id: str, run_id: str) -> str:
-    """Return the link to a run."""
-    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_PAGES}"
-
-
 def experiments_page(address: str) -> str:
     """Return the link to the list of experiments; without it MLflow opens its pages for LLM applications."""
     return f"{address}#/experiments?{TRAINING_PAGES}"
@@ -49,24 +44,18 @@ def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
 
 
 def end_of_run(run: RunDir) -> list[str]:
-    """Return lines with the links to a run and to the views of its experiment.
-
-    Empty if the run is not in MLflow yet, or its store is a database, which has no address.
-    """
+    """Return lines with the links to a run and to the views of its experiment; none if the store has no address."""
     ids = _ids(run)
     experiment_id, run_id = ids.get("experiment_id"), ids.get("run_id")
     if not is_server(uri := ids.get("uri", "")) or not experiment_id or not run_id:
         return []
     address = web_address(uri)
-    lines = [f"review in MLflow: {run_page(address, experiment_id, run_id)}"]
+    lines = [f"review in MLflow: {address}/{run_page(experiment_id, run_id)}"]
     return lines + _view_lines(f"{address}/", experiment_id, ids["views"])
 
 
 def of_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
-    """Return the link to the experiment of the newest of `runs` in `store`, in the view with metrics if it has one.
-
-    Without such a run it is the link to the list of experiments.
-    """
+    """Return the link to the experiment of the newest run in `store`, else to the list of experiments."""
     found: dict[float, dict[str, Any]] = {}
     for run in runs:
         ids = _ids(run)
@@ -81,10 +70,7 @@ def of_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
 
 
 def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str]:
-    """Return lines with the links to the experiments of `runs` and to their views in the UI at `address`.
-
-    Runs in other stores than `store` are left out.
-    """
+    """Return lines with the links to the experiments of the runs in `store`, and to their views, at `address`."""
     views: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         ids = _ids(run)
@@ -99,7 +85,8 @@ def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str
 
 def _view_lines(address: str, experiment_id: str, views: Container[str]) -> list[str]:
     """Return a line for each view, in the order of VIEWS."""
-    return [f"  {name}: {experiment_page(address, experiment_id, id_)}" for id_, name in VIEWS.items() if id_ in views]
+    pages = {name: experiment_page(address, experiment_id, id_) for id_, name in VIEWS.items() if id_ in views}
+    return [f"  {name}: {page}" for name, page in pages.items()]
 
 
 def _ids(run: RunDir) -> dict[str, Any]:

@@ -22,16 +22,16 @@ from urllib.parse import urlsplit
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import long_lock, make_private, write_json
+from hpcdist.host.files import long_lock, make_private, require_private, write_json
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
 from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import (
     VARIABLES,
+    credentials_file,
     is_server,
     read_credentials,
-    require_private_credentials,
     sqlite_path,
     version_in,
 )
@@ -141,7 +141,8 @@ def open_client(uri: str) -> MlflowClient:
     database = sqlite_path(uri)
     if is_server(uri):
         try:
-            require_private_credentials(os.environ)
+            if (credentials := credentials_file(os.environ)).exists():
+                require_private(credentials)
         except UserMistake as error:
             raise TrackingError(f"MLflow at {redact_text(uri)}: {error}") from error
     with translated(uri):

@@ -37,8 +37,6 @@ def run_id_of(run: RunDir) -> str:
 
 
 class Value(NamedTuple):
-    """One value of a metric."""
-
     value: float
     time_ms: int
     step: int
@@ -48,39 +46,27 @@ class RankRecords:
     """What the code of this process has logged, and how it is recorded.
 
     Args:
-        run: the run folder.
-        attempt: number of the attempt.
-        rank: the global rank.
         pid: process of the rank. Processes that the rank starts write files of their own, because a journal file has
             one writer.
-
-    Attributes:
-        journal: the journal of this process.
-        on_metrics: called with the metrics of each step, for the heartbeat.
-        params: the parameters that were logged; MLflow keeps the first value of each.
-        tags: the tags that were set.
     """
 
     def __init__(self, run: RunDir, *, attempt: int, rank: int, pid: int) -> None:
         self.run = run
         self.attempt = attempt
         self.rank = rank
+        self.is_main = rank == 0  #: whether the records count
         self.pid = os.getpid()
         self._rank_pid = pid
         suffix = "" if pid == self.pid else f".pid-{self.pid}"
         self.journal = JournalWriter(run.journal, attempt, rank, suffix=suffix)
         self._events = EventWriter(run.journal, attempt, rank, suffix=suffix)
+        #: Called with the metrics of each step, for the heartbeat.
         self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
-        self.params: dict[str, str] = {}
+        self.params: dict[str, str] = {}  #: MLflow keeps the first value of each
         self.tags: dict[str, str] = {}
         self._latest: dict[str, Value] = {}
         self._next_step: dict[str, int] = {}
         self._is_loaded = attempt == 1 or not self.is_main
-
-    @property
-    def is_main(self) -> bool:
-        """Whether the records of this rank count."""
-        return self.rank == 0
 
     @property
     def uri(self) -> str:
@@ -101,10 +87,7 @@ class RankRecords:
 
     @classmethod
     def of_uri(cls, uri: str) -> RankRecords:
-        """Return the records of this process in the rank that a tracking URI names.
-
-        Raises TrackingError if the URI is not one that hpcdist has set.
-        """
+        """Return the records of this process in the rank that a tracking URI names."""
         parts = urlsplit(uri)
         try:
             given = {key: int(value) for key, (value,) in parse_qs(parts.query, strict_parsing=True).items()}
@@ -127,11 +110,13 @@ class RankRecords:
         if self.is_main:
             self.journal.log(metrics, step, time_ms)
         values = {key: float(value) for key, value in metrics.items()}
-        for key, value in values.items():
-            known = self._latest.get(key)
-            if known is None or step >= known.step:
-                self._latest[key] = Value(value, time_ms, step)
+        self._note_latest(values, time_ms, step)
         self.on_metrics(values, step if is_step else None)
+
+    def _note_latest(self, metrics: Mapping[str, float], time_ms: int, step: int) -> None:
+        for key, value in metrics.items():
+            if key not in self._latest or step >= self._latest[key].step:
+                self._latest[key] = Value(value, time_ms, step)
 
     def numbered(self, key: str, step: int) -> int:
         """Return the step of a point that may have been logged without one, which MLflow's client turns into 0.
@@ -153,22 +138,19 @@ class RankRecords:
         self._load()
         if self.params.get(key) != value:
             self.params.setdefault(key, value)
-            self._record("param", key, value)
+            self.record("param", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def set_tag(self, key: str, value: str) -> None:
         """Record a tag; the last value counts."""
         self._load()
         if self.tags.get(key) != value:
             self.tags[key] = value
-            self._record("tag", key, value)
+            self.record("tag", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def record(self, kind: str, content: object) -> None:
-        """Record a dataset or a model."""
+        """Record an event, such as a dataset or a model."""
         if self.is_main:
             self._events.record(kind, content)
-
-    def _record(self, kind: str, key: str, value: str) -> None:
-        self.record(kind, {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def close(self) -> None:
         """Write what is pending. Raises HpcdistError if records would be lost."""
@@ -204,10 +186,8 @@ class RankRecords:
                     self.tags |= event.content
         for file in journal_files(self.run.journal):
             if file.rank == 0 and file.attempt < self.attempt:
-                for record in read_records(file.path)[0]:
-                    for key, value in record.metrics.items():
-                        if key not in self._latest or record.step >= self._latest[key].step:
-                            self._latest[key] = Value(value, record.time_ms, record.step)
+                for time_ms, step, metrics in read_records(file.path)[0]:
+                    self._note_latest(metrics, time_ms, step)
 
 
 def is_declared() -> bool:

@@ -23,7 +23,7 @@ from hpcdist.tracking.points import read_values
 from hpcdist.tracking.uri import choose_uri
 
 if TYPE_CHECKING:
-    from hpcdist.tracking.mlflow_client import MlflowClient, entities
+    from hpcdist.tracking.mlflow_client import entities
 
 
 #: A run's id in MLflow, alone or in a link to its page.
@@ -54,21 +54,22 @@ class RecordedRun:
 
         Raises TrackingError if MLflow fails.
         """
-        return read_values(self.folder) if self.folder is not None else _mlflow_values(self.uri, self.run_id)
+        if self.folder is not None:
+            return read_values(self.folder)
+        from hpcdist.tracking.mlflow_client import open_client, translated
+
+        client = open_client(self.uri)
+        with translated(self.uri):
+            keys = [key for key in client.get_run(self.run_id).data.metrics if not is_measured(key)]
+            history = client.get_metric_history
+            return {key: {one.step: one.value for one in history(self.run_id, key)} for key in keys}
 
 
 def find_recorded(text: str, runs_dir: Path, env: Mapping[str, str], scratch: Path) -> RecordedRun:
     """Return a recorded run by its name or folder, its MLflow id, or the link to its page in MLflow.
 
-    A run of MLflow is read from its folder if that belongs to this user and can be read here.
-
-    Args:
-        scratch: an existing folder for files from MLflow.
-
-    Raises:
-        RunFolderError: no run has this name, or its folder is not trusted.
-        UserMistake: MLflow has no such run, or it was not started by hpcdist.
-        TrackingError: MLflow cannot be reached.
+    A run of MLflow is read from its folder if that belongs to this user and can be read here, else its files are
+    downloaded to the folder `scratch`.
     """
     found = _RUN_ID.fullmatch(text)
     if found is None:
@@ -120,11 +121,25 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
             raise UserMistake(f"no run {run_id} in MLflow at {shown}: name its store with --tracking-uri") from error
         tags, datasets = run.data.tags, [_dataset(one) for one in (run.inputs.dataset_inputs if run.inputs else [])]
         experiment = client.get_experiment(run.info.experiment_id).name
-    if (folder := _folder_of(tags, run_id)) is not None:
-        return _from_folder(folder)
-    _download(client, run_id, uri, scratch)
+    # The run folder that MLflow names, if it is this user's and of this run.
+    folder = Path(tags.get("hpcdist.folder", ""))
+    is_here = folder.is_absolute() and is_mine(folder) and (folder / "state.json").is_file()
+    if is_here and _id_of(RunDir(folder)) == run_id:
+        return _from_folder(RunDir(folder))
+    with translated(uri):
+        present = {entry.path for entry in client.list_artifacts(run_id)}
+        for name in present.intersection(_FILES):
+            client.download_artifacts(run_id, name, str(scratch))
+    if absent := [name for name in _FILES[:2] if name not in present]:
+        raise UserMistake(
+            f"run {run_id} in MLflow at {shown} has no artifact {absent[0]}: it was not started by hpcdist, or it is"
+            " not uploaded yet (`hpcdist sync`)"
+        )
     path = scratch / "environment.json"
-    environment = _json(path)
+    try:
+        environment = parse_object(path.read_bytes())
+    except ValueError:
+        raise UserMistake(f"environment.json of run {run_id} in MLflow is damaged: it holds no JSON object") from None
     patch, size = scratch / PATCH, tags.get("hpcdist.world_size", "")
     return RecordedRun(
         name=tags.get("hpcdist.folder", run_id).rpartition("/")[2],
@@ -142,49 +157,6 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
     )
 
 
-def _folder_of(tags: Mapping[str, str], run_id: str) -> RunDir | None:
-    """Return the run folder that MLflow names, if it is this user's and of this run."""
-    path = Path(tags.get("hpcdist.folder", ""))
-    if not path.is_absolute() or not is_mine(path) or not (path / "state.json").is_file():
-        return None
-    run = RunDir(path)
-    return run if _id_of(run) == run_id else None
-
-
-def _download(client: MlflowClient, run_id: str, uri: str, scratch: Path) -> None:
-    from hpcdist.tracking.mlflow_client import translated
-
-    with translated(uri):
-        present = {entry.path for entry in client.list_artifacts(run_id)}
-        for name in _FILES:
-            if name in present:
-                client.download_artifacts(run_id, name, str(scratch))
-    absent = [name for name in _FILES[:2] if name not in present]
-    if absent:
-        raise UserMistake(
-            f"run {run_id} in MLflow at {redact_text(uri)} has no artifact {absent[0]}: it was not started by hpcdist,"
-            " or it is not uploaded yet (`hpcdist sync`)"
-        )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(path.read_bytes())
-    except ValueError:
-        raise UserMistake(
-            f"the artifact {path.name} of the run in MLflow is damaged: it holds no JSON object"
-        ) from None
-
-
 def _dataset(found: entities.DatasetInput) -> DatasetRecord:
     split = next((tag.value for tag in found.tags if tag.key == "mlflow.data.context"), "")
     return DatasetRecord(name=found.dataset.name, split=split, digest=found.dataset.digest)
-
-
-def _mlflow_values(uri: str, run_id: str) -> dict[str, dict[int, float]]:
-    from hpcdist.tracking.mlflow_client import open_client, translated
-
-    client = open_client(uri)
-    with translated(uri):
-        keys = [key for key in client.get_run(run_id).data.metrics if not is_measured(key)]
-        return {key: {one.step: one.value for one in client.get_metric_history(run_id, key)} for key in keys}

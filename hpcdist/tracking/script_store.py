@@ -22,7 +22,6 @@ from mlflow.entities import (
     ExperimentTag,
     LifecycleStage,
     LoggedModel,
-    LoggedModelInput,
     LoggedModelOutput,
     LoggedModelParameter,
     LoggedModelStatus,
@@ -36,13 +35,11 @@ from mlflow.entities import (
     RunOutputs,
     RunStatus,
     RunTag,
-    ViewType,
 )
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
-from mlflow.store.tracking import SEARCH_MAX_RESULTS_DEFAULT
 from mlflow.store.tracking.abstract_store import AbstractStore
 from mlflow.utils.async_logging.run_operations import RunOperations
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
@@ -116,19 +113,12 @@ class RankStore(AbstractStore):
             self._note_other("experiment", experiment_name)
         return self._experiment()
 
-    def create_experiment(
-        self, name: str, artifact_location: str | None = None, tags: Sequence[ExperimentTag] | None = None
-    ) -> str:
+    def create_experiment(self, name: str, *_: Any, **__: Any) -> str:
         self._note_other("experiment", name)
         return EXPERIMENT_ID
 
     def search_experiments(
-        self,
-        view_type: int = ViewType.ACTIVE_ONLY,
-        max_results: int = SEARCH_MAX_RESULTS_DEFAULT,
-        filter_string: str | None = None,
-        order_by: list[str] | None = None,
-        page_token: str | None = None,
+        self, view_type: int = 1, max_results: int = 0, filter_string: str | None = None, *_: Any, **__: Any
     ) -> PagedList[Experiment]:
         return PagedList(SearchExperimentsUtils.filter([self._experiment()], filter_string), None)
 
@@ -160,25 +150,19 @@ class RankStore(AbstractStore):
         self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[RunTag], run_name: str | None
     ) -> Run:
         given = {tag.key: tag.value for tag in tags or ()}
-        name = run_name or given.get(MLFLOW_RUN_NAME) or ""
-        if parent := given.pop(MLFLOW_PARENT_RUN_ID, ""):
-            run = self._nested(self._joined(parent), name)
-        else:
-            run = self._main
-            if name:
-                given[MLFLOW_RUN_NAME] = name
+        name, run = run_name or given.get(MLFLOW_RUN_NAME) or "", self._main
+        if parent_id := given.pop(MLFLOW_PARENT_RUN_ID, ""):
+            parent, stem = self._joined(parent_id), name.replace("/", "_").strip(". ") or "nested"
+            used = {run.prefix for run in self._runs.values()}
+            numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+            prefix = next(found for it in numbered if (found := f"{parent.prefix}{it}/") not in used)
+            run = _JoinedRun(uuid.uuid4().hex, name or stem, prefix, parent.run_id)
+            self._runs[run.run_id] = run
+        elif name:
+            given[MLFLOW_RUN_NAME] = name
         # A nested run has the same user, source and version as the run itself.
         self._set_tags(run, {key: value for key, value in given.items() if not (run.prefix and key[:7] == "mlflow.")})
         return self.get_run(run.run_id)
-
-    def _nested(self, parent: _JoinedRun, name: str) -> _JoinedRun:
-        stem = name.replace("/", "_").strip(". ") or "nested"
-        used = {run.prefix for run in self._runs.values()}
-        numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        prefix = next(found for it in numbered if (found := f"{parent.prefix}{it}/") not in used)
-        run = _JoinedRun(uuid.uuid4().hex, name or stem, prefix, parent.run_id)
-        self._runs[run.run_id] = run
-        return run
 
     def get_run(self, run_id: str) -> Run:
         run, records = self._joined(run_id), self._records
@@ -272,24 +256,15 @@ class RankStore(AbstractStore):
 
     # A write takes microseconds, and a rank ends without waiting for the threads of MLflow's own queue.
 
-    def log_batch_async(
-        self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
-    ) -> RunOperations:
-        self.log_batch(run_id, metrics, params, tags)
+    def log_batch_async(self, *args: Any, **kwargs: Any) -> RunOperations:
+        self.log_batch(*args, **kwargs)
         return RunOperations(operation_futures=[])
 
-    def get_metric_history(
-        self, run_id: str, metric_key: str, max_results: int | None = None, page_token: str | None = None
-    ) -> PagedList[Metric]:
+    def get_metric_history(self, run_id: str, metric_key: str, *_: Any, **__: Any) -> PagedList[Metric]:
         found = self._records.history(self._joined(run_id).prefix + metric_key)
         return PagedList([Metric(metric_key, it.value, it.time_ms, it.step) for it in found], None)
 
-    def log_inputs(
-        self,
-        run_id: str,
-        datasets: Iterable[DatasetInput] | None = None,
-        models: list[LoggedModelInput] | None = None,
-    ) -> None:
+    def log_inputs(self, run_id: str, datasets: Iterable[DatasetInput] | None = None, models: Any = None) -> None:
         run = self._joined(run_id)
         for item in datasets or ():
             run.datasets.append(item)
@@ -396,13 +371,10 @@ class RankStore(AbstractStore):
             self._records.record("model", model_id)
 
 
-# MLflow's artifact repository for the code of a rank: files are copied to the run folder, which the shipper uploads.
-#
-# MLflow loads it by the entry point `mlflow.artifact_repository` for the scheme `hpcdist`.
-
-
 class RankArtifacts(LocalArtifactRepository):
-    """Files in a folder of the run folder; those of ranks other than 0 are dropped.
+    """Files in a folder of the run folder, which the shipper uploads; those of ranks other than 0 are dropped.
+
+    MLflow loads it by the entry point `mlflow.artifact_repository` for the scheme `hpcdist`.
 
     A file under a name that hpcdist uses itself, such as `config.yaml`, is stored in the folder `script`. Paths and
     symbolic links that leave the folder are refused.
@@ -413,14 +385,12 @@ class RankArtifacts(LocalArtifactRepository):
         super().__init__(folder.as_uri(), tracking_uri, registry_uri)
         self._folder = folder
         self._records = rank_records.current()
+        self._is_dropped = self._records is None or not self._records.is_main
         # The folders of models hold no files of hpcdist.
         self._is_root = self._records is not None and folder == self._records.run.artifacts
 
     def _placed(self, path: str | None, name: str = "") -> str | None:
-        """Return the folder for a file `name` in the folder `path`, both as the script names them.
-
-        Raises MlflowException if it is outside of the artifact folder.
-        """
+        """Return the folder for a file `name` in the folder `path`, both as the script names them."""
         folder = os.path.normpath(path) if path and os.path.normpath(path) != "." else ""
         if self._is_root and is_own_name(os.path.join(folder, name)):
             folder = os.path.join(SCRIPT_FOLDER, folder).rstrip("/")
@@ -431,10 +401,6 @@ class RankArtifacts(LocalArtifactRepository):
                 INVALID_PARAMETER_VALUE,
             )
         return folder or None
-
-    @property
-    def _is_dropped(self) -> bool:
-        return self._records is None or not self._records.is_main
 
     def log_artifact(self, local_file: str, artifact_path: str | None = None) -> None:
         folder = self._placed(artifact_path, os.path.basename(local_file))

@@ -144,8 +144,7 @@ def require_app() -> None:
 def listen(port: int) -> socket.socket:
     """Return a socket that listens; uvicorn accepts its connections later.
 
-    From now on no other user can take the port, so that a link to it never gives the token to another server. Raises
-    UserMistake when the port is taken.
+    From now on no other user can take the port, so that a link to it never gives the token to another server.
     """
     try:
         listener = socket.create_server((HOST, port))
@@ -159,10 +158,7 @@ def listen(port: int) -> socket.socket:
 
 
 def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
-    """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts.
-
-    Raises UserMistake when the file cannot be written.
-    """
+    """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts."""
     state = env.get("XDG_STATE_HOME") or f"{env.get('HOME') or Path.home()}/.local/state"
     path = Path(state, "hpcdist", "ui", f"{socket.gethostname()}-{port}.token")
     token = secrets.token_urlsafe(32)
@@ -186,13 +182,9 @@ def command(port: int) -> list[str]:
 
 
 def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
-    """Return the environment variables of the server.
-
-    The store is here and not in the command line, which all users can read and which may hold a password. MLflow's
-    job processes are not needed to look at runs.
-    """
+    """Return the environment variables of the server."""
     return {
-        "MLFLOW_BACKEND_STORE_URI": store,
+        "MLFLOW_BACKEND_STORE_URI": store,  # not in the command line, which all users can read
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         # No lines about its defaults and its own deprecated imports.

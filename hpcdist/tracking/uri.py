@@ -13,10 +13,7 @@ from urllib.parse import unquote, urlsplit
 from hpcdist.config.redaction import REDACTED
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingUriError, UserMistake
-from hpcdist.host.files import require_private
 from hpcdist.run.folder import DATABASE, own_place
-
-# The tracking URI: its resolution from environment and config, and its redaction.
 
 
 def default_uri(runs_dir: Path) -> str:
@@ -35,15 +32,14 @@ def is_server(uri: str) -> bool:
 
 
 def resolve_uri(config: Config, env: Mapping[str, str]) -> str:
-    """Return the tracking URI of a run, see `choose_uri`. Each command or process calls this once and passes it on."""
+    """Return the tracking URI of a run. Each command or process calls this once and passes it on."""
     return choose_uri(env, config.tracking.uri, Path(config.runs_dir))
 
 
 def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     """Return the tracking URI: `HPCDIST_TRACKING_URI`, else `configured`, else `default_uri`.
 
-    Raises:
-        TrackingUriError: the password in the URI was redacted.
+    Raises TrackingUriError if the password in the URI was redacted.
     """
     uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
@@ -79,13 +75,6 @@ def credentials_file(env: Mapping[str, str]) -> Path:
     return Path(env.get("HOME") or Path.home(), ".mlflow", "credentials")
 
 
-def require_private_credentials(env: Mapping[str, str]) -> None:
-    """Raise UserMistake if the credentials file exists and other users can read it."""
-    path = credentials_file(env)
-    if path.exists():
-        require_private(path)
-
-
 def read_credentials(uri: str, env: Mapping[str, str]) -> Credentials:
     """Return the credentials for a server, in MLflow's order: the URI, then each variable, then the file, then a token.
 
@@ -97,27 +86,22 @@ def read_credentials(uri: str, env: Mapping[str, str]) -> Credentials:
             return Credentials(user=unquote(parts.username), password=unquote(parts.password or ""), source="the URI")
     except ValueError:
         pass  # the request reports an invalid URI
-    path = credentials_file(env)
-    saved = _saved(path)
-    user = env.get("MLFLOW_TRACKING_USERNAME") or saved.get("mlflow_tracking_username", "")
-    password = env.get("MLFLOW_TRACKING_PASSWORD") or saved.get("mlflow_tracking_password", "")
-    if user and password:
-        own = env.get("MLFLOW_TRACKING_USERNAME") and env.get("MLFLOW_TRACKING_PASSWORD")
-        return Credentials(user=user, password=password, source=VARIABLES if own else str(path))
-    return Credentials(token=env.get("MLFLOW_TRACKING_TOKEN", ""), source="MLFLOW_TRACKING_TOKEN")
-
-
-def _saved(path: Path) -> Mapping[str, str]:
-    parser = configparser.ConfigParser()
+    path, parser = credentials_file(env), configparser.ConfigParser()
     try:
         parser.read(path)
-        return dict(parser["mlflow"]) if "mlflow" in parser else {}
+        saved = dict(parser["mlflow"]) if "mlflow" in parser else {}
     except (configparser.Error, UnicodeDecodeError) as error:
         # No part of the file in the message: it holds a password.
         raise UserMistake(
             f"{path} is not in the format of MLflow ({type(error).__name__}): it needs a section [mlflow] with"
             " mlflow_tracking_username and mlflow_tracking_password, in which % is written as %%"
         ) from None
+    user = env.get("MLFLOW_TRACKING_USERNAME") or saved.get("mlflow_tracking_username", "")
+    password = env.get("MLFLOW_TRACKING_PASSWORD") or saved.get("mlflow_tracking_password", "")
+    if user and password:
+        own = env.get("MLFLOW_TRACKING_USERNAME") and env.get("MLFLOW_TRACKING_PASSWORD")
+        return Credentials(user=user, password=password, source=VARIABLES if own else str(path))
+    return Credentials(token=env.get("MLFLOW_TRACKING_TOKEN", ""), source="MLFLOW_TRACKING_TOKEN")
 
 
 def version_in(answer: str) -> str:

@@ -208,7 +208,8 @@ def test_unavailable_tag_does_not_stop_the_upload(live: Live, monkeypatch: pytes
     def fail(*_: object) -> str:
         raise TrackingError("no tags today")
 
-    monkeypatch.setattr("hpcdist.tracking.command_tag.CommandTag._claim", fail)
+    monkeypatch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", fail)
+    live.set("save")
     live.scene.log(range(3))
     with pytest.raises(TrackingError, match="no tags today"):
         live.ship()
