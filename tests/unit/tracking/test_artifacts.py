@@ -1,303 +1,33 @@
-"""Uploads to a real MLflow database, with failing requests and killed processes."""
+"""Files, checkpoints and models of a run in a real MLflow database, and the alias `best` of a registered model."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import math
 import os
-import signal
+import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
-from report_scene import BEGAN, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.status import CHECKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.journal import SentFacts, SentFiles, upload_progress
+from hpcdist.tracking.journal import SentFiles, upload_progress
 from hpcdist.tracking.mlflow_client import MlflowRun
-from hpcdist.tracking.points import Point, SentPoints
-
-
-def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
-    scene.log([10, 20])
-    scene.file(
-        "journal/attempt-001.rank-00001.jsonl",
-        '{"t":5,"s":1,"m":{"odd[0]":NaN,"up":Infinity}}\n{"torn',
-    )
-    assert scene.shipper().ship_once() == 5
-    run = scene.entity
-    assert run.info.status == "RUNNING"
-    assert run.info.run_name == "first"
-    assert run.info.start_time == int(scene.run.read_state().created * 1000)
-    assert run.data.params["optim.lr"] == "0.001"
-    assert run.data.params["optim.max_grad_norm"] == "null"
-    assert run.data.params["name"] == ""
-    tags = run.data.tags
-    assert tags["mlflow.source.git.commit"] == tags["hpcdist.git_commit"] == "abc"
-    assert (tags["mlflow.user"], tags["mlflow.source.name"], tags["team"]) == ("ada", "ddp", "vision")
-    assert (tags["hpcdist.versions.torch"], tags["hpcdist.state"]) == ("2", "running")
-    assert scene.steps() == [10, 20]
-    assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
-    assert run.data.metrics["up"] > 1e308
-    assert run.data.metrics["attempt"] == 1
-    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json", "report.html"}
-    location = scene.client.get_experiment(run.info.experiment_id).artifact_location
-    assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
-    assert scene.shipper().ship_once() == 0
-
-
-@pytest.mark.parametrize(
-    ("status", "shown"),
-    [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
-)
-def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str) -> None:
-    scene.shipper().ship_once()
-    scene.state(status=status, reason="why", restarts=2, ended=2e9)
-    scene.shipper().ship_once()
-    run = scene.entity
-    assert (run.info.status, run.info.end_time) == (shown, 2_000_000_000_000)
-    assert [run.data.tags[f"hpcdist.{tag}"] for tag in ("state", "reason", "restarts")] == [status, "why", "2"]
-    scene.state(status="running", attempt=2, ended=None)
-    scene.shipper().ship_once()
-    assert scene.entity.info.status == "RUNNING"
-    scene.state(status=status, ended=2.1e9)
-    scene.shipper().ship_once()
-    assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
-
-
-def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
-    """The cells of a sweep are created together, and a run may be extended after a pause of days."""
-    scene.state(created=BEGAN - 500)
-    add_attempt(scene.run, 1, 21, [], status="stopped")
-    add_attempt(scene.run, 100_001, 100_031, [], status="finished")
-    scene.state(status="finished", attempt=2, ended=BEGAN + 100_031)
-    scene.shipper().ship_once()
-    info = scene.entity.info
-    assert info.start_time == 1000 * BEGAN, "not the creation"
-    assert info.end_time - info.start_time == 1000 * (21 + 31)
-
-
-def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PASS_S", 0.0)
-    shipper = scene.shipper()
-    mlflow = shipper.open_run()
-    send, sent = mlflow.log_points, []
-
-    def send_and_log_more(points: list[Point]) -> int:
-        sent.append(len(points))
-        assert len(sent) < 5, "the pass must end although the run logs more"
-        scene.log([10 * (len(sent) + 1)])
-        return send(points)
-
-    monkeypatch.setattr(mlflow, "log_points", send_and_log_more)
-    scene.log([10])
-    shipper.ship_once()
-    assert len(sent) == 1
-    assert scene.entity.data.tags["hpcdist.state"] == "running"
-    scene.state(status="finished", ended=2e9)
-    monkeypatch.setattr(mlflow, "log_points", send)
-    shipper.ship_once()
-    assert scene.steps() == [10, 20]
-
-
-def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
-    live = scene.shipper()
-    scene.log(range(0, 100, 10))
-    live.ship_once()
-    scene.state(attempt=2, restarts=1)
-    scene.log(range(50, 200, 10), attempt=2, offset=0.5)
-    live.ship_once()
-    history = {metric.step: metric.value for metric in scene.client.get_metric_history(scene.run_id, "loss")}
-    assert scene.steps() == list(range(0, 200, 10))
-    assert history == {step: step + (0.5 if step > 90 else 0) for step in range(0, 200, 10)}
-    marks = [(metric.step, metric.value) for metric in scene.client.get_metric_history(scene.run_id, "attempt")]
-    assert sorted(marks) == [(0, 1), (50, 2)]
-    assert scene.entity.data.tags["hpcdist.attempts"] == "2"
-
-
-def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
-    scene.shipper().ship_once()
-    scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
-    scene.shipper().ship_once()
-    run = scene.entity
-    assert run.data.params["optim.lr"] == "0.001"
-    assert run.data.tags["hpcdist.changed.optim.lr"] == "0.1"
-    assert run.data.params["params.new"] == "x" * 6000
-    scene.shipper().ship_once()
-    assert "hpcdist.changed.params.new" not in scene.entity.data.tags, "a shortened value is not a change"
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery
-from hpcdist.tracking import mlflow_client
-from hpcdist.tracking import points
-{trap}
-shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
-shipper.ship_once()
-"""
-AFTER_CREATE = """
-write = mlflow_client.write_json
-def trap(path, value, durable):
-    if "run_id" in value:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, value, durable=durable)
-mlflow_client.write_json = trap
-"""
-BETWEEN_SEND_AND_PERSIST = """
-def trap(self, num_refused):
-    os.kill(os.getpid(), signal.SIGKILL)
-points.Batches.commit = trap
-"""
-
-
-def kill_at(scene: Scene, trap: str) -> None:
-    code = KILLED.format(trap=trap)
-    done = subprocess.run([sys.executable, "-c", code, str(scene.run.path), scene.uri], check=False, timeout=60)
-    assert done.returncode == -signal.SIGKILL
-
-
-@pytest.mark.processes
-def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
-    kill_at(scene, AFTER_CREATE)
-    scene.shipper().ship_once()
-    experiment = scene.client.get_experiment_by_name("exp")
-    assert experiment is not None
-    assert [run.info.run_id for run in scene.client.search_runs([experiment.experiment_id])] == [scene.run_id]
-
-
-@pytest.mark.processes
-def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PASS_S", math.inf)  # one pass sends everything, also on a busy machine
-    scene.log(range(1500), attempt=2)
-    kill_at(scene, BETWEEN_SEND_AND_PERSIST)
-    assert len(scene.steps()) == 1500, "sent, but not recorded as sent"
-    # Late records of the first attempt must not replace those that the killed shipper has sent.
-    scene.log(range(500, 1510), attempt=1, offset=0.5)
-    scene.log(range(1500, 1600), attempt=2)
-    scene.shipper().ship_once()
-    assert scene.steps() == list(range(1600))
-    assert {metric.value % 1 for metric in scene.client.get_metric_history(scene.run_id, "loss")} == {0}
-
-
-def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.log(range(1500))
-    live = scene.shipper()
-    opened = live.open_run()
-    send = opened._log_batch
-    calls: list[int] = []
-
-    def flaky(metrics: list[Any]) -> int:
-        calls.append(len(metrics))
-        if len(calls) == 2:
-            raise TrackingError("no answer")
-        return send(metrics)
-
-    monkeypatch.setattr(opened, "_log_batch", flaky)
-    with pytest.raises(TrackingError, match="no answer"):
-        live.ship_once()
-    assert live.ship_once() == 1501
-    assert scene.steps() == list(range(1500))
-    assert calls == [1000, 501, 1000, 501]
-
-
-def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    opened = scene.shipper().open_run()
-    points = [Point("a", float(step), step, step) for step in range(7)]
-    assert opened.log_points([*points[:3], Point("no\nname", 1.0, 3, 3), *points[3:]]) == 1
-    assert scene.steps("a") == list(range(7))
-    assert "metric no\nname of step 3 is omitted" in caplog.text
-
-
-def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
-    scene.log(range(50))
-    scene.shipper().ship_once()
-    for sent in (SentPoints, SentFiles, SentFacts):
-        (scene.run.journal / sent.FILE).write_text("{broken")
-    scene.shipper().ship_once()
-    assert scene.steps() == list(range(50))
-
-
-def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
-    scene.shipper().ship_once()
-    run_id, experiment = scene.run_id, scene.entity.info.experiment_id
-    live = scene.shipper()
-    live.open_run()
-    scene.client.delete_run(run_id)
-    scene.log(range(3))
-    with pytest.raises(TrackingError, match=f"run {run_id} is deleted .*`mlflow runs restore --run-id {run_id}`"):
-        live.ship_once()
-    scene.client.restore_run(run_id)
-    assert live.ship_once() == 4
-
-    other = RunDir.create(scene.run.path.parent / "second")
-    other.config.write_text("{}")
-    scene.client.delete_experiment(experiment)
-    with pytest.raises(TrackingError, match=f"exp is deleted .*experiments restore --experiment-id {experiment}`, or"):
-        delivery.Delivery(other, scene.uri).open_run()
-
-
-def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_database: Path, tmp_path: Path) -> None:
-    scene.log(range(20))
-    scene.shipper().ship_once()
-    first = scene.run_id
-    write_json(scene.run.mlflow, {"uri": scene.uri, "run_id": "0" * 32, "run_uid": "x"})
-    with pytest.raises(TrackingError, match=r"is no longer in MLflow at .*: .* remove .*mlflow\.json"):
-        scene.shipper().open_run()
-    (tmp_path / "other").mkdir()
-    scene.uri = f"sqlite:///{tmp_path}/other/mlflow.db"
-    (tmp_path / "other" / "mlflow.db").write_bytes(empty_database.read_bytes())
-    scene.shipper().ship_once()
-    assert scene.run_id != first
-    assert scene.steps() == list(range(20))
-
-
-def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
-    live = scene.shipper()
-    unreadable = scene.run.journal / "attempt-001.rank-00007.jsonl"
-    unreadable.mkdir()
-    with pytest.raises(TrackingError, match=r"the journal of first cannot be read: .*Is a directory"):
-        live.ship_once()
-    unreadable.rmdir()
-    scene.log([1])
-    assert live.ship_once() == 2
-
-
-def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.client.create_experiment("exp")
-    find = MlflowClient.get_experiment_by_name
-    answers: list[Any] = [None]
-    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *args: answers.pop() if answers else find(*args))
-    assert scene.shipper().open_run().run_id == scene.run_id
-
-    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *_: None)
-    scene.run.mlflow.unlink()
-    with pytest.raises(TrackingError, match="experiment exp cannot be created in MLflow at sqlite"):
-        scene.shipper().open_run()
-
-
-def test_unreadable_config_raises_tracking_error(scene: Scene) -> None:
-    for text, reason in (("[1]", "must hold keys and values, holds a list"), ("{", "cannot be read")):
-        scene.run.config.write_text(text)
-        with pytest.raises(TrackingError, match=rf"config\.yaml:? {reason}"):
-            scene.shipper()
 
 
 def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +90,6 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
     assert uploaded == ["stragglers.jsonl", "stacks.txt", *stacks, *records]
 
 
-def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
-    for node in range(16):
-        (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
-    live = scene.shipper()
-    live.ship_once()
-    assert live.pause_s == 16 / CHECKS_PER_S
-
-
 def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> None:
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.9), (28, None), (30, 0.85)):
         scene.file(f"checkpoints/step-{step:08d}/model.pt", f"weights {step}")
@@ -409,33 +131,6 @@ def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monk
     assert upload_progress(scene.run) == "uploading to MLflow"
 
 
-def test_status_is_uploaded_if_artifacts_cannot_be_stored_or_read(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    live = scene.shipper()
-    with monkeypatch.context() as patch:
-        patch.setattr(live.open_run().client, "log_artifact", refuse)
-        with pytest.raises(TrackingError, match=r"MLflow at sqlite.*No space left"):
-            live.ship_once()
-    assert scene.entity.info.status == "RUNNING"
-    search = Path.rglob
-
-    def fail(folder: Path, pattern: str) -> Iterator[Path]:
-        if folder == scene.run.artifacts:
-            raise PermissionError(13, "Permission denied", str(folder))
-        return search(folder, pattern)
-
-    monkeypatch.setattr(Path, "rglob", fail)
-    for status, shown in (("running", "RUNNING"), ("finished", "FINISHED")):
-        scene.state(status=status, ended=2e9)
-        with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*denied: .*artifacts"):
-            live.ship_once()
-        assert scene.entity.info.status == shown
-
-
 @pytest.mark.processes  # torch starts ldconfig
 # MLflow's code emits these warnings when it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
@@ -470,6 +165,41 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     monkeypatch.setenv("MLFLOW_TRACKING_URI", scene.uri)
     for uri in (f"models:/{model.model_id}", f"runs:/{scene.run_id}/model", "models:/digits/1"):
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
+
+
+def test_many_artifacts_delay_neither_metrics_nor_the_state(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for number in range(300):
+        scene.file(f"artifacts/samples/{number:03d}.txt", str(number))
+    saves: list[int] = []
+    save = SentFiles.save
+    monkeypatch.setattr(SentFiles, "save", lambda self, folder: (saves.append(1), save(self, folder))[1])
+    monkeypatch.setattr(delivery, "PASS_S", 0.0)
+    live = scene.shipper()
+    live.ship_once()
+    live.ship_once()
+    assert "samples/001.txt" in live.uploads.sent.artifacts
+    assert "samples/002.txt" not in live.uploads.sent.artifacts
+    monkeypatch.setattr(delivery, "PASS_S", 1e9)
+    monkeypatch.setattr(delivery, "CHECKS_PER_S", 0.001)
+    monkeypatch.setattr(delivery, "SAVE_S", 0.0)
+    live.ship_once()
+    assert len(scene.artifacts("samples")) == 300
+    assert "300 artifacts uploaded" in caplog.text
+    # The folder of a running run is not searched in each pass.
+    scene.file("artifacts/late.txt", "late")
+    monkeypatch.setattr(delivery, "SAVE_S", 1e9)
+    live.ship_once()
+    assert "late.txt" not in live.uploads.sent.artifacts
+    del saves[:]
+    for number in range(300):
+        scene.file(f"artifacts/samples/{number:03d}.txt", f"changed {number}")
+    scene.state(status="finished", ended=2e9)
+    live.ship_once()
+    assert "late.txt" in live.uploads.sent.artifacts
+    assert len(saves) < 10, "the state is not saved for each artifact"
 
 
 def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
@@ -514,7 +244,11 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
 
 
 NAME = "digits"
+
+
 METRIC = "eval/accuracy"
+
+
 #: Registers a version of a run with this value of the metric, without moving the alias. Returns run and version.
 Register = Callable[[float | None], tuple[MlflowRun, str]]
 
@@ -621,3 +355,246 @@ def test_delivery_registers_the_model_and_sets_the_alias(scene: Scene) -> None:
 
 def _newest(scene: Scene) -> int:
     return max(int(version.version) for version in scene.client.search_model_versions(f"name = '{NAME}'"))
+
+
+# --- Kept checkpoints as logged models.
+
+
+ACCURACY = "eval/accuracy"
+
+
+@pytest.fixture(autouse=True)
+def _every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for checkpoints in each pass, also of a running run."""
+    monkeypatch.setattr(delivery, "CHECKPOINTS_INTERVAL_S", 0.0)
+
+
+def save(scene: Scene, step: int, *, text: str = "weights", **metrics: float | None) -> Path:
+    """Write a checkpoint of one file with a real manifest."""
+    folder = scene.run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name in ("trainer.pt", "model.pt"):
+        (folder / name).write_text(f"{text} {name} {step}")
+        content = (folder / name).read_bytes()
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    named = {name.replace("_", "/", 1): value for name, value in metrics.items()}
+    manifest = {"format": 1, "step": step, "created": 1e9 + step, "world_size": 2, "metrics": named, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def models(scene: Scene) -> dict[str, LoggedModel]:
+    """Return the logged models by name; each name occurs once."""
+    found = scene.client.search_logged_models([scene.entity.info.experiment_id])
+    assert len({model.name for model in found}) == len(found)
+    return {model.name: model for model in found}
+
+
+def metrics(model: LoggedModel) -> dict[str, tuple[int, float]]:
+    return {metric.key: (metric.step, metric.value) for metric in model.metrics or ()}
+
+
+def history(scene: Scene, key: str) -> list[tuple[int, float]]:
+    return sorted((point.step, point.value) for point in scene.client.get_metric_history(scene.run_id, key))
+
+
+@pytest.mark.processes
+def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> None:
+    scene.log([10, 20], key=ACCURACY)
+    folder = save(scene, 10, eval_accuracy=10, eval_loss=0.25)
+    live = scene.shipper()
+    live.ship_once()
+    model = models(scene)["step-00000010"]
+    assert (model.status, model.source_run_id, model.model_type) == ("READY", scene.run_id, "checkpoint")
+    listed = subprocess.run("sha256sum *.pt | sha256sum", shell=True, cwd=folder, check=True, capture_output=True)
+    sha, size = listed.stdout.decode().split()[0], sum(path.stat().st_size for path in folder.glob("*.pt"))
+    assert model.params == {
+        "step": "10",
+        "path": str(folder),
+        "sha256": sha,
+        "bytes": str(size),
+        "world_size": "2",
+    }
+    assert model.tags["mlflow.model.isExternal"] == "true"
+    assert f"folder = '{folder}'\n" in model.tags["mlflow.note.content"]
+    assert "hpcdist export first --checkpoint 10" in model.tags["mlflow.note.content"]
+    # The run has not logged the loss. It may still do so while it runs.
+    assert metrics(model) == {ACCURACY: (10, 10.0)}
+    save(scene, 30)
+    scene.state(status="finished", ended=2e9)
+    live.ship_once()
+    assert metrics(models(scene)["step-00000010"]) == {ACCURACY: (10, 10.0), "eval/loss": (10, 0.25)}
+    assert metrics(models(scene)["step-00000030"]) == {}
+    # The metrics of the models are the points of the run, not further ones.
+    assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
+    best = scene.client.search_logged_models(
+        [scene.entity.info.experiment_id], order_by=[{"field_name": f"metrics.{ACCURACY}", "ascending": False}]
+    )
+    assert best[0].name == "step-00000010"
+
+
+def test_metrics_that_are_added_later_are_logged(scene: Scene) -> None:
+    live = scene.shipper()
+    save(scene, 10)
+    live.ship_once()
+    scene.log([10], key=ACCURACY)
+    save(scene, 10, eval_accuracy=10, eval_nothing=None)
+    live.ship_once()
+    assert metrics(models(scene)["step-00000010"]) == {ACCURACY: (10, 10.0)}
+    assert history(scene, ACCURACY) == [(10, 10.0)]
+
+
+def test_value_of_the_run_is_kept_if_a_restart_computes_another(scene: Scene) -> None:
+    live = scene.shipper()
+    scene.log([10], key=ACCURACY)
+    live.ship_once()
+    scene.state(attempt=2, restarts=1)
+    scene.log([10], key=ACCURACY, attempt=2, offset=0.5)
+    save(scene, 10, eval_accuracy=10.5)
+    live.ship_once()
+    assert history(scene, ACCURACY) == [(10, 10.0)]
+    assert metrics(models(scene)["step-00000010"]) == {ACCURACY: (10, 10.0)}
+
+
+def test_models_of_removed_and_replaced_checkpoints_are_deleted(scene: Scene) -> None:
+    live = scene.shipper()
+    first = save(scene, 10)
+    save(scene, 20)
+    live.ship_once()
+    replaced = models(scene)["step-00000020"].model_id
+    shutil.rmtree(first)
+    save(scene, 20, text="other weights")
+    save(scene, 30)
+    live.ship_once()
+    found = models(scene)
+    assert set(found) == {"step-00000020", "step-00000030"}
+    assert found["step-00000020"].model_id != replaced
+    shutil.rmtree(scene.run.checkpoints)
+    scene.shipper().ship_once()  # another process
+    assert models(scene) == {}
+
+
+@pytest.mark.parametrize("call", ["create_logged_model", "log_batch", "finalize_logged_model", "delete_logged_model"])
+def test_a_lost_response_creates_no_second_model(scene: Scene, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    scene.log([10, 20], key=ACCURACY)
+    old = save(scene, 10, eval_accuracy=10)
+    live = scene.shipper()
+    live.ship_once()
+    shutil.rmtree(old)
+    save(scene, 20, eval_accuracy=20)
+    execute = getattr(MlflowClient, call)
+    lost: list[str] = []
+
+    def lose_once(*args: Any, **options: Any) -> Any:
+        answer = execute(*args, **options)
+        if not lost:
+            lost.append(call)
+            raise ConnectionError("the response is lost")
+        return answer
+
+    live.open_run()
+    monkeypatch.setattr(MlflowClient, call, lose_once)
+    with pytest.raises(TrackingError, match="the response is lost"):
+        live.ship_once()
+    for shipper in (live, scene.shipper()):
+        shipper.ship_once()
+    assert lost
+    assert {name: (model.status, metrics(model)) for name, model in models(scene).items()} == {
+        "step-00000020": ("READY", {ACCURACY: (20, 20.0)})
+    }
+    assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
+
+
+def test_nothing_is_created_twice_without_the_saved_state(scene: Scene) -> None:
+    scene.log([10], key=ACCURACY)
+    save(scene, 10, eval_accuracy=10)
+    scene.shipper().ship_once()
+    before = models(scene)["step-00000010"]
+    (scene.run.journal / "sent-files.json").unlink()
+    scene.shipper().ship_once()
+    after = models(scene)["step-00000010"]
+    assert (after.model_id, len(after.metrics or ())) == (before.model_id, 1)
+
+
+def test_model_that_a_user_deletes_is_not_created_again(scene: Scene) -> None:
+    save(scene, 10)
+    scene.shipper().ship_once()
+    scene.client.delete_logged_model(models(scene)["step-00000010"].model_id)
+    save(scene, 20)
+    scene.shipper().ship_once()
+    assert set(models(scene)) == {"step-00000020"}
+
+
+def test_unchanged_checkpoints_cause_no_requests(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(scene, 10)
+    scene.shipper().ship_once()
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a request about models")
+
+    monkeypatch.setattr(MlflowClient, "search_logged_models", forbidden)
+    scene.shipper().ship_once()
+
+
+def test_incomplete_damaged_and_linked_checkpoints_are_left_out(scene: Scene, tmp_path: Path) -> None:
+    scene.file("checkpoints/step-00000010/model.pt", "no manifest yet")
+    for step, content in ((20, "{"), (30, "[]"), (40, '{"step": 40, "files": {"model.pt": 1}, "metrics": {}}')):
+        scene.file(f"checkpoints/step-{step:08d}/manifest.json", content)
+    scene.file("checkpoints/.tmp-step-00000050-ab/manifest.json", "{}")
+    outside = save(scene, 60).rename(tmp_path / "outside")
+    (scene.run.checkpoints / "step-00000060").symlink_to(outside)
+    save(scene, 70)
+    scene.shipper().ship_once()
+    assert set(models(scene)) == {"step-00000070"}
+
+
+def test_unreadable_manifest_is_an_error_and_deletes_no_model(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(scene, 10)
+    live = scene.shipper()
+    live.ship_once()
+    save(scene, 20)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "read_json_value", refuse)
+        with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*Permission denied"):
+            live.ship_once()
+    assert set(models(scene)) == {"step-00000010"}
+    live.ship_once()
+    assert set(models(scene)) == {"step-00000010", "step-00000020"}
+
+
+def test_server_without_logged_models_is_skipped_with_a_debug_line(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise MlflowException("No such endpoint", error_code=ENDPOINT_NOT_FOUND)
+
+    monkeypatch.setattr(MlflowClient, "search_logged_models", missing)
+    save(scene, 10)
+    caplog.set_level(logging.DEBUG)
+    live = scene.shipper()
+    for _ in range(3):
+        live.ship_once()
+    lines = [record for record in caplog.records if "are not logged as models" in record.message]
+    assert [record.levelname for record in lines] == ["DEBUG"]
+
+
+@pytest.mark.parametrize(("steps", "found"), [((10, 20), {ACCURACY: (20, 20.0)}), ((10,), {}), ((), {})])
+def test_final_model_has_the_metrics_of_its_checkpoint(
+    scene: Scene, steps: tuple[int, ...], found: dict[str, tuple[int, float]]
+) -> None:
+    scene.log([10, 20], key=ACCURACY)
+    for step in steps:
+        save(scene, step, eval_accuracy=step)
+    scene.run.model.mkdir()
+    (scene.run.model / "MLmodel").write_text("flavors: {}\n")
+    scene.state(status="finished", ended=2e9)
+    scene.shipper().ship_once()
+    model = models(scene)["model"]
+    assert metrics(model) == found
+    assert f'load_model("runs:/{scene.run_id}/model")' in model.tags["mlflow.note.content"]
+    assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)], "no further points"

@@ -7,64 +7,51 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import in_thread
+from http_servers import mlflow_application, serving
 from mlflow.exceptions import MlflowException
 from mlflow.utils.rest_utils import MlflowHostCreds, http_request
+from tracking_scene import Scene
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import TrackingError, UserMistake
+from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.points import Counts
+from hpcdist.tracking.sync_runs import sync
 from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, sqlite_path
 
-Answer = tuple[int, bytes, dict[str, str]]
-PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
+Response = tuple[str, dict[str, str], bytes]
+PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
 
 
-class AnsweringServer(ThreadingHTTPServer):
-    """Gives one answer to all requests, except to those for its version."""
+class Server:
+    """A WSGI application that gives one answer to all requests, except to those for its version."""
 
-    daemon_threads = True
-    answer: Answer = (200, b"{}", {})
-    version = b"<html>"
-    accounts = False
+    def __init__(self) -> None:
+        self.uri = ""
+        self.answer: Response = ("200 OK", {}, b"{}")
+        self.version, self.has_accounts = b"<html>", False
 
-    @property
-    def uri(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        assert isinstance(self.server, AnsweringServer)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        status, body, headers = self.server.answer
-        if self.path == "/version":
-            refused = self.server.accounts and not self.headers.get("Authorization")
-            status, body, headers = (401, b"", {}) if refused else (200, self.server.version, {})
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        status, headers, body = self.answer
+        if environ["PATH_INFO"] == "/version":
+            refused = self.has_accounts and "HTTP_AUTHORIZATION" not in environ
+            status, headers, body = ("401 Unauthorized", {}, b"") if refused else ("200 OK", {}, self.version)
+        start_response(status, list(headers.items()))
+        return [body]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[AnsweringServer]:
-    found = AnsweringServer(("127.0.0.1", 0), _Handler)
-    with in_thread(found):
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    with serving(found) as found.uri:
         yield found
-    found.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +59,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def message(server: AnsweringServer, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> str:
+def message(server: Server, status: str, body: bytes) -> str:
     """Return the error of a client that receives this answer."""
-    server.answer = (status, body, headers or {})
+    server.answer = (status, {}, body)
     with pytest.raises(TrackingError) as caught:
         open_client(server.uri)
     text = str(caught.value)
@@ -82,11 +69,11 @@ def message(server: AnsweringServer, status: int, body: bytes = b"", headers: di
     return text.removeprefix(f"MLflow at {server.uri}: ")
 
 
-UNAUTHENTICATED = (401, b"You are not authenticated.")
+UNAUTHENTICATED = ("401 Unauthorized", b"You are not authenticated.")
 
 
 def test_refused_credentials_name_user_and_source(
-    server: AnsweringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message(server, *UNAUTHENTICATED) == (
         "the server needs a user and a password (401): set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or"
@@ -94,7 +81,7 @@ def test_refused_credentials_name_user_and_source(
     )
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
     expired = b'{"error_code": "UNAUTHENTICATED", "message": "token expired"}'
-    assert message(server, 401, expired) == (
+    assert message(server, "401 Unauthorized", expired) == (
         "the server does not accept the token in MLFLOW_TRACKING_TOKEN (401), which may have expired: set a new one"
     )
     file = tmp_path / ".mlflow" / "credentials"
@@ -107,15 +94,14 @@ def test_refused_credentials_name_user_and_source(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
     variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     assert message(server, *UNAUTHENTICATED) == refused.format("bob", variables)
-    assert message(server, 403, b"Permission denied") == (
+    assert message(server, "403 Forbidden", b"Permission denied") == (
         "user bob lacks the permission for the request (403): the owner of the experiment or an administrator grants"
         " EDIT"
     )
-    with_user = f"http://eve:s3cret@127.0.0.1:{server.server_port}"
-    assert read_credentials(with_user, {}).user == "eve"
+    assert read_credentials(server.uri.replace("://", "://eve:s3cret@"), {}).user == "eve"
 
 
-def test_credentials_that_others_can_read_are_refused(server: AnsweringServer, tmp_path: Path) -> None:
+def test_credentials_that_others_can_read_are_refused(server: Server, tmp_path: Path) -> None:
     file = tmp_path / ".mlflow" / "credentials"
     file.parent.mkdir()
     file.write_text("[mlflow]\nmlflow_tracking_username = ada\nmlflow_tracking_password = s3cret\n")
@@ -135,34 +121,33 @@ HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ((302, b"", {"Location": "/"}), "the server redirects without end"),
-        ((403, HOST_REFUSED), "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
-        ((404, PAGE), "the server does not know MLflow's API (404): check the address"),
-        ((500, b"oops"), "the server has an internal error (500): see its log"),
-        ((502, PAGE), "the server is not available at the moment (502)"),
+        (("403 Forbidden", HOST_REFUSED), "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
+        (("404 Not Found", PAGE), "the server does not know MLflow's API (404): check the address"),
+        (("500 Internal Server Error", b"oops"), "the server has an internal error (500): see its log"),
     ],
-    ids=["redirects", "host", "404", "500", "502"],
+    ids=["host", "404", "500"],
 )
-def test_errors_of_servers_and_proxies(server: AnsweringServer, answer: tuple[Any, ...], expected: str) -> None:
+def test_errors_of_servers_and_proxies(server: Server, answer: tuple[str, bytes], expected: str) -> None:
     assert expected in message(server, *answer)
 
 
-def test_server_of_another_version(server: AnsweringServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AnsweringServer, "version", b"2.9.2\n")
-    unknown = b'{"error_code": "ENDPOINT_NOT_FOUND", "message": "no"}'
-    assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
+def test_server_of_another_version(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.version = b"2.9.2\n"
+    unknown = "404 Not Found", b'{"error_code": "ENDPOINT_NOT_FOUND", "message": "no"}'
+    other = "the server has MLflow 2.9.2 and does not know a request of this"
+    assert message(server, *unknown).startswith(other)
     # A server with accounts gives its version to users only.
-    monkeypatch.setattr(AnsweringServer, "accounts", True)
-    assert message(server, 404, unknown).startswith("the server does not know MLflow's API (404): check the address")
+    server.has_accounts = True
+    assert message(server, *unknown).startswith("the server does not know MLflow's API (404): check the address")
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
-    assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
+    assert message(server, *unknown).startswith(other)
 
 
 def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
-    server: AnsweringServer, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.answer = (503, PAGE, {"Retry-After": "3600"})
+    server.answer = ("503 Service Unavailable", {"Retry-After": "3600"}, PAGE)
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(MlflowException):  # MLflow's transfers of files are retried
@@ -171,7 +156,7 @@ def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
     assert sum(waits) < 60
 
 
-def test_no_server(server: AnsweringServer) -> None:
+def test_no_server() -> None:
     with pytest.raises(TrackingError, match=r"the server cannot be reached \(Connection refused\): check the address"):
         open_client("http://127.0.0.1:1")
 
@@ -254,3 +239,128 @@ def test_failure_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(Exception, match="No space left on device"):
         open_client(f"sqlite:///{tmp_path}/mlflow.db")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+# --- An invalid response of a server or a proxy raises a one-line error and neither loses nor duplicates points.
+
+
+Response = tuple[str, dict[str, str], bytes]
+
+
+PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
+
+
+INVALID: dict[str, tuple[Response, str]] = {
+    "html": (
+        ("200 OK", {"Content-Type": "text/html"}, PAGE),
+        r"The response is an HTML page: check that this is",
+    ),
+    "wrong types": (
+        ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
+        r"is not MLflow's \(ParseError",
+    ),
+    "wrong fields": (
+        ("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'),
+        r"is not MLflow's \(ParseError",
+    ),
+    "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
+    "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
+    "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
+    "413": (("413 Request Entity Too Large", {}, PAGE), r"the request is too large .*413"),
+    "429": (
+        ("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"),
+        r"no more requests .*429",
+    ),
+    "503": (("503 Service Unavailable", {}, b""), r"not available at the moment \(503\)$"),
+    "error with wrong types": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
+    "redirects": (("302 Found", {"Location": "/"}, b""), r"[Rr]edirects"),
+}
+
+
+#: Valid responses to requests that expect no fields.
+VALID_WITHOUT_FIELDS = {"wrong types", "wrong fields"}
+
+
+class Proxy:
+    """A WSGI application that gives a prepared response, or passes the request on to MLflow's application.
+
+    Attributes:
+        response: The response to requests with `only` in their path; None passes all requests on.
+        after: Whether MLflow receives the request before the prepared response is sent.
+        largest: Length of the body above which requests are rejected.
+    """
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self._application = application
+        self.response: Response | None = None
+        self.only = ""
+        self.after = False
+        self.largest = 10**9
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if int(environ.get("CONTENT_LENGTH") or 0) > self.largest:
+            start_response("413 Request Entity Too Large", [])
+            return [PAGE]
+        if self.response is None or self.only not in environ["PATH_INFO"]:
+            return self._application(environ, start_response)
+        if self.after:
+            list(self._application(environ, lambda *_: None))
+        status, headers, body = self.response
+        start_response(status, list(headers.items()))
+        return [body]
+
+
+@contextmanager
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Proxy, str]]:
+    """Serve MLflow behind a proxy. Yields the proxy and its address."""
+    with mlflow_application(folder, (folder / "server-artifacts").as_uri(), monkeypatch) as application:
+        proxy = Proxy(application)
+        with serving(proxy) as uri:
+            yield proxy, uri
+
+
+def error_of(shipper: Delivery) -> str:
+    """Return the message of an upload that fails."""
+    with pytest.raises(TrackingError) as caught:
+        shipper.ship_once()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 500
+    assert text.startswith(f"MLflow at {shipper.uri}: ")
+    return text
+
+
+def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.log(range(30), key="acc%")
+    scene.log(range(30), key="acc#")
+    with served(tmp_path, monkeypatch) as (proxy, scene.uri):
+        for response, pattern in INVALID.values():
+            proxy.response = response
+            with pytest.raises(TrackingError, match=pattern):
+                sync(scene.run, scene.uri, close_dead=False)
+        # An empty object parses as any response.
+        for part in ("runs/create", "experiments/get-by-name"):
+            proxy.response, proxy.only = ("200 OK", {}, b"{}"), part
+            assert "without an id" in error_of(scene.shipper())
+        proxy.response = None
+        shipper = scene.shipper()
+        shipper.open_run()
+        # Points with a lost response are sent again, and MLflow stores them once.
+        for proxy.only in ("runs/log-batch", "runs/get", "artifacts"):
+            for proxy.after in (False, True):
+                for name in sorted(INVALID.keys() - VALID_WITHOUT_FIELDS):
+                    proxy.response = INVALID[name][0]
+                    if proxy.only == "runs/log-batch":
+                        error_of(shipper)
+        proxy.response = None
+        assert shipper.ship_once() == 60 + 1
+        assert shipper.ship_once() == 0
+        assert shipper.batches.counts == Counts(num_points=60 + 1)
+        history = scene.client.get_metric_history(scene.run_id, "acc_--0a78af425a78")
+        assert [point.step for point in history] == list(range(30))
+
+        # Requests are split for a proxy that limits their size.
+        scene.log(range(1000), key="many")
+        proxy.largest = 20_000
+        assert shipper.ship_once() == 1000
+        assert len(scene.steps("many")) == 1000

@@ -1,35 +1,35 @@
-"""Selection of points: each (key, step) once, with repeated, shared and late steps."""
+"""Selection of points: each (key, step) once, within the budgets of charts and points, whatever crashes."""
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import random
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
-from report_scene import BEGAN, account, add_attempt
-from tracking_scene import CONFIG, Scene
+from tracking_scene import Scene
 
-from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import write_json
-from hpcdist.review.ledger import CAUSES
+from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import points as journal_tail
-from hpcdist.tracking.delivery import LedgerMetrics
-from hpcdist.tracking.journal import EventWriter, clean_metric_name
-from hpcdist.tracking.mlflow_client import MlflowRun
-from hpcdist.tracking.points import JournalTail, Point, SentPoints, StepSet, is_complete
-from hpcdist.tracking.sync_runs import _only_watch, sync
+from hpcdist.tracking.journal import clean_metric_name
+from hpcdist.tracking.points import (
+    Batches,
+    JournalTail,
+    Point,
+    PointBudget,
+    SentPoints,
+    StepSet,
+    without_node,
+)
+from hpcdist.tracking.sync_runs import sync
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -53,34 +53,6 @@ def values(points: list[Point], key: str = "loss") -> list[float]:
     return [point.value for point in points if point.key == key]
 
 
-@pytest.mark.parametrize(
-    ("journals", "expected"),
-    [
-        ([(1, 0, [10, 20, 30, 40]), (2, 0, [30, 40, 50]), (3, 0, [50, 60])], [1010, 1020, 1030, 1040, 2050, 3060]),
-        ([(1, 0, [1, 3, 5]), (1, 1, [1, 2, 3, 4, 5, 6])], [1001, 1003, 1005, 1002, 1004, 1006]),
-    ],
-    ids=["attempts", "ranks"],
-)
-def test_step_that_is_repeated_keeps_its_first_value(
-    tmp_path: Path, journals: list[tuple[int, int, list[int]]], expected: list[int]
-) -> None:
-    progress = SentPoints()
-    for attempt, rank, steps in journals:
-        write(tmp_path, attempt, steps, rank=rank)
-    assert values(drain(tmp_path, progress)) == expected
-    assert drain(tmp_path, progress) == []
-
-
-def test_attempt_is_read_after_all_earlier_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 120)
-    write(tmp_path, 1, list(range(20)))
-    write(tmp_path, 1, list(range(20)), rank=1, key="other")
-    write(tmp_path, 2, [18, 19, 20])
-    points = drain(tmp_path, SentPoints())
-    assert values(points) == [*range(1000, 1020), 2020]
-    assert values(points, "other") == list(range(1000, 1020))
-
-
 def test_late_lines_count_below_the_first_step_of_the_next_attempt(tmp_path: Path) -> None:
     progress = SentPoints()
     write(tmp_path, 1, [10, 20])
@@ -91,26 +63,6 @@ def test_late_lines_count_below_the_first_step_of_the_next_attempt(tmp_path: Pat
     assert values(drain(tmp_path, progress)) == [1030, 1040]
     write(tmp_path, 2, [70])
     assert values(drain(tmp_path, progress)) == [2070]
-
-
-def test_late_lines_count_before_the_next_attempt_has_sent_steps(tmp_path: Path) -> None:
-    progress = SentPoints()
-    write(tmp_path, 1, [10])
-    write(tmp_path, 2, [10])
-    assert values(drain(tmp_path, progress)) == [1010]
-    write(tmp_path, 1, [20])
-    write(tmp_path, 2, [20, 30])
-    assert values(drain(tmp_path, progress)) == [1010 + 10, 2030]
-
-
-def test_steps_of_one_attempt_are_sent_once_in_any_order(tmp_path: Path) -> None:
-    progress = SentPoints()
-    write(tmp_path, 1, [5, 9, 7, 7, 9, 5, 3, 8])
-    assert values(drain(tmp_path, progress)) == [1005, 1009, 1007, 1003, 1008]
-    # A new process reads the sent steps from the journal.
-    write(tmp_path, 1, [7, 6, 8])
-    reloaded = SentPoints(offsets=dict(progress.offsets), steps=progress.steps, marks=progress.marks)
-    assert values(drain(tmp_path, reloaded)) == [1006]
 
 
 def test_each_attempt_has_its_own_mark_even_at_the_same_step(tmp_path: Path) -> None:
@@ -137,19 +89,6 @@ def test_incomplete_line_is_final_after_the_next_attempt_starts(tmp_path: Path) 
     assert values(drain(tmp_path, progress, newest=2)) == [2020]
     first = "attempt-001.rank-00000.jsonl"
     assert (tmp_path / first).stat().st_size == progress.offsets[first] > read[first]
-
-
-def test_saved_intent_gives_the_same_points(tmp_path: Path) -> None:
-    write(tmp_path, 2, [10, 20])
-    progress = SentPoints()
-    first = JournalTail(tmp_path, progress)
-    chunks = first.next_chunks(2, over=False)
-    saved = SentPoints(intent={name: chunk.offset for name, chunk in chunks.items()})
-    # Late lines of an earlier attempt must wait.
-    write(tmp_path, 1, [10, 20])
-    write(tmp_path, 2, [30])
-    second = JournalTail(tmp_path, saved)
-    assert second.new_points(second.next_chunks(2, over=False)) == first.new_points(chunks)
 
 
 def test_missing_damaged_or_foreign_state_loads_as_empty(tmp_path: Path) -> None:
@@ -328,238 +267,6 @@ def test_data_read_at_once_is_bounded_for_any_number_of_files(tmp_path: Path, mo
     assert num_points == 20 * 30 + 1
 
 
-# --- `hpcdist sync --all --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
-
-
-WAIT_S = 240.0
-
-
-def wait_for(condition: Callable[[], object], log: Path) -> None:
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Start the command; its output is in `watch.log`."""
-    started = []
-
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hpcdist", "sync", "--all", "--watch", "--interval", "1"]
-        with open(tmp_path / "watch.log", "ab") as log:
-            process = subprocess.Popen(
-                [*command, "--runs-dir", str(tmp_path / "runs")],
-                env={**os.environ, "HPCDIST_TRACKING_URI": ""},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.processes
-def test_watch_uploads_new_records_and_ends_on_sigterm(
-    scene: Scene, tmp_path: Path, watch: Callable[[], subprocess.Popen[bytes]]
-) -> None:
-    scene.write_config({**CONFIG, "runs_dir": str(tmp_path / "runs"), "tracking": {"uri": scene.uri}})
-    scene.state(status="stopped", ended=time.time())
-    scene.log([1, 2, 3])
-    broken = RunDir.create(tmp_path / "runs" / "exp" / "broken")
-    broken.config.write_text(json.dumps({**CONFIG, "tracking": {"uri": "http://127.0.0.1:1"}}))
-    broken.write_state(replace(broken.read_state(), status="stopped", ended=time.time()))
-    log = tmp_path / "watch.log"
-    first = watch()
-    wait_for(lambda: "first: 4 points and" in log.read_text(), log)
-    wait_for(lambda: "broken: MLflow at http://127.0.0.1:1: the server cannot be reached" in log.read_text(), log)
-    assert is_complete(scene.run)
-    again = watch()
-    assert again.wait(WAIT_S) == 2
-    assert f"hpcdist: another `hpcdist sync --watch` uploads the runs in {tmp_path}/runs: process {first.pid} on" in (
-        log.read_text()
-    )
-    scene.log([4, 5])
-    wait_for(lambda: "first: 2 points and" in log.read_text(), log)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(WAIT_S) == 0
-    text = log.read_text()
-    assert "ended by a signal; the next `hpcdist sync` uploads the rest" in text
-    assert "Traceback" not in text
-    assert text.count("broken: ") == 1, "a failure is logged once"
-    assert scene.steps() == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.processes
-def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scene) -> None:
-    scene.log([1, 2])
-    sync(scene.run, scene.uri, close_dead=False)
-    assert not is_complete(scene.run), "it has not ended"
-    scene.state(status="stopped", ended=time.time())
-    assert not is_complete(scene.run)
-    sync(scene.run, scene.uri)
-    assert is_complete(scene.run)
-    scene.log([3])
-    assert not is_complete(scene.run)
-    sync(scene.run, scene.uri)
-    assert is_complete(scene.run)
-    with EventWriter(scene.run.journal, 1, 0) as events:
-        events.record("tag", {"stage": "late"})
-    assert not is_complete(scene.run)
-    sync(scene.run, scene.uri)
-    assert is_complete(scene.run)
-    scene.state(status="finished", attempt=2)
-    assert not is_complete(scene.run)
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
-def test_watch_refuses_planted_locks_and_folders_of_others(tmp_path: Path) -> None:
-    (runs := tmp_path / "runs").mkdir()
-    (mine := tmp_path / "mine").write_text("valuable")
-    (runs / ".sync.lock").symlink_to(mine)
-    with pytest.raises(UserMistake, match="Too many levels of symbolic links"), _only_watch(runs):
-        pass
-    assert mine.read_text() == "valuable"
-    # In a folder that others can write to, the lock is in a folder of one's own.
-    runs.chmod(0o1777)
-    with _only_watch(runs):
-        assert (runs / f".hpcdist-{os.geteuid()}" / ".sync.lock").read_text().startswith("process ")
-    os.chown(runs, 65534, 65534)
-    with pytest.raises(RunFolderError, match="runs belongs to nobody"), _only_watch(runs):
-        pass
-
-
-# --- The ledger of a run as metrics of MLflow.
-
-
-def new_metrics(scene: Scene) -> LedgerMetrics:
-    return LedgerMetrics(scene.run)
-
-
-def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
-    for _ in range(2):
-        scene.shipper().ship_once()
-    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("usage/")}
-    assert logged.keys() == {f"usage/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
-    # MLflow's list of runs shows every digit.
-    assert (logged["usage/allocated"], logged["usage/compute"]) == (round(5 * 37 / 3600, 6), round(4 * 35 / 3600, 6))
-    assert logged["usage/goodput"] == round(140 / 185, 6)
-    (point,) = scene.client.get_metric_history(scene.run_id, "usage/compute")
-    assert (point.step, point.timestamp) == (7, int((BEGAN + 37) * 1000)), "the last training step"
-
-
-def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
-    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
-    scene.state(created=BEGAN)
-    numbers = []
-    for now in (30, 61, 90, 121):
-        add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
-        ledger.ship(scene.run.read_state(), mlflow)
-        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/compute")))
-    assert numbers == [0, 1, 1, 2]
-    scene.state(status="failed", ended=BEGAN + 200)
-    for _ in range(2):
-        ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "usage/compute")
-    times = {point.timestamp for point in history}
-    assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
-    assert {point.step for point in history} == {7, 8}, "each step once"
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
-    found = scene.entity.data.metrics["usage/allocated"]
-    assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
-
-
-def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process(scene: Scene) -> None:
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
-    scene.shipper().ship_once()
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
-    for _ in range(2):
-        scene.shipper().ship_once()
-    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
-    ended_ms = int((BEGAN + 37) * 1000)
-    assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)]
-    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
-
-
-def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="stopped", ended=BEGAN + 40, attempt=1)
-    mlflow = scene.shipper().open_run()
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
-    mlflow.log_points([Point("usage/allocated", 0.05, int((BEGAN + 38) * 1000), 12)])  # before the restart
-    add_attempt(scene.run, 41, 57, [account(41, 57)] * 4)
-    scene.state(status="finished", ended=BEGAN + 60, attempt=2)
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
-    assert [point.step for point in sorted(history, key=lambda point: point.timestamp)] == [7, 12, 13]
-    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx((37 + 17) * 5 / 3600, abs=1e-6)
-
-
-def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="stopped", ended=BEGAN + 40)
-    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
-
-    def send_without_response(points: Sequence[Point]) -> int:
-        MlflowRun.log_points(mlflow, points)
-        raise TrackingError("the server does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow, "log_points", send_without_response)
-        with pytest.raises(TrackingError, match="does not answer"):
-            ledger.ship(scene.run.read_state(), mlflow)
-    # The record has arrived, and accounting changes the ledger before the next pass.
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
-    ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
-    assert sorted(point.step for point in history) == [7, 8]
-
-
-def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.log([1])
-    scene.state(status="finished", ended=BEGAN + 40)
-    scene.shipper().ship_once()
-    write_json(scene.run.path / "job.json", {"format": 99})
-    new_metrics(scene).ship(scene.run.read_state(), scene.shipper().open_run())
-    assert "the ledger of first is not uploaded" in caplog.text
-    assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
-
-
-def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
-    start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="finished", ended=BEGAN + 40)
-    scene.shipper().ship_once()
-    assert scene.entity.data.metrics["usage/energy_kwh"] == pytest.approx(0.5)
-
-
-# --- StepSet behaves like a set of Python, with less memory.
-
-
-@pytest.mark.parametrize("steps", [range(3000, -1000, -1), range(0, 5000, 5), range(-(2**63), 2**63, 2**51 + 7)])
-def test_step_set_equals_a_set(steps: range) -> None:
-    found, expected = StepSet(), set[int]()
-    for step in random.Random(3).choices(steps, k=2 * min(len(steps), 4000)):
-        assert (step in found) == (step in expected)
-        found.add(step)
-        expected.add(step)
-    for step in expected:
-        assert all((other in found) == (other in expected) for other in (step - 1, step, step + 1))
-
-
 def test_steps_take_less_than_a_byte_each() -> None:
     tracemalloc.start()
     try:
@@ -569,3 +276,275 @@ def test_steps_take_less_than_a_byte_each() -> None:
         assert tracemalloc.get_traced_memory()[0] < 500_000
     finally:
         tracemalloc.stop()
+
+
+# --- The budgets of charts and points.
+
+
+LIMIT = 40
+
+
+#: 64 nodes with 4 GPUs are 1,792 charts of system metrics.
+SYSTEM = [
+    *("cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage"),
+    *("disk_usage_percentage", "disk_usage_megabytes", "disk_available_megabytes"),
+    *("network_receive_megabytes", "network_transmit_megabytes"),
+    *(
+        f"gpu_{gpu}_{name}"
+        for gpu in range(4)
+        for name in (
+            *("memory_usage_megabytes", "memory_usage_percentage", "utilization_percentage"),
+            *("power_usage_watts", "power_usage_percentage"),
+        )
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_tail, "EXACT_POINTS", LIMIT)
+
+
+def series_of(values: list[float], key: str = "loss") -> list[Point]:
+    return [Point(key, value, 1000 + step, step) for step, value in enumerate(values)]
+
+
+def select(found: list[Point], *, batch: int = 7) -> list[Point]:
+    """Return what MLflow gets, in batches with a new process after each."""
+    series: dict[str, Any] = {}
+    sent: list[Point] = []
+    for start in range(0, len(found), batch):
+        series = json.loads(json.dumps(series))
+        sent += PointBudget(series).select(found[start : start + batch])
+    return sent + PointBudget(series).flush()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_extremes_and_the_last_point_of_a_long_metric_are_sent(seed: int) -> None:
+    draw = random.Random(seed)
+    values = [draw.gauss(0, 1) for _ in range(100 * LIMIT + draw.randrange(50))]
+    values[draw.randrange(len(values))] = 1e9
+    values[draw.randrange(len(values))] = -1e9
+    found = series_of(values)
+    sent = select(found, batch=draw.randrange(1, 300))
+    assert len(sent) == len(set(sent))
+    assert set(sent) <= set(found)
+    assert sent[:LIMIT] == found[:LIMIT]
+    assert {found[-1], max(found, key=lambda point: point.value), min(found, key=lambda point: point.value)} <= set(
+        sent
+    )
+    assert len(sent) <= LIMIT + 7 * LIMIT / 4 + 16, "a quarter of the limit for each doubling"
+    # No bucket is longer than 16 points for each multiple of the limit.
+    steps = sorted(point.step for point in sent)
+    assert max(after - before for before, after in pairwise(steps)) <= 2 * 16 * 64
+
+
+def test_selection_does_not_depend_on_batches() -> None:
+    found = series_of([math.sin(step / 9) + step / 500 for step in range(3000)])
+    assert select(found, batch=1) == select(found, batch=10**6)
+
+
+def test_nan_and_infinities_of_a_bucket_are_sent() -> None:
+    values = [0.5] * 2000
+    for step, value in ((100, math.inf), (500, -math.inf), (1234, math.nan), (1235, math.nan)):
+        values[step] = value
+    for batch in (1, 50, 3000):
+        sent = {point.step: point.value for point in select(series_of(values), batch=batch)}
+        assert (sent[100], sent[500], sent[1999]) == (math.inf, -math.inf, 0.5)
+        assert math.isnan(sent[1234])
+    first_is_nan = series_of([math.nan if step == LIMIT else float(step) for step in range(2 * LIMIT)])
+    assert {LIMIT, LIMIT + 1, 2 * LIMIT - 1} <= {point.step for point in select(first_is_nan)}
+
+
+def test_metric_continues_after_the_end_of_a_run() -> None:
+    found, budget = series_of([float(step % 17) for step in range(200)]), PointBudget({})
+    sent = budget.select(found[:121])
+    assert budget.is_holding
+    sent += budget.flush()
+    assert found[120] in sent
+    assert not budget.is_holding
+    sent += budget.select(found[121:]) + budget.flush()
+    assert len(sent) == len(set(sent))
+    assert found[-1] in sent
+    assert budget.num_thinned == len(found) - len(sent)
+
+
+@pytest.mark.parametrize(
+    ("key", "without"),
+    [
+        ("system/n7/gpu_0_power_usage_watts", "system/gpu_0_power_usage_watts"),
+        ("time/n7/step_s", "time/step_s"),
+        ("system/cpu_utilization_percentage", None),
+        ("time/step_s", None),
+        ("time/of/day", None),
+        ("eval/n7/step_s", None),
+        ("system//x", None),
+    ],
+)
+def test_metrics_of_nodes_are_known_by_their_names(key: str, without: str | None) -> None:
+    assert without_node(key) == without
+
+
+def make_run(folder: Path) -> RunDir:
+    run = RunDir.create(folder / "runs" / "exp" / "large")
+    run.new_attempt()
+    run.new_attempt()
+    return run
+
+
+def write_record(run: RunDir, attempt: int, rank: int, time_s: float, step: int, metrics: dict[str, float]) -> None:
+    with open(run.journal / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl", "a") as file:
+        file.write(json.dumps({"t": round(1000 * time_s), "s": step, "m": metrics}) + "\n")
+
+
+def write_node(run: RunDir, node: int, second: float, value: float, *, attempt: int = 1, names: int = 99) -> None:
+    metrics = {f"system/n{node}/{name}": value for name in SYSTEM[:names]}
+    write_record(run, attempt, 4 * node, 9_000_000 + second, int(second), metrics)
+
+
+class Store:
+    """A shipper that can be killed between any two of its actions, and an MLflow that stores equal points once."""
+
+    def __init__(self, run: RunDir, seed: int) -> None:
+        self.run = run
+        self.random = random.Random(seed)
+        self.received: set[Point] = set()
+        self.batches = Batches(run)
+
+    def ship(self, newest: int = 1, *, over: bool, may_be_killed: bool = True) -> bool:
+        """Send a batch as `Delivery.ship_records` does. Returns False if there is nothing to send."""
+        killed_after = self.random.randrange(1, 8) if may_be_killed else 99
+        if (found := self.batches.next(newest, over=over)) is None:
+            return False
+        if killed_after > 1:
+            self.received |= set(found[: self.random.randrange(len(found) + 1)] if killed_after == 2 else found)
+        if killed_after > 3:
+            self.batches.commit()
+        if killed_after <= 4:
+            self.batches = Batches(self.run)
+        return True
+
+    def ship_rest(self, newest: int = 1) -> None:
+        while self.ship(newest, over=True):
+            pass
+
+    def assert_each_step_once(self) -> None:
+        counts = Counter((point.key, point.step) for point in self.received)
+        assert not [key for key, number in counts.items() if number > 1]
+
+    def values(self, key: str) -> dict[int, float]:
+        return {point.step: point.value for point in self.received if point.key == key}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_tail, "EXACT_POINTS", 1000)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(journal_tail, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
+    run, draw = make_run(tmp_path), random.Random(seed)
+    expected: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for attempt, begin in ((1, 0), (2, 900)):
+        for node in range(8):
+            for number in range(60):
+                second, value = begin + 10 * number + draw.random(), draw.random()
+                write_node(run, node, second, value, attempt=attempt, names=3)
+                expected[attempt, round(1000 * (9_000_000 + second)) // 30_000].append(value)
+                write_record(run, attempt, 4 * node + 1, 9_000_000 + second, 10 * number, {f"own/{node}": value})
+    store = Store(run, seed)
+    store.ship_rest(2)
+    store.assert_each_step_once()
+    for kind, function in (("min", min), ("mean", fmean), ("max", max)):
+        found = store.values(f"system/nodes_{kind}/{SYSTEM[0]}")
+        assert [value for _, value in sorted(found.items())] == pytest.approx(
+            [function(values) for _, values in sorted(expected.items())]
+        )
+    assert len(store.values("own/3")) == 60
+    assert not store.values(f"system/n3/{SYSTEM[0]}")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_live_run_with_random_crashes_sends_each_point_once(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_tail, "FIRST_BUCKET", 8)
+    run, draw = make_run(tmp_path), random.Random(seed)
+    store = Store(run, seed)
+    losses: list[Point] = []
+    for number in range(150):
+        attempt = 1 + (number >= 90)
+        for _ in range(draw.randrange(4)):
+            step = len(losses)
+            losses.append(Point("loss", draw.gauss(0, 1), 1000 * (9_000_000 + 10 * number), step))
+            write_record(run, attempt, 0, 9_000_000 + 10 * number, step, {"loss": losses[-1].value})
+        for node in range(6):
+            if draw.random() < 0.9:
+                # A record that arrives after its interval, as through a network file system.
+                late = 400 * (draw.random() < 0.02)
+                write_node(run, node, 10 * number - late + draw.random(), draw.random(), attempt=attempt, names=2)
+                times = {f"time/n{node}/{name}": draw.random() for name in ("step_s", "data_s")}
+                write_record(run, attempt, 4 * node, 9_000_000 + 10 * number, len(losses) // 20 * 20, times)
+        if draw.random() < 0.8:
+            store.ship(attempt, over=False)
+    live = len(store.values(f"system/nodes_max/{SYSTEM[0]}"))
+    store.ship_rest(2)
+    store.assert_each_step_once()
+    assert [point for point in sorted(store.received, key=lambda it: it.step) if point.key == "loss"] == sorted(
+        select(losses, batch=1000), key=lambda it: it.step
+    )
+    assert live >= 15, "intervals are sent while the run is live"
+    assert store.values("time/nodes_mean/step_s")
+    assert not [point for point in store.received if point.key.split("/")[1:2] == ["n3"]]
+    assert not store.ship(2, over=True)
+
+
+def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    store = Store(run, 0)
+    for number in range(30):
+        for node in range(6):
+            if node or number < 4:
+                write_node(run, node, 10 * number, float(node), names=1)
+        store.ship(over=False, may_be_killed=False)
+    found = sorted(store.values(f"system/nodes_min/{SYSTEM[0]}").items())
+    assert len(found) >= 8
+    assert (found[0][1], found[-1][1]) == (0.0, 1.0)
+
+
+def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_tail, "EXACT_POINTS", 10)
+    scene.log(range(100))
+    scene.state(status="finished", ended=2e9)
+    report = sync(scene.run, scene.uri)
+    steps = scene.steps()
+    assert steps[:10] == list(range(10))
+    assert steps[-1] == 99
+    assert report.num_points == len(steps) + 1
+    assert f", {100 - len(steps)} points after the first 10,000 of a metric in the journal only" in str(report)
+    assert sync(scene.run, scene.uri).num_points == 0
+
+
+def test_charts_of_64_nodes_with_4_gpus(scene: Scene) -> None:
+    scene.run.new_attempt()
+    assert 64 * len(SYSTEM) == 1792
+    for node in range(64):
+        for second in (0, 10, 20, 30, 40):
+            write_node(scene.run, node, second, node + second)
+        times = {f"time/n{node}/{name}": 0.01 * node for name in ("step_s", "data_s", "compute_s")}
+        write_record(scene.run, 1, 4 * node, 9_000_045, 50, times)
+    write_record(scene.run, 1, 0, 9_000_046, 50, {"train/loss": 0.5})
+    scene.state(status="finished", ended=2e9)
+    scene.shipper().ship_once()
+    metrics = scene.entity.data.metrics
+    names = len(SYSTEM) + 3
+    assert len(metrics) == 3 * names + len(("train/loss", "attempt"))
+    assert {key.split("/")[1] for key in metrics if key.startswith("system/")} == {
+        *("nodes_min", "nodes_mean", "nodes_max")
+    }
+    name = "gpu_3_power_usage_watts"
+    assert [metrics[f"system/nodes_{kind}/{name}"] for kind in ("min", "mean", "max")] == [30.0, 66.5, 103.0]
+    assert metrics["time/nodes_max/step_s"] == pytest.approx(0.63)
+    # Lines of a network file system arrive within that time.
+    assert journal_tail.SILENT_MS >= 1000 * journal_tail.LATE_S

@@ -1,9 +1,10 @@
-"""The shipper process and `sync`, with servers, supervisors and shippers that fail and restart."""
+"""The shipper process and `sync`, with servers, supervisors and shippers that fail and restart; commands by tag."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import math
 import os
@@ -12,28 +13,32 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from http_servers import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.errors import TrackingError
+from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import lease
+from hpcdist.run.commands import CommandResult, LiveCommand, read_command, write_result
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lease import hold
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.tracking import shipper
+from hpcdist.tracking import command_tag, shipper
+from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.points import Counts, SentPoints
+from hpcdist.tracking.journal import EventWriter
+from hpcdist.tracking.points import SentPoints, is_complete
 from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_forever
-from hpcdist.tracking.sync_runs import SyncReport, sync
+from hpcdist.tracking.sync_runs import SyncReport, _only_watch, sync
 
 #: Process id of a dead parent.
 DEAD_PARENT = -1
@@ -288,124 +293,6 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
     assert log.count("is available again") == 1
 
 
-# --- An invalid response of a server or a proxy raises a one-line error and neither loses nor duplicates points.
-
-
-Response = tuple[str, dict[str, str], bytes]
-PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
-INVALID: dict[str, tuple[Response, str]] = {
-    "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The response is an HTML page: check that this is"),
-    "wrong types": (
-        ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
-        r"is not MLflow's \(ParseError",
-    ),
-    "wrong fields": (
-        ("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'),
-        r"is not MLflow's \(ParseError",
-    ),
-    "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
-    "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
-    "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
-    "413": (("413 Request Entity Too Large", {}, PAGE), r"the request is too large .*413"),
-    "429": (
-        ("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"),
-        r"no more requests .*429",
-    ),
-    "503": (("503 Service Unavailable", {}, b""), r"not available at the moment \(503\)$"),
-    "error with wrong types": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
-    "redirects": (("302 Found", {"Location": "/"}, b""), r"[Rr]edirects"),
-}
-
-
-#: Valid responses to requests that expect no fields.
-VALID_WITHOUT_FIELDS = {"wrong types", "wrong fields"}
-
-
-class Proxy:
-    """A WSGI application that gives a prepared response, or passes the request on to MLflow's application.
-
-    Attributes:
-        response: The response to requests with `only` in their path; None passes all requests on.
-        after: Whether MLflow receives the request before the prepared response is sent.
-        largest: Length of the body above which requests are rejected.
-    """
-
-    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
-        self._application = application
-        self.response: Response | None = None
-        self.only = ""
-        self.after = False
-        self.largest = 10**9
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if int(environ.get("CONTENT_LENGTH") or 0) > self.largest:
-            start_response("413 Request Entity Too Large", [])
-            return [PAGE]
-        if self.response is None or self.only not in environ["PATH_INFO"]:
-            return self._application(environ, start_response)
-        if self.after:
-            list(self._application(environ, lambda *_: None))
-        status, headers, body = self.response
-        start_response(status, list(headers.items()))
-        return [body]
-
-
-@contextmanager
-def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Proxy, str]]:
-    """Serve MLflow behind a proxy. Yields the proxy and its address."""
-    with mlflow_application(folder, (folder / "server-artifacts").as_uri(), monkeypatch) as application:
-        proxy = Proxy(application)
-        with serving(proxy) as uri:
-            yield proxy, uri
-
-
-def error_of(shipper: Delivery) -> str:
-    """Return the message of an upload that fails."""
-    with pytest.raises(TrackingError) as caught:
-        shipper.ship_once()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert len(text) < 500
-    assert text.startswith(f"MLflow at {shipper.uri}: ")
-    return text
-
-
-def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.log(range(30), key="acc%")
-    scene.log(range(30), key="acc#")
-    with served(tmp_path, monkeypatch) as (proxy, scene.uri):
-        for response, pattern in INVALID.values():
-            proxy.response = response
-            with pytest.raises(TrackingError, match=pattern):
-                sync(scene.run, scene.uri, close_dead=False)
-        # An empty object parses as any response.
-        for part in ("runs/create", "experiments/get-by-name"):
-            proxy.response, proxy.only = ("200 OK", {}, b"{}"), part
-            assert "without an id" in error_of(scene.shipper())
-        proxy.response = None
-        shipper = scene.shipper()
-        shipper.open_run()
-        # Points with a lost response are sent again, and MLflow stores them once.
-        for proxy.only in ("runs/log-batch", "runs/get", "artifacts"):
-            for proxy.after in (False, True):
-                for name in sorted(INVALID.keys() - VALID_WITHOUT_FIELDS):
-                    proxy.response = INVALID[name][0]
-                    if proxy.only == "runs/log-batch":
-                        error_of(shipper)
-        proxy.response = None
-        assert shipper.ship_once() == 60 + 1
-        assert shipper.ship_once() == 0
-        assert shipper.batches.counts == Counts(num_points=60 + 1)
-        history = scene.client.get_metric_history(scene.run_id, "acc_--0a78af425a78")
-        assert [point.step for point in history] == list(range(30))
-
-        # Requests are split for a proxy that limits their size.
-        scene.log(range(1000), key="many")
-        proxy.largest = 20_000
-        assert shipper.ship_once() == 1000
-        assert len(scene.steps("many")) == 1000
-
-
 # --- The shipper imports MLflow, which takes seconds of CPU time, when the ranks have started to train.
 
 
@@ -466,3 +353,326 @@ def test_wait_has_a_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts may report no steps."""
     monkeypatch.setattr(shipper, "IMPORT_WITHIN_S", 0.0)
     assert num_polls(run, Parent()) == 0
+
+
+# --- `hpcdist sync --all --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
+
+
+WAIT_S = 240.0
+
+
+def wait_for(condition: Callable[[], object], log: Path) -> None:
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Start the command; its output is in `watch.log`."""
+    started = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "hpcdist", "sync", "--all", "--watch", "--interval", "1"]
+        with open(tmp_path / "watch.log", "ab") as log:
+            process = subprocess.Popen(
+                [*command, "--runs-dir", str(tmp_path / "runs")],
+                env={**os.environ, "HPCDIST_TRACKING_URI": ""},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.processes
+def test_watch_uploads_new_records_and_ends_on_sigterm(
+    scene: Scene, tmp_path: Path, watch: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    scene.write_config({**CONFIG, "runs_dir": str(tmp_path / "runs"), "tracking": {"uri": scene.uri}})
+    scene.state(status="stopped", ended=time.time())
+    scene.log([1, 2, 3])
+    broken = RunDir.create(tmp_path / "runs" / "exp" / "broken")
+    broken.config.write_text(json.dumps({**CONFIG, "tracking": {"uri": "http://127.0.0.1:1"}}))
+    broken.write_state(replace(broken.read_state(), status="stopped", ended=time.time()))
+    log = tmp_path / "watch.log"
+    first = watch()
+    wait_for(lambda: "first: 4 points and" in log.read_text(), log)
+    wait_for(lambda: "broken: MLflow at http://127.0.0.1:1: the server cannot be reached" in log.read_text(), log)
+    assert is_complete(scene.run)
+    again = watch()
+    assert again.wait(WAIT_S) == 2
+    assert f"hpcdist: another `hpcdist sync --watch` uploads the runs in {tmp_path}/runs: process {first.pid} on" in (
+        log.read_text()
+    )
+    scene.log([4, 5])
+    wait_for(lambda: "first: 2 points and" in log.read_text(), log)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(WAIT_S) == 0
+    text = log.read_text()
+    assert "ended by a signal; the next `hpcdist sync` uploads the rest" in text
+    assert "Traceback" not in text
+    assert text.count("broken: ") == 1, "a failure is logged once"
+    assert scene.steps() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.processes
+def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scene) -> None:
+    scene.log([1, 2])
+    sync(scene.run, scene.uri, close_dead=False)
+    assert not is_complete(scene.run), "it has not ended"
+    scene.state(status="stopped", ended=time.time())
+    assert not is_complete(scene.run)
+    sync(scene.run, scene.uri)
+    assert is_complete(scene.run)
+    scene.log([3])
+    assert not is_complete(scene.run)
+    sync(scene.run, scene.uri)
+    assert is_complete(scene.run)
+    with EventWriter(scene.run.journal, 1, 0) as events:
+        events.record("tag", {"stage": "late"})
+    assert not is_complete(scene.run)
+    sync(scene.run, scene.uri)
+    assert is_complete(scene.run)
+    scene.state(status="finished", attempt=2)
+    assert not is_complete(scene.run)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+def test_watch_refuses_planted_locks_and_folders_of_others(tmp_path: Path) -> None:
+    (runs := tmp_path / "runs").mkdir()
+    (mine := tmp_path / "mine").write_text("valuable")
+    (runs / ".sync.lock").symlink_to(mine)
+    with pytest.raises(UserMistake, match="Too many levels of symbolic links"), _only_watch(runs):
+        pass
+    assert mine.read_text() == "valuable"
+    # In a folder that others can write to, the lock is in a folder of one's own.
+    runs.chmod(0o1777)
+    with _only_watch(runs):
+        assert (runs / f".hpcdist-{os.geteuid()}" / ".sync.lock").read_text().startswith("process ")
+    os.chown(runs, 65534, 65534)
+    with pytest.raises(RunFolderError, match="runs belongs to nobody"), _only_watch(runs):
+        pass
+
+
+# --- The tag `hpcdist.command`; the ranks are replaced.
+
+
+class Live:
+    """A running run whose config allows commands."""
+
+    def __init__(self, scene: Scene, *allowed: str) -> None:
+        self.scene = scene
+        scene.write_config(CONFIG | {"tracking": {**CONFIG["tracking"], "commands": list(allowed)}})
+        self.attempt = scene.run.new_attempt()
+        scene.state(world_size=4)
+        self.shipper = scene.shipper()
+        self.shipper.ship_once()
+
+    def set(self, text: str) -> None:
+        self.scene.client.set_tag(self.scene.run_id, "hpcdist.command", text)
+
+    def tags(self) -> dict[str, str]:
+        return dict(self.scene.entity.data.tags)
+
+    def result(self) -> str:
+        """Return the result of the last command, without its time."""
+        return self.tags().get("hpcdist.command.result", "").partition(" UTC ")[2]
+
+    def ship(self) -> None:
+        """Upload in a pass that reads the tag once."""
+        self.shipper._command._next = -math.inf
+        self.shipper.ship_once()
+
+    def obey(self, text: str) -> str:
+        self.set(text)
+        self.ship()
+        return self.result()
+
+
+@pytest.fixture
+def live(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    monkeypatch.setattr(command_tag, "INTERVAL_S", 3600.0)
+    with hold(scene.run):
+        yield Live(scene, "stop", "save", "profile")
+
+
+def test_stop_is_requested_once_and_answered(live: Live) -> None:
+    assert live.obey("stop") == "stop: first will save and stop; `hpcdist status first` shows its progress"
+    request = read_json(live.attempt.request) or {}
+    assert (request["action"], request["cause"], request["by"]) == ("stop", "user", "the tag hpcdist.command in MLflow")
+    assert "hpcdist.command" not in live.tags()
+    live.attempt.request.unlink()
+    live.ship()
+    assert not live.attempt.request.exists()
+
+
+def test_command_that_is_set_before_the_tag_is_removed_is_obeyed_next(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = command_tag.CommandTag._note
+
+    def note_and_set(self: command_tag.CommandTag, command: command_tag.SentCommand) -> None:
+        note(self, command)
+        if command.text == "save" and not command.result:
+            live.set("stop")
+
+    monkeypatch.setattr(command_tag.CommandTag, "_note", note_and_set)
+    assert live.obey("save") == "save: sent to the ranks"
+    assert live.tags()["hpcdist.command"] == "stop"
+    live.ship()
+    assert (read_json(live.attempt.request) or {})["action"] == "stop"
+    assert "hpcdist.command" not in live.tags()
+
+
+def test_results_of_the_ranks_follow(live: Live) -> None:
+    text = "profile steps=3 ranks=2,0"
+    assert live.obey(text) == f"{text}: sent to the ranks"
+    command = read_command(live.attempt, 1)
+    assert command == LiveCommand(
+        action="profile",
+        by="the tag hpcdist.command in MLflow",
+        num_steps=3,
+        ranks=[0, 2],
+        time=command.time if command else 0.0,
+        key=command.key if command else "",
+    )
+    write_result(live.attempt, 1, 0, CommandResult(step=8, num_steps=3, path="artifacts/a"))
+    live.ship()
+    assert live.result() == f"{text}: sent to the ranks"
+    write_result(live.attempt, 1, 2, CommandResult(error="no space"))
+    Delivery(live.scene.run, live.scene.uri).ship_once()  # another process continues
+    assert live.result() == f"{text}: rank 0: profiled 3 steps from step 8 on: artifacts/a; rank 2: no space"
+    assert live.obey("save") == "save: sent to the ranks"
+    live.scene.state(status="finished", ended=1.0)
+    live.shipper = live.scene.shipper()
+    live.ship()
+    assert live.result() == "save: rank 0: attempt 1 ended before it was done"
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("halt", "refused: 'halt' is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
+        ("profile ranks=4", "refused: run first has no rank 4: its ranks are 0 to 3"),
+        ("profile steps=0", "refused: a profile has 1 to 1000 steps, got 0"),
+    ],
+)
+def test_invalid_commands_are_refused(live: Live, text: str, result: str) -> None:
+    assert live.obey(text) == f"{text}: {result}"
+    assert "hpcdist.command" not in live.tags()
+    assert not live.attempt.command(1).exists()
+
+
+def test_config_allows_commands(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_tag, "INTERVAL_S", 3600.0)
+    with hold(scene.run):
+        some = Live(scene, "save")
+        assert some.obey("stop") == "stop: refused: tracking.commands allows save, not stop: add it to the config"
+        assert not some.attempt.request.exists()
+        scene.write_config(CONFIG)
+        some.shipper = scene.shipper()
+        some.obey("save")
+    assert some.tags()["hpcdist.command"] == "save"
+    assert not some.attempt.command(1).exists()
+
+
+def test_command_to_an_ended_run_does_not_stop_its_resume(live: Live) -> None:
+    live.set("stop")
+    live.scene.state(status="stopped", ended=1.0)
+    live.ship()
+    assert live.result() == "stop: ignored, since the run has ended: it is stopped"
+    live.set("stop")
+    live.scene.state(status="running", ended=None, attempt=2)
+    live.scene.run.new_attempt()
+    live.shipper = live.scene.shipper()
+    live.ship()
+    assert live.result() == "stop: ignored, since it was set before the run was resumed"
+    assert not live.scene.run.attempt(2).request.exists()
+    assert live.obey("stop").startswith("stop: first will save and stop")
+
+
+def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", crash)
+        with pytest.raises(KeyboardInterrupt):
+            live.obey("save")
+    live.shipper = live.scene.shipper()
+    live.ship()
+    assert live.result() == "save: sent to the ranks"
+    assert live.attempt.command(1).exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", crash)
+        with pytest.raises(KeyboardInterrupt):
+            live.obey("stop")
+    live.scene.state(attempt=2)
+    live.scene.run.new_attempt()
+    live.shipper = live.scene.shipper()
+    live.ship()
+    assert live.result() == "stop: ignored, since it was set during attempt 1"
+
+
+@pytest.mark.parametrize("text", ["save", "profile", "stop"])
+def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
+    live: Live, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    note = command_tag.CommandTag._note
+
+    def crash_before_the_result(self: command_tag.CommandTag, command: command_tag.SentCommand) -> None:
+        if command.result:
+            raise KeyboardInterrupt
+        note(self, command)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command_tag.CommandTag, "_note", crash_before_the_result)
+        with pytest.raises(KeyboardInterrupt):
+            live.obey(text)
+    live.shipper = live.scene.shipper()
+    live.ship()
+    assert not live.attempt.command(2).exists()
+    if text == "stop":
+        assert (read_json(live.attempt.request) or {})["action"] == "stop"
+        assert live.result().startswith("stop: first will save and stop")
+    else:
+        assert live.result() == f"{text}: sent to the ranks"
+        assert live.attempt.command(1).exists()
+        assert live.obey(text) == f"{text}: sent to the ranks", "another command with the same text"
+        assert live.attempt.command(2).exists()
+
+
+def test_unavailable_tag_does_not_stop_the_upload(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise TrackingError("no tags today")
+
+    monkeypatch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", fail)
+    live.set("save")
+    live.scene.log(range(3))
+    with pytest.raises(TrackingError, match="no tags today"):
+        live.ship()
+    assert live.scene.steps() == [0, 1, 2]
+
+
+def test_commands_are_parsed() -> None:
+    assert parse("stop") is None
+    assert parse(" save ") == LiveCommand(action="save", by=command_tag.AUTHOR)
+    profile = LiveCommand(action="profile", by=command_tag.AUTHOR)
+    assert parse("profile") == profile
+    assert parse("profile ranks=3,1 steps=20") == replace(profile, num_steps=20, ranks=[1, 3])
+    for text, message in (
+        ("stop now", "'stop now' is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
+        ("profile depth=2", "'profile depth=2' is no command"),
+        ("profile steps=ten", "steps=ten: expected a number"),
+        ("profile ranks=a", "ranks 'a': expected ranks, separated by commas, such as 0,3"),
+    ):
+        with pytest.raises(UserMistake, match=message):
+            parse(text)

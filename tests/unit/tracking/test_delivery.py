@@ -1,0 +1,663 @@
+"""Passes of the shipper to a real MLflow database, with failing requests, killed processes and servers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from report_scene import BEGAN, ReportScene, account, add_attempt
+from tracking_scene import CONFIG, Scene
+
+from hpcdist.errors import TrackingError
+from hpcdist.host.files import write_json
+from hpcdist.review import report
+from hpcdist.review.ledger import CAUSES
+from hpcdist.run.folder import RunDir
+from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.tracking import delivery, mlflow_client
+from hpcdist.tracking.delivery import LedgerMetrics, ReportWriter
+from hpcdist.tracking.journal import SentFacts, SentFiles, mark_of
+from hpcdist.tracking.mlflow_client import MlflowRun
+from hpcdist.tracking.points import Point, SentPoints
+
+
+def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
+    scene.log([10, 20])
+    scene.file(
+        "journal/attempt-001.rank-00001.jsonl",
+        '{"t":5,"s":1,"m":{"odd[0]":NaN,"up":Infinity}}\n{"torn',
+    )
+    assert scene.shipper().ship_once() == 5
+    run = scene.entity
+    assert run.info.status == "RUNNING"
+    assert run.info.run_name == "first"
+    assert run.info.start_time == int(scene.run.read_state().created * 1000)
+    assert run.data.params["optim.lr"] == "0.001"
+    assert run.data.params["optim.max_grad_norm"] == "null"
+    assert run.data.params["name"] == ""
+    tags = run.data.tags
+    assert tags["mlflow.source.git.commit"] == tags["hpcdist.git_commit"] == "abc"
+    assert (tags["mlflow.user"], tags["mlflow.source.name"], tags["team"]) == ("ada", "ddp", "vision")
+    assert (tags["hpcdist.versions.torch"], tags["hpcdist.state"]) == ("2", "running")
+    assert scene.steps() == [10, 20]
+    assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
+    assert run.data.metrics["up"] > 1e308
+    assert run.data.metrics["attempt"] == 1
+    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json", "report.html"}
+    location = scene.client.get_experiment(run.info.experiment_id).artifact_location
+    assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
+    assert scene.shipper().ship_once() == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
+)
+def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str) -> None:
+    scene.shipper().ship_once()
+    scene.state(status=status, reason="why", restarts=2, ended=2e9)
+    scene.shipper().ship_once()
+    run = scene.entity
+    assert (run.info.status, run.info.end_time) == (shown, 2_000_000_000_000)
+    assert [run.data.tags[f"hpcdist.{tag}"] for tag in ("state", "reason", "restarts")] == [status, "why", "2"]
+    scene.state(status="running", attempt=2, ended=None)
+    scene.shipper().ship_once()
+    assert scene.entity.info.status == "RUNNING"
+    scene.state(status=status, ended=2.1e9)
+    scene.shipper().ship_once()
+    assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
+
+
+def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
+    """The cells of a sweep are created together, and a run may be extended after a pause of days."""
+    scene.state(created=BEGAN - 500)
+    add_attempt(scene.run, 1, 21, [], status="stopped")
+    add_attempt(scene.run, 100_001, 100_031, [], status="finished")
+    scene.state(status="finished", attempt=2, ended=BEGAN + 100_031)
+    scene.shipper().ship_once()
+    info = scene.entity.info
+    assert info.start_time == 1000 * BEGAN, "not the creation"
+    assert info.end_time - info.start_time == 1000 * (21 + 31)
+
+
+def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "PASS_S", 0.0)
+    shipper = scene.shipper()
+    mlflow = shipper.open_run()
+    send, sent = mlflow.log_points, []
+
+    def send_and_log_more(points: list[Point]) -> int:
+        sent.append(len(points))
+        assert len(sent) < 5, "the pass must end although the run logs more"
+        scene.log([10 * (len(sent) + 1)])
+        return send(points)
+
+    monkeypatch.setattr(mlflow, "log_points", send_and_log_more)
+    scene.log([10])
+    shipper.ship_once()
+    assert len(sent) == 1
+    assert scene.entity.data.tags["hpcdist.state"] == "running"
+    scene.state(status="finished", ended=2e9)
+    monkeypatch.setattr(mlflow, "log_points", send)
+    shipper.ship_once()
+    assert scene.steps() == [10, 20]
+
+
+def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
+    live = scene.shipper()
+    scene.log(range(0, 100, 10))
+    live.ship_once()
+    scene.state(attempt=2, restarts=1)
+    scene.log(range(50, 200, 10), attempt=2, offset=0.5)
+    live.ship_once()
+    history = {metric.step: metric.value for metric in scene.client.get_metric_history(scene.run_id, "loss")}
+    assert scene.steps() == list(range(0, 200, 10))
+    assert history == {step: step + (0.5 if step > 90 else 0) for step in range(0, 200, 10)}
+    marks = [(metric.step, metric.value) for metric in scene.client.get_metric_history(scene.run_id, "attempt")]
+    assert sorted(marks) == [(0, 1), (50, 2)]
+    assert scene.entity.data.tags["hpcdist.attempts"] == "2"
+
+
+def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
+    scene.shipper().ship_once()
+    run = scene.entity
+    assert run.data.params["optim.lr"] == "0.001"
+    assert run.data.tags["hpcdist.changed.optim.lr"] == "0.1"
+    assert run.data.params["params.new"] == "x" * 6000
+    scene.shipper().ship_once()
+    assert "hpcdist.changed.params.new" not in scene.entity.data.tags, "a shortened value is not a change"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking import delivery
+from hpcdist.tracking import mlflow_client
+from hpcdist.tracking import points
+{trap}
+shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
+shipper.ship_once()
+"""
+
+
+AFTER_CREATE = """
+write = mlflow_client.write_json
+def trap(path, value, durable):
+    if "run_id" in value:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, value, durable=durable)
+mlflow_client.write_json = trap
+"""
+
+
+BETWEEN_SEND_AND_PERSIST = """
+def trap(self, num_refused):
+    os.kill(os.getpid(), signal.SIGKILL)
+points.Batches.commit = trap
+"""
+
+
+def kill_at(scene: Scene, trap: str) -> None:
+    code = KILLED.format(trap=trap)
+    done = subprocess.run([sys.executable, "-c", code, str(scene.run.path), scene.uri], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.processes
+def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
+    kill_at(scene, AFTER_CREATE)
+    scene.shipper().ship_once()
+    experiment = scene.client.get_experiment_by_name("exp")
+    assert experiment is not None
+    assert [run.info.run_id for run in scene.client.search_runs([experiment.experiment_id])] == [scene.run_id]
+
+
+@pytest.mark.processes
+def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "PASS_S", math.inf)  # one pass sends everything, also on a busy machine
+    scene.log(range(1500), attempt=2)
+    kill_at(scene, BETWEEN_SEND_AND_PERSIST)
+    assert len(scene.steps()) == 1500, "sent, but not recorded as sent"
+    # Late records of the first attempt must not replace those that the killed shipper has sent.
+    scene.log(range(500, 1510), attempt=1, offset=0.5)
+    scene.log(range(1500, 1600), attempt=2)
+    scene.shipper().ship_once()
+    assert scene.steps() == list(range(1600))
+    assert {metric.value % 1 for metric in scene.client.get_metric_history(scene.run_id, "loss")} == {0}
+
+
+def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.log(range(1500))
+    live = scene.shipper()
+    opened = live.open_run()
+    send = opened._log_batch
+    calls: list[int] = []
+
+    def flaky(metrics: list[Any]) -> int:
+        calls.append(len(metrics))
+        if len(calls) == 2:
+            raise TrackingError("no answer")
+        return send(metrics)
+
+    monkeypatch.setattr(opened, "_log_batch", flaky)
+    with pytest.raises(TrackingError, match="no answer"):
+        live.ship_once()
+    assert live.ship_once() == 1501
+    assert scene.steps() == list(range(1500))
+    assert calls == [1000, 501, 1000, 501]
+
+
+def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    opened = scene.shipper().open_run()
+    points = [Point("a", float(step), step, step) for step in range(7)]
+    assert opened.log_points([*points[:3], Point("no\nname", 1.0, 3, 3), *points[3:]]) == 1
+    assert scene.steps("a") == list(range(7))
+    assert "metric no\nname of step 3 is omitted" in caplog.text
+
+
+def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
+    scene.log(range(50))
+    scene.shipper().ship_once()
+    for sent in (SentPoints, SentFiles, SentFacts):
+        (scene.run.journal / sent.FILE).write_text("{broken")
+    scene.shipper().ship_once()
+    assert scene.steps() == list(range(50))
+
+
+def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    run_id, experiment = scene.run_id, scene.entity.info.experiment_id
+    live = scene.shipper()
+    live.open_run()
+    scene.client.delete_run(run_id)
+    scene.log(range(3))
+    with pytest.raises(TrackingError, match=f"run {run_id} is deleted .*`mlflow runs restore --run-id {run_id}`"):
+        live.ship_once()
+    scene.client.restore_run(run_id)
+    assert live.ship_once() == 4
+
+    other = RunDir.create(scene.run.path.parent / "second")
+    other.config.write_text("{}")
+    scene.client.delete_experiment(experiment)
+    with pytest.raises(TrackingError, match=f"exp is deleted .*experiments restore --experiment-id {experiment}`, or"):
+        delivery.Delivery(other, scene.uri).open_run()
+
+
+def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_database: Path, tmp_path: Path) -> None:
+    scene.log(range(20))
+    scene.shipper().ship_once()
+    first = scene.run_id
+    write_json(scene.run.mlflow, {"uri": scene.uri, "run_id": "0" * 32, "run_uid": "x"})
+    with pytest.raises(TrackingError, match=r"is no longer in MLflow at .*: .* remove .*mlflow\.json"):
+        scene.shipper().open_run()
+    (tmp_path / "other").mkdir()
+    scene.uri = f"sqlite:///{tmp_path}/other/mlflow.db"
+    (tmp_path / "other" / "mlflow.db").write_bytes(empty_database.read_bytes())
+    scene.shipper().ship_once()
+    assert scene.run_id != first
+    assert scene.steps() == list(range(20))
+
+
+def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
+    live = scene.shipper()
+    unreadable = scene.run.journal / "attempt-001.rank-00007.jsonl"
+    unreadable.mkdir()
+    with pytest.raises(TrackingError, match=r"the journal of first cannot be read: .*Is a directory"):
+        live.ship_once()
+    unreadable.rmdir()
+    scene.log([1])
+    assert live.ship_once() == 2
+
+
+def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.client.create_experiment("exp")
+    find = MlflowClient.get_experiment_by_name
+    answers: list[Any] = [None]
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *args: answers.pop() if answers else find(*args))
+    assert scene.shipper().open_run().run_id == scene.run_id
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *_: None)
+    scene.run.mlflow.unlink()
+    with pytest.raises(TrackingError, match="experiment exp cannot be created in MLflow at sqlite"):
+        scene.shipper().open_run()
+
+
+def test_unreadable_config_raises_tracking_error(scene: Scene) -> None:
+    for text, reason in (("[1]", "must hold keys and values, holds a list"), ("{", "cannot be read")):
+        scene.run.config.write_text(text)
+        with pytest.raises(TrackingError, match=rf"config\.yaml:? {reason}"):
+            scene.shipper()
+
+
+def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
+    for node in range(16):
+        (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
+    live = scene.shipper()
+    live.ship_once()
+    assert live.pause_s == 16 / CHECKS_PER_S
+
+
+def test_status_is_uploaded_if_artifacts_cannot_be_stored_or_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    live = scene.shipper()
+    with monkeypatch.context() as patch:
+        patch.setattr(live.open_run().client, "log_artifact", refuse)
+        with pytest.raises(TrackingError, match=r"MLflow at sqlite.*No space left"):
+            live.ship_once()
+    assert scene.entity.info.status == "RUNNING"
+    search = Path.rglob
+
+    def fail(folder: Path, pattern: str) -> Iterator[Path]:
+        if folder == scene.run.artifacts:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return search(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", fail)
+    for status, shown in (("running", "RUNNING"), ("finished", "FINISHED")):
+        scene.state(status=status, ended=2e9)
+        with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*denied: .*artifacts"):
+            live.ship_once()
+        assert scene.entity.info.status == shown
+
+
+def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
+    scene.log([1, 2])
+    scene.shipper().ship_once()
+    experiment = scene.entity.info.experiment_id
+    scene.client.rename_experiment(experiment, "renamed")
+    scene.log([3])
+    scene.shipper().ship_once()
+    assert scene.steps() == [1, 2, 3]
+    assert scene.entity.info.experiment_id == experiment
+    assert {found.name for found in scene.client.search_experiments()} == {"Default", "renamed"}
+    # A new run looks for the experiment by its name.
+    other = RunDir.create(scene.run.path.parent / "second")
+    other.config.write_text("{}")
+    assert delivery.Delivery(other, scene.uri).open_run().experiment_id != experiment
+
+
+@pytest.mark.processes
+def test_two_runs_are_uploaded_at_the_same_time(scene: Scene) -> None:
+    second = RunDir.create(scene.run.path.parent / "second")
+    second.config.write_text(scene.run.config.read_text())
+    second.write_state(scene.run.read_state())
+    scene.log(range(2000))
+    journal = "attempt-001.rank-00000.jsonl"
+    (second.journal / journal).write_text((scene.run.journal / journal).read_text())
+    code = (
+        "import sys; from pathlib import Path; from hpcdist.run.folder import RunDir\n"
+        "from hpcdist.tracking.delivery import Delivery\n"
+        "Delivery(RunDir(Path(sys.argv[1])), sys.argv[2]).ship_once()"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(run.path), scene.uri], stderr=subprocess.PIPE)
+        for run in (scene.run, second)
+    ]
+    errors = [process.communicate(timeout=240)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert len({found.experiment_id for found in scene.client.search_experiments()}) == 2
+    runs = scene.client.search_runs([scene.entity.info.experiment_id])
+    assert {run.info.run_name for run in runs} == {"first", "second"}
+    for run in runs:
+        history = scene.client.get_metric_history(run.info.run_id, "loss")
+        assert sorted(metric.step for metric in history) == list(range(2000))
+
+
+def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
+    text = "Größe 数据 🚀 עברית \u202e\u0000\ud800"
+    scene.write_config({**CONFIG, "params": {"größe": "数据 🚀"}, "tracking": {"tags": {"équipe": "Zürich 🏔"}}})
+    scene.log([1, 2], key="Verlust/größe 数据")
+    scene.log([1], key=text)
+    scene.file("artifacts/Ergebnis 数据 🚀.txt", "größe")
+    scene.file("attempts/001/rank-00000.log", "größe 数据 🚀\n")
+    scene.state(status="failed", reason="Gerät 数据: \udcff", ended=2e9)
+    scene.shipper().ship_once()
+    run = scene.entity
+    assert scene.steps("Verlust/größe 数据") == [1, 2]
+    assert run.data.params["params.größe"] == "数据 🚀"
+    assert run.data.tags["équipe"] == "Zürich 🏔"
+    assert run.data.tags["hpcdist.reason"] == "Gerät 数据: ?"
+    assert len(run.data.metrics) == 2, "a name with a lone surrogate is a damaged line"
+    assert {"Ergebnis 数据 🚀.txt", "logs/attempt-001/rank-00000.log"} <= scene.artifacts()
+    copy = scene.client.download_artifacts(scene.run_id, "Ergebnis 数据 🚀.txt")
+    assert Path(copy).read_text() == "größe"
+
+
+#: Starts MLflow's server in a child again and again. Each of the first 50 is killed before, during or after a request.
+KILLED_SERVER = """
+import os, random, signal, socket, sys, threading
+from mlflow import server
+from werkzeug.serving import make_server
+
+NUM_KILLS = 50
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def serve(number, listening):
+    draw = random.Random(number)
+    left, kind = draw.randrange(1, 5), draw.choice(("before", "during", "during", "after"))
+    def application(environ, start_response):
+        nonlocal left
+        if number < NUM_KILLS and environ["PATH_INFO"].endswith("log-batch"):
+            left -= 1
+        if left or number >= NUM_KILLS:
+            return server.app.wsgi_app(environ, start_response)
+        if kind == "before":
+            kill()
+        if kind == "during":
+            threading.Timer(draw.uniform(0, 0.03), kill).start()
+        reply = server.app.wsgi_app(environ, start_response)
+        kill()
+    make_server("127.0.0.1", 0, application, threaded=True, fd=listening.fileno()).serve_forever()
+
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    print(listening.getsockname()[1], flush=True)
+    for number in range(NUM_KILLS + 1):
+        if (child := os.fork()) == 0:
+            serve(number, listening)
+        os.waitpid(child, 0)
+        with open(sys.argv[1], "a") as file:
+            file.write("killed\\n")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_server_killed_50_times_gets_each_of_10_000_records_once(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_client, "_MAX_METRICS", 60)
+    database, kills = scene.uri, tmp_path / "kills"
+    env = {
+        **os.environ,
+        "_MLFLOW_SERVER_FILE_STORE": database,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(tmp_path / "store"),
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+        "MLFLOW_TRACKING_URI": database,
+    }
+    scene.log(range(10_000))
+    command = [sys.executable, "-W", "ignore", "-c", KILLED_SERVER, str(kills)]
+    with (
+        open(tmp_path / "server.log", "wb") as output,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=output, start_new_session=True) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            scene.uri = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            num_failures = ship_until_done(scene)
+        finally:
+            os.killpg(server.pid, 9)
+    assert kills.read_text().count("killed") == 50
+    assert num_failures >= 40, "a request whose connection is not accepted yet may reach the next server"
+    scene.uri = database
+    assert scene.steps() == list(range(10_000))
+    assert scene.status() == "FINISHED"
+
+
+def ship_until_done(scene: Scene) -> int:
+    """Upload the run with a shipper that is sometimes replaced. Returns the number of failed passes."""
+    failures: Counter[str] = Counter()
+    scene.state(status="finished", ended=2e9)
+    live: Any = None
+    for _ in range(1000):
+        try:
+            live = live or scene.shipper()
+            live.ship_once()
+        except TrackingError as error:
+            failures[str(error)[:60]] += 1
+            if failures.total() % 5 == 0:
+                live = None
+        else:
+            return failures.total()
+    raise AssertionError(f"the upload does not end: {failures}")
+
+
+# --- When the shipper writes the report of a run, and that a failure of the report does not stop the upload.
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of the runs whose report was written, which grows."""
+    found: list[str] = []
+    monkeypatch.setattr(report, "write_report", lambda run, series: found.append(run.name))
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    scene = ReportScene(tmp_path)
+    scene.state(status="running", ended=None)
+    return scene.run
+
+
+def write_if_due(writer: ReportWriter, run: RunDir, last: str = "", *, new: bool = False) -> bool:
+    return writer.write_if_due(run.read_state(), last, has_new_points=new)
+
+
+def test_report_is_written_after_each_change_of_state(run: RunDir, written: list[str]) -> None:
+    writer = ReportWriter(run)
+    assert [write_if_due(writer, run, new=True) for _ in range(3)] == [True, False, False]
+    ReportScene.state_of(run, status="running", attempt=2, ended=None)
+    assert write_if_due(writer, run)
+    ReportScene.state_of(run, status="finished", attempt=2)
+    assert [write_if_due(writer, run) for _ in range(3)] == [True, False, False]
+    # Another process, such as `hpcdist sync`, does not write it again, unless records arrive after the end.
+    again, last = ReportWriter(run), mark_of(run.read_state())
+    assert not write_if_due(again, run, last)
+    assert write_if_due(again, run, last, new=True)
+    assert len(written) == 4
+
+
+def test_a_running_run_gets_a_new_report_now_and_then(
+    run: RunDir, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("hpcdist.tracking.delivery.time.monotonic", lambda: now[0])
+    writer = ReportWriter(run)
+    for seconds, expected in ((0, 1), (299, 1), (2, 2), (299, 2), (2, 3)):
+        now[0] += seconds
+        write_if_due(writer, run)
+        assert len(written) == expected
+
+
+def test_failure_of_a_report_is_logged_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(run: RunDir, series: object) -> None:
+        raise ZeroDivisionError("in a chart")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    writer = ReportWriter(run)
+    ReportScene.state_of(run, status="failed")
+    assert not any(write_if_due(writer, run) for _ in range(3))
+    assert caplog.text.count("the report of first cannot be written") == 1
+    assert "ZeroDivisionError: in a chart" in caplog.text
+
+
+# --- The ledger of a run as metrics of MLflow.
+
+
+def new_metrics(scene: Scene) -> LedgerMetrics:
+    return LedgerMetrics(scene.run)
+
+
+def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
+    for _ in range(2):
+        scene.shipper().ship_once()
+    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("usage/")}
+    assert logged.keys() == {f"usage/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
+    # MLflow's list of runs shows every digit.
+    assert (logged["usage/allocated"], logged["usage/compute"]) == (round(5 * 37 / 3600, 6), round(4 * 35 / 3600, 6))
+    assert logged["usage/goodput"] == round(140 / 185, 6)
+    (point,) = scene.client.get_metric_history(scene.run_id, "usage/compute")
+    assert (point.step, point.timestamp) == (7, int((BEGAN + 37) * 1000)), "the last training step"
+
+
+def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
+    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
+    scene.state(created=BEGAN)
+    numbers = []
+    for now in (30, 61, 90, 121):
+        add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
+        ledger.ship(scene.run.read_state(), mlflow)
+        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/compute")))
+    assert numbers == [0, 1, 1, 2]
+    scene.state(status="failed", ended=BEGAN + 200)
+    for _ in range(2):
+        ledger.ship(scene.run.read_state(), mlflow)
+    history = scene.client.get_metric_history(scene.run_id, "usage/compute")
+    times = {point.timestamp for point in history}
+    assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
+    assert {point.step for point in history} == {7, 8}, "each step once"
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
+    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    found = scene.entity.data.metrics["usage/allocated"]
+    assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
+
+
+def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
+    scene.shipper().ship_once()
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
+    for _ in range(2):
+        scene.shipper().ship_once()
+    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
+    ended_ms = int((BEGAN + 37) * 1000)
+    assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)]
+    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
+
+
+def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="stopped", ended=BEGAN + 40, attempt=1)
+    mlflow = scene.shipper().open_run()
+    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    mlflow.log_points([Point("usage/allocated", 0.05, int((BEGAN + 38) * 1000), 12)])  # before the restart
+    add_attempt(scene.run, 41, 57, [account(41, 57)] * 4)
+    scene.state(status="finished", ended=BEGAN + 60, attempt=2)
+    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
+    assert [point.step for point in sorted(history, key=lambda point: point.timestamp)] == [7, 12, 13]
+    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx((37 + 17) * 5 / 3600, abs=1e-6)
+
+
+def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="stopped", ended=BEGAN + 40)
+    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
+
+    def send_without_response(points: Sequence[Point]) -> int:
+        MlflowRun.log_points(mlflow, points)
+        raise TrackingError("the server does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow, "log_points", send_without_response)
+        with pytest.raises(TrackingError, match="does not answer"):
+            ledger.ship(scene.run.read_state(), mlflow)
+    # The record has arrived, and accounting changes the ledger before the next pass.
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
+    ledger.ship(scene.run.read_state(), mlflow)
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
+    assert sorted(point.step for point in history) == [7, 8]
+
+
+def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.log([1])
+    scene.state(status="finished", ended=BEGAN + 40)
+    scene.shipper().ship_once()
+    write_json(scene.run.path / "job.json", {"format": 99})
+    new_metrics(scene).ship(scene.run.read_state(), scene.shipper().open_run())
+    assert "the ledger of first is not uploaded" in caplog.text
+    assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
+
+
+def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
+    start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40)
+    scene.shipper().ship_once()
+    assert scene.entity.data.metrics["usage/energy_kwh"] == pytest.approx(0.5)
