@@ -97,10 +97,9 @@ def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
+    """Yield logs and outcomes of the ranks, long ones only when the run has ended, and stack traces of hung ranks.
 
-    Long files are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
-    reported an outcome first are included, then the lowest ranks.
+    Of an attempt with more than MAX_RANKS ranks, those that reported an outcome first are included, then the lowest.
     """
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
@@ -136,9 +135,8 @@ def checkpoints(run: RunDir, monitored: CheckpointConfig) -> Iterator[Artifact]:
 #
 # MLflow has no compare-and-set for an alias, and several runs may register versions at once. Each process therefore
 # writes the metric of its version first, then sets the alias to the best of all versions, and repeats the comparison
-# until the alias needs no change. The last process that sets the alias has compared it with every metric that was
-# written before, and a metric that is written later is compared with the alias by its own process. Hence, once all
-# processes have finished, the alias is at the best version. Between two requests it may be at a worse one for a moment.
+# until the alias needs no change. A metric that is written later is compared with the alias by its own process. Hence,
+# once all processes have finished, the alias is at the best version.
 
 log = logging.getLogger(__name__)
 
@@ -264,10 +262,7 @@ def manifests(run: RunDir) -> dict[str, str]:
 
 
 def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
-    """Return the checkpoint in a folder; None if it has just been removed or its manifest is damaged.
-
-    Raises OSError if the manifest cannot be read.
-    """
+    """Return the checkpoint in a folder; None if it has just been removed or its manifest is damaged."""
     path = folder / MANIFEST_FILE
     try:
         raw = retry.retry(lambda: read_json_value(path), path)
@@ -308,8 +303,7 @@ class CheckpointModels:
     def update(self, *, all_sent: bool) -> bool:
         """Create, complete and delete logged models as the checkpoints on disk require. Returns whether any changed.
 
-        Args:
-            all_sent: MLflow has all records of the journal. If not, metrics that it lacks are left for a later call.
+        Unless MLflow has all records of the journal (`all_sent`), metrics that it lacks are left for a later call.
         """
         found = manifests(self._run)
         if found == self._done or not self._is_supported:

@@ -27,7 +27,7 @@ from hpcdist.run.commands import (
 )
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.tracking.journal import Sent
-from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, clean_text, entities
+from hpcdist.tracking.mlflow_client import MlflowRun, entities
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"
@@ -92,7 +92,7 @@ class CommandTag:
         command = self._command
         if command.result != command.answered:
             now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            mlflow.set_tags({RESULT_TAG: clean_text(f"{now} {command.text}: {command.result}")[:MAX_TAG]})
+            mlflow.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
         self._note(replace(command, answered=command.result) if command.number else SentCommand())
 
     def _note(self, command: SentCommand) -> None:

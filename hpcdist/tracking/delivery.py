@@ -33,7 +33,7 @@ from hpcdist.tracking.journal import (
     mark_of,
     read_events,
 )
-from hpcdist.tracking.mlflow_client import MAX_PARAM, MAX_TAG, MlflowRun, clean_text, entities, translated
+from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, read_series
 
@@ -95,8 +95,7 @@ class Delivery:
     def ship_once(self, state: State | None = None) -> int:
         """Upload everything once, and obey the command that was set as a tag. Returns the number of points sent.
 
-        Args:
-            state: State of the run to report; by default that of `state.json`.
+        Without `state` that of `state.json` is reported.
         """
         mlflow = self.open_run()
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):  # at the start, and after a resume
@@ -160,7 +159,7 @@ class Delivery:
         return self.batches.counts.num_points - num_before
 
     def _ship_tags(self, state: State) -> None:
-        tags = pages.fixed_tags(self.run, self.stored) | pages.job_tags(self.run) | pages.state_tags(state)
+        tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
@@ -202,20 +201,21 @@ class Delivery:
                 models[content] = None
             elif (dataset := _dataset(content)) is not None:
                 datasets.append(dataset)
-        mlflow, own = self.open_run(), pages.params(self.run, self.stored)
+        mlflow = self.open_run()
+        own = {clean_name(key): value for key, value in pages.params(self.run, self.stored).items()}
         shown = {
             SCRIPT_PREFIX + key if clean_name(key) in own else key: value
-            for key, value in _redacted(params).items()
+            for key, value in redact_tree(params).items()
             if not _is_same(own.get(clean_name(key)), value)
         }
         shown_tags = {
             SCRIPT_PREFIX + key.removeprefix("mlflow.") if key.startswith(_OWN_TAGS) else key: value
-            for key, value in _redacted(tags).items()
+            for key, value in redact_tree(tags).items()
             if not key.startswith(_CONTEXT_TAGS)
         }
         self._names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
-        mlflow.log_params({clean_name(key): value[:MAX_PARAM] for key, value in shown.items()})
-        mlflow.set_tags({clean_name(key): value[:MAX_TAG] for key, value in shown_tags.items()})
+        mlflow.log_params(shown)
+        mlflow.set_tags(shown_tags)
         if datasets:
             with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
                 mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
@@ -248,7 +248,7 @@ def _collected(failures: list[TrackingError]) -> Iterator[None]:
 class Uploads:
     """Uploads the files of one run that MLflow does not have: artifacts, and checkpoints and the final model as models.
 
-    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
+    Like `Delivery`, it may be called again after a TrackingError.
     """
 
     def __init__(self, run: RunDir, mlflow: MlflowRun) -> None:
@@ -264,11 +264,7 @@ class Uploads:
         self._left_out: set[str] = set()
 
     def ship(self, state: State, config: Config, last_step: int) -> None:
-        """Upload what is new or has changed.
-
-        Args:
-            last_step: the last step of the training that MLflow has.
-        """
+        """Upload what is new or has changed; `last_step` is that of the training in MLflow."""
         try:
             found = chain(artifacts.documents(self._run), artifacts.preflight(self._run))
             if state.status in ENDED:
@@ -303,8 +299,7 @@ class Uploads:
     def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
         """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
 
-        Args:
-            counted: record how many are left, for `upload_progress`.
+        With `counted`, the number of those that are left is recorded for `upload_progress`.
         """
         saved_at = time.monotonic()
         until = saved_at + within_s
@@ -451,10 +446,6 @@ def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
         log.warning("%s of the script: not uploaded: %s", what, error)
 
 
-def _redacted(values: Mapping[str, str]) -> dict[str, str]:
-    return {key: clean_text(str(value)) for key, value in redact_tree(values).items()}
-
-
 def _is_same(own: str | None, value: str) -> bool:
     """Return whether a parameter of hpcdist has this value, also in another notation: 5e-5 and 5e-05, true and True."""
     if own is None or own.lower() == value.lower():
@@ -519,11 +510,7 @@ class ReportWriter:
     def write_if_due(self, state: State, last: str, *, has_new_points: bool) -> bool:
         """Write the report if the run has another state than in the last one. Returns whether it was written.
 
-        A failure is logged, not raised.
-
-        Args:
-            last: mark of the last report.
-            has_new_points: whether MLflow has more points; they may arrive after the end of the run.
+        A failure is logged, not raised. New points may arrive after the end of the run.
         """
         ended, mark = state.status in ENDED, mark_of(state)
         if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):

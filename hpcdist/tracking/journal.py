@@ -102,7 +102,7 @@ _STEPS = range(-(2**63), 2**63)
 class JournalWriter:
     """Append records to the journal file of one rank; thread-safe. The first record creates the file.
 
-    Each write goes to a known offset, where a partial write is repeated, so no record is lost or duplicated.
+    Each write goes to a known offset, where a partial write is repeated: no record is lost or duplicated.
     """
 
     def __init__(self, folder: Path, attempt: int = 1, rank: int = 0, *, suffix: str = "") -> None:
@@ -128,11 +128,8 @@ class JournalWriter:
         """Record the metrics of a step, NaN and infinities included, in a few microseconds.
 
         While the disk is full, records are kept in memory, with one warning. A name longer than MAX_NAME_BYTES is
-        shortened to a unique name, with one warning. The time is that of the call if `time_ms` is None.
-
-        Raises:
-            UserMistake: A value is not a number, or the step is not a 64-bit integer.
-            HpcdistError: More than MAX_PENDING_BYTES are pending.
+        shortened to a unique name, with one warning. Raises UserMistake if a value is not a number or the step not a
+        64-bit integer, HpcdistError if more than MAX_PENDING_BYTES are pending.
         """
         names, parts = self._names, []
         for key, value in metrics.items():
@@ -339,12 +336,10 @@ def read_records(path: Path, offset: int = 0, *, final: bool = False) -> tuple[l
     An incomplete last line is left for the next call, unless the file is `final`.
     """
     records: list[Record] = []
-    while True:
-        chunk = read_chunk(path, offset, final=final)
-        if chunk.offset == offset:
-            return records, offset
+    while (chunk := read_chunk(path, offset, final=final)).offset > offset:
         records += chunk.records
         offset = chunk.offset
+    return records, offset
 
 
 def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
@@ -383,10 +378,7 @@ def _parse(path: Path, offset: int, data: bytes) -> Chunk:
 
 
 def _values(data: bytes, path: Path) -> Iterator[Any]:
-    """Yield the JSON values of all lines but that of the format number, None for a line that is not JSON.
-
-    Raises RunFolderError for a newer format.
-    """
+    """Yield the JSON values of all lines but that of the format number, None for a line that is not JSON."""
     for line in filter(None, data.split(b"\n")):
         try:
             raw = parse_json(line)
@@ -458,11 +450,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Return the complete events from `offset` on, and the offset at which the next call continues.
-
-    Lines that are not events are skipped. Raises RunFolderError if a newer hpcdist has written the file, OSError if it
-    cannot be read.
-    """
+    """Return the complete events from `offset` on, and the offset at which the next call continues."""
     data = _read(path, offset, _READ_BYTES)
     end = data.rfind(b"\n") + 1
     if end == 0 and len(data) == _READ_BYTES:
@@ -500,8 +488,6 @@ class Sent:
 
         If the file is missing, damaged or about another MLflow run than `run_id`, the upload starts from the
         beginning, which is safe.
-
-        Raises RunFolderError if a newer version of hpcdist has written the file.
         """
         path = folder / cls.FILE
         raw = read_json(path) or {}
@@ -512,7 +498,6 @@ class Sent:
         return found if run_id in ("", found.run_id) else cls(run_id=run_id)
 
     def save(self, folder: Path) -> None:
-        """Write the state to the journal's folder. Raises TrackingError if that fails."""
         _write_state(folder / self.FILE, asdict(self))
 
 
@@ -557,7 +542,7 @@ def mark_of(state: State) -> str:
 
 
 def upload_progress(run: RunDir) -> str:
-    """Return a line on the upload of an ended run: files sent, of all. Raises RunFolderError and OSError."""
+    """Return a line on the upload of an ended run: files sent, of all."""
     sent = SentFiles.load(run.journal)
     num_done = len(sent.artifacts)
     return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
@@ -575,10 +560,7 @@ class ChangedNames:
         self._originals = {key: text for key, text in (read_json(path) or {}).items() if isinstance(text, str)}
 
     def note(self, names: Iterable[tuple[str, str]]) -> None:
-        """Record the pairs (original, cleaned) that differ, and log each of them once per run.
-
-        Raises TrackingError if the file cannot be written.
-        """
+        """Record the pairs (original, cleaned) that differ, and log each of them once per run."""
         new = {clean: name for name, clean in names if clean != name and clean not in self._originals}
         for clean, name in new.items():
             shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"

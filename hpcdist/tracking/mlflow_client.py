@@ -409,17 +409,18 @@ class MlflowRun:
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""
+        params = {clean_name(key): clean_text(value)[:MAX_PARAM] for key, value in params.items()}
         with translated(self.uri):
             data = self.client.get_run(self.run_id).data
             logged, tag = data.params, "hpcdist.changed.{}".format
             new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
             for start in range(0, len(new), _MAX_TAGS):
                 self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
-        tags = {clean_name(tag(k)): (v, logged.get(k, v)) for k, v in params.items()}
-        self.set_tags({name: now for name, (now, first) in tags.items() if data.tags.get(name, first) != now})
+        changed = {tag(k): (v, logged.get(k, v)) for k, v in params.items()}
+        self.set_tags({k: now for k, (now, first) in changed.items() if data.tags.get(clean_name(k), first) != now})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        pairs = [entities.RunTag(key, value) for key, value in tags.items()]
+        pairs = [entities.RunTag(clean_name(key), clean_text(value)[:MAX_TAG]) for key, value in tags.items()]
         with translated(self.uri):
             for start in range(0, len(pairs), _MAX_TAGS):
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)

@@ -42,10 +42,8 @@ from hpcdist.run.sweeps import SweepDir, affects_results, label, sweep_of, text_
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS
 from hpcdist.tracking.mlflow_client import (
-    MAX_PARAM,
     MAX_TAG,
     MlflowRun,
-    clean_text,
     entities,
     server_version,
     translated,
@@ -85,8 +83,8 @@ def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
-    """Return the parameters of a run, with secrets redacted and values of MLflow's maximum length."""
-    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(parameters(run, stored))}
+    """Return the parameters of a run, with secrets redacted."""
+    return dict(flatten(parameters(run, stored)))
 
 
 def names(run: RunDir, stored: StoredConfig) -> list[tuple[str, str]]:
@@ -110,8 +108,7 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         facts["container"] = container
     if rank_environment := read_json(run.rank_environment):
         facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
-    tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
-    tags |= {
+    tags = {f"hpcdist.{key}": text for key, text in flatten(facts)} | {
         "hpcdist.folder": str(run.path),
         "mlflow.runName": run_name(run, stored),
         "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
@@ -122,8 +119,7 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
     for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
         if environment.get(key):
             tags[tag] = str(environment[key])
-    tags |= {clean_name(key): text for key, text in stored.config.tracking.tags.items()}
-    return {key: clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+    return tags | stored.config.tracking.tags
 
 
 def run_name(run: RunDir, stored: StoredConfig) -> str:
@@ -144,36 +140,26 @@ def run_name(run: RunDir, stored: StoredConfig) -> str:
     return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name
 
 
-def job_tags(run: RunDir) -> dict[str, str]:
-    """Return the nodes of the run, and of its Slurm job the id, the nodes of its last start, and the number of starts
-    with their time in the queue.
-    """
-    job = read_json(run.path / "slurm.json") or {}
-    starts = job_starts(run)
-    if not job.get("job_id"):
-        host = (read_json(run.environment) or {}).get("host")
-        return {"hpcdist.nodes": clean_text(str(host))[:MAX_TAG]} if host else {}
-    facts = {
-        "job_id": job["job_id"],
-        "cluster": job.get("cluster") or None,
-        "nodes": (starts[-1].get("nodes") or None) if starts else None,
-        "starts": len(starts) or None,
-        "queue_s": round(sum(float(start.get("queue_s", 0.0)) for start in starts)) if starts else None,
-    }
-    tags = {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
-    # The same tag for runs with and without Slurm, for a column in the list of runs.
-    nodes = dict.fromkeys(start["nodes"] for start in starts if start.get("nodes"))
-    return tags | ({"hpcdist.nodes": ",".join(nodes)[:MAX_TAG]} if nodes else {})
-
-
-def state_tags(state: State) -> dict[str, str]:
-    return {
+def state_tags(run: RunDir, state: State) -> dict[str, str]:
+    """Return the tags of the state, the nodes of the run, and those of its Slurm job."""
+    tags = {
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
-        "hpcdist.reason": clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.reason": state.reason,
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
+    job, starts = read_json(run.path / "slurm.json") or {}, job_starts(run)
+    # The same tag for runs with and without Slurm, for a column in the list of runs.
+    if not job.get("job_id"):
+        host = (read_json(run.environment) or {}).get("host")
+        return tags | ({"hpcdist.nodes": str(host)} if host else {})
+    nodes = dict.fromkeys(start["nodes"] for start in starts if start.get("nodes"))
+    facts = {"nodes": ",".join(nodes), "slurm.job_id": job["job_id"], "slurm.cluster": job.get("cluster")}
+    if starts:
+        facts |= {"slurm.nodes": starts[-1].get("nodes"), "slurm.starts": len(starts)}
+        facts["slurm.queue_s"] = str(round(sum(float(start.get("queue_s", 0.0)) for start in starts)))
+    return tags | {f"hpcdist.{key}": str(value) for key, value in facts.items() if value}
 
 
 # Description, datasets and primary metric of a run, as MLflow's UI shows them beside its metrics.
@@ -194,8 +180,6 @@ _MAX_DIGEST = 36
 
 
 class RunPage:
-    """Keeps description, datasets and primary metric of one run current."""
-
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._shown: object = None
@@ -255,8 +239,7 @@ def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
     current = opened.current().data.tags.get(NOTE_TAG, "")
     above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
-    # A long text of the user is kept, and the end of the description is left out.
-    opened.set_tags({NOTE_TAG: whole.encode(errors="replace").decode()[:MAX_TAG]})
+    opened.set_tags({NOTE_TAG: whole})  # a long text of the user is kept, the end of the description is left out
 
 
 def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
@@ -265,12 +248,11 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
     if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
         digest = f"{digest[: _MAX_DIGEST // 2]}-{dataset.split}"
     profile = {} if dataset.num_samples is None else {"num_rows": dataset.num_samples}
-    source = dataset.source or dataset.name
     found = entities.Dataset(
         name=dataset.name[:_MAX_NAME],
         digest=digest[:_MAX_DIGEST],
         source_type="hpcdist",
-        source=json.dumps({"uri": source}),
+        source=json.dumps({"uri": dataset.source or dataset.name}),
         profile=json.dumps(profile),
     )
     return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
@@ -278,13 +260,12 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
 
 def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> bool:
     """Make the monitored metric the primary one of the experiment, unless it has one. Returns False if refused."""
-    tags = {_PRIMARY_METRIC: facts.monitor, _GREATER_IS_BETTER: str(facts.monitor_mode == "max")}
+    experiment, is_max = opened.experiment_id, str(facts.monitor_mode == "max")
     try:
         with translated(opened.uri):
-            existing = opened.client.get_experiment(opened.experiment_id).tags
-            if _PRIMARY_METRIC not in existing:
-                for key, value in tags.items():
-                    opened.client.set_experiment_tag(opened.experiment_id, key, value)
+            if _PRIMARY_METRIC not in opened.client.get_experiment(experiment).tags:
+                opened.client.set_experiment_tag(experiment, _PRIMARY_METRIC, facts.monitor)
+                opened.client.set_experiment_tag(experiment, _GREATER_IS_BETTER, is_max)
     except TrackingError as error:
         if error.code != "PERMISSION_DENIED":
             raise
@@ -294,10 +275,7 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> bool:
 
 
 def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
-    """Return the tags that the prepared views show as columns: texts with rounded numbers, and facts of all attempts.
-
-    MLflow's list of runs shows the last value of a metric, with all digits of the number.
-    """
+    """Return the columns of the prepared views: rounded numbers, which MLflow's metrics are not, and their causes."""
     tags = {}
     if facts.best is not None and facts.best_value is not None:
         tags["hpcdist.best"] = f"{facts.best_value:.6g} at step {facts.best.step:,}"
@@ -305,15 +283,13 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
         hours = ledger.allocated_s / 3600
         tags["hpcdist.cost"] = f"{hours:.3g} {ledger.unit}-hours, goodput {percent(ledger.goodput)}"
     if causes := interruptions(facts.attempts, MAX_TAG):
-        tags["hpcdist.interruptions"] = clean_text(causes)[:MAX_TAG]
+        tags["hpcdist.interruptions"] = causes
     if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
         tags["hpcdist.lost_steps"] = str(sum(known))
     return tags
 
 
-# The MLflow parent run of a sweep, which the shippers of its cells keep up to date.
-#
-# All methods are idempotent, and several shippers on several hosts may call them at once.
+# The MLflow parent run of a sweep, which the shippers of its cells keep up to date, several of them at once.
 
 _PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.
@@ -321,8 +297,6 @@ _SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.so
 
 
 class ParentRun:
-    """The parent run of one cell. All methods raise TrackingError if MLflow fails or rejects a request."""
-
     def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
         self._cell = cell
         self._sweep = sweep
@@ -340,7 +314,7 @@ class ParentRun:
         cell = read_json(self._cell.path / "cell.json") or {}
         return {
             _PARENT_TAG: self._open().run_id,
-            "mlflow.runName": str(cell.get("label", self._cell.name))[:250],
+            "mlflow.runName": str(cell.get("label", self._cell.name))[:MAX_RUN_NAME],
             "hpcdist.run.sweep": self._sweep.name,
         }
 
@@ -356,9 +330,9 @@ class ParentRun:
                         axes[key][text_of(value)] = None
                 of_cell = fixed_tags(self._cell, read_config(self._cell))
                 tags = {key: value for key, value in of_cell.items() if key in _SHARED}
-                tags["hpcdist.axes"] = json.dumps({key: list(texts) for key, texts in axes.items()})[:MAX_TAG]
+                tags["hpcdist.axes"] = json.dumps({key: list(texts) for key, texts in axes.items()})
                 # Under the lock: a database rejects a parameter that two processes log at the same time.
-                opened.log_params({clean_name(key): ", ".join(texts)[:MAX_PARAM] for key, texts in axes.items()})
+                opened.log_params({key: ", ".join(texts) for key, texts in axes.items()})
                 opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path)})
             self._mlflow = opened
         return self._mlflow
@@ -372,7 +346,7 @@ class ParentRun:
             with _readable():
                 text = describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
-            opened.set_tags({"hpcdist.state": state.status, "hpcdist.reason": state.reason[:MAX_TAG]})
+            opened.set_tags({"hpcdist.state": state.status, "hpcdist.reason": state.reason})
             status = MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.

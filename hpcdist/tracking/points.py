@@ -37,9 +37,8 @@ from hpcdist.tracking.journal import (
 class Batches:
     """One batch after another: take the `next`, send it, and `commit` it.
 
-    The state determines the points of a batch, so that a process that continues after a crash sends equal points. All
-    methods raise OSError if the journal cannot be read, and TrackingError if the state cannot be written; then, as
-    after a failed request, make a new object, which loads the saved state.
+    The state determines the points of a batch, so that a process that continues after a crash sends equal points. After
+    an OSError, a TrackingError or a failed request, make a new object, which loads the saved state.
     """
 
     def __init__(self, run: RunDir, run_id: str = "") -> None:
@@ -64,10 +63,7 @@ class Batches:
         """Return the points of the next batch, which may be none; None if there is nothing to send.
 
         The content of a batch is saved before it is returned: after a crash the next process returns the same points.
-
-        Args:
-            newest_attempt: The last attempt that was started.
-            over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
+        If the newest attempt is `over`, the last batch holds the points that wait for the end of a bucket or interval.
         """
         sent, tail = self._sent, self.tail
         repeated = sent.is_sending
@@ -131,11 +127,8 @@ class SentPoints(Sent):
 
         A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept.
         Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
-        of later attempts.
-
-        Args:
-            was_seen: Returns whether a step between this attempt's lowest and highest was sent; expensive, and called
-                only if the steps of a key do not increase.
+        of later attempts. `was_seen`, whether a step between this attempt's lowest and highest was sent, is expensive,
+        and called only if the steps of a key do not increase.
         """
         shipped = self.steps.setdefault(key, {})
         for other, (low, high) in shipped.items():
@@ -173,7 +166,7 @@ def is_complete(run: RunDir) -> bool:
 
 
 class StepSet:
-    """Steps of one metric in one attempt, added in any order: a bit each, in blocks of 1024 steps."""
+    """Steps in any order: a bit each, in blocks of 1024 steps."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
@@ -238,9 +231,7 @@ class JournalTail:
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
         """Return the next chunks to send, by file, all of one attempt; earlier attempts come first.
 
-        Args:
-            newest_attempt: The last attempt that was started; incomplete last lines of earlier ones are final.
-            over: Whether the newest attempt has ended, too.
+        Incomplete last lines are final in attempts before the newest one, and if that is `over`.
         """
         offsets = self._sent.offsets
         if self._sent.is_sending:
@@ -280,10 +271,7 @@ class JournalTail:
         return {}
 
     def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:
-        """Return the points of `chunks` that MLflow does not have, and the points of the metric `attempt`.
-
-        The state records them as sent: reload it if sending fails.
-        """
+        """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
         self.names.clear()
         if self._nodes is not None:
@@ -314,10 +302,7 @@ class JournalTail:
                 points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
-        """Return whether a step of this attempt was sent.
-
-        The journal of the attempt is read again for that, once, when a step first does not increase.
-        """
+        """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
         seen = self._seen.get(attempt)
         if seen is None:
             seen = self._seen[attempt] = defaultdict(StepSet)
@@ -365,7 +350,7 @@ class NodeCharts:
 
     Args:
         intervals: Attempt → number of its last interval that was sent, `sent`, and `open`: interval → metric →
-            minimum, sum, count, maximum, time in ms, step. The state that the next process needs.
+            minimum, sum, count, maximum, time in ms, step.
         sent_steps: Metric → attempt → lowest and highest step in MLflow.
     """
 
@@ -376,13 +361,7 @@ class NodeCharts:
     def complete(
         self, chunks: Mapping[str, Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
     ) -> dict[str, int]:
-        """Return by attempt the last interval that is complete after `chunks`.
-
-        Args:
-            times: File → time of its last record.
-            behind: Files of the attempt that may hold more records than `chunks`.
-            over: Whether the run has ended.
-        """
+        """Return by attempt the last interval that is complete after `chunks`; see `JournalTail` for the others."""
         attempt = attempt_of(next(iter(chunks))) if chunks else None
         complete = {
             other: max(map(int, state["open"]))
@@ -414,8 +393,16 @@ class NodeCharts:
             if (state := self._intervals.get(attempt_text)) is not None:
                 state["sent"] = max(state["sent"], until)
                 for interval in sorted(int(number) for number in state["open"] if int(number) <= until):
-                    for metric, found in sorted(state["open"].pop(str(interval)).items()):
-                        yield int(attempt_text), self._statistics(attempt_text, metric, *found)
+                    for metric, (low, total, count, high, time_ms, step) in sorted(
+                        state["open"].pop(str(interval)).items()
+                    ):
+                        group, _, name = metric.partition("/")
+                        kinds = ("min", low), ("mean", total / count), ("max", high)
+                        metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
+                        # A long step may be the newest one in two intervals.
+                        known = self._sent_steps.get(clean_metric_name(next(iter(metrics))), {}).get(attempt_text)
+                        step = step if known is None else max(step, known[1] + 1)
+                        yield int(attempt_text), Record(time_ms, step, metrics)
 
     def _count(self, attempt: int, metric: str, value: float, record: Record) -> None:
         """Add a value to its interval, unless that was sent."""
@@ -426,19 +413,6 @@ class NodeCharts:
             low, total, count, high, time_ms, step = found.get(metric, (value, 0.0, 0, value, 0, record.step))
             ends = max(time_ms, record.time_ms), max(step, record.step)
             found[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]
-
-    def _statistics(
-        self, attempt: str, metric: str, low: float, total: float, count: int, high: float, time_ms: int, step: int
-    ) -> Record:
-        """Return the points of a metric in one interval."""
-        group, _, name = metric.partition("/")
-        metrics = {
-            f"{group}/nodes_{kind}/{name}": value
-            for kind, value in (("min", low), ("mean", total / count), ("max", high))
-        }
-        # A long step may be the newest one in two intervals.
-        sent = self._sent_steps.get(clean_metric_name(next(iter(metrics))), {}).get(attempt)
-        return Record(time_ms, step if sent is None else max(step, sent[1] + 1), metrics)
 
 
 # The budget of points: MLflow gets every point of a metric up to a limit, and beyond it as many as a chart shows.
@@ -454,14 +428,8 @@ FIRST_BUCKET = 16
 
 
 class PointBudget:
-    """The selection of the points of all metrics.
-
-    Args:
-        series: Metric → its number of points and its open bucket, a few points; changed by each selection.
-    """
-
     def __init__(self, series: dict[str, dict[str, Any]]) -> None:
-        self._series = series
+        self._series = series  #: metric → its number of points and its open bucket, a few points
         self.num_thinned = 0
 
     def select(self, points: Sequence[Point]) -> list[Point]:
@@ -525,18 +493,11 @@ def _release(key: str, series: dict[str, Any]) -> list[Point]:
 
 
 def read_series(run: RunDir) -> dict[str, Series]:
-    """Return the series of a run by metric.
-
-    Memory is bounded: a series is thinned, and metrics after the first MAX_SERIES are left out.
-    """
+    """Return the series of a run by metric, thinned; metrics after the first MAX_SERIES are left out."""
     series: dict[str, Series] = {}
     for point in _points(run):
-        found = series.get(point.key)
-        if found is None:
-            if len(series) >= MAX_SERIES or not is_read(point.key):
-                continue
-            found = series[point.key] = Series()
-        found.add(point.step, point.value)
+        if point.key in series or (len(series) < MAX_SERIES and is_read(point.key)):
+            series.setdefault(point.key, Series()).add(point.step, point.value)
     return series
 
 

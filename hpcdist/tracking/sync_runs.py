@@ -58,12 +58,8 @@ class SyncReport(Counts):
 def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     """Upload in this process all records that MLflow does not have.
 
-    Args:
-        close_dead: Close the run if its supervisor or job died without recording a status.
-
-    Raises:
-        TrackingError: MLflow is unavailable or rejects a request.
-        RunFolderError: A supervisor starts the run at the same time.
+    With `close_dead` the run is closed if its supervisor or job died without recording a status. Raises RunFolderError
+    if a supervisor starts the run at the same time.
     """
     with only_shipper(run) as only:
         if not only:
@@ -80,10 +76,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
 
 
 def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
-    """Upload the records of a run that MLflow does not have, unless its supervisor uploads them.
-
-    Raises HpcdistError or OSError if the run cannot be read or uploaded.
-    """
+    """Upload the records of a run that MLflow does not have, unless its supervisor uploads them."""
     require_trusted(run.path, "sync")
     config = load_run_config(run.config, [], {**kept(run), **env}, require_secrets=False)
     uri = resolve_uri(config, env)
