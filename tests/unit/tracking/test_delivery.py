@@ -58,23 +58,18 @@ def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     assert scene.shipper().ship_once() == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "shown"),
-    [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
-)
-def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str) -> None:
-    scene.shipper().ship_once()
-    scene.state(status=status, reason="why", restarts=2, ended=2e9)
-    scene.shipper().ship_once()
-    run = scene.entity
-    assert (run.info.status, run.info.end_time) == (shown, 2_000_000_000_000)
-    assert [run.data.tags[f"hpcdist.{tag}"] for tag in ("state", "reason", "restarts")] == [status, "why", "2"]
-    scene.state(status="running", attempt=2, ended=None)
-    scene.shipper().ship_once()
-    assert scene.entity.info.status == "RUNNING"
-    scene.state(status=status, ended=2.1e9)
-    scene.shipper().ship_once()
-    assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
+def test_status_and_end_time_are_uploaded(scene: Scene) -> None:
+    live = scene.shipper()
+    statuses = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+    for attempt, (status, shown) in enumerate(statuses.items(), 1):
+        scene.state(status="running", attempt=attempt, ended=None)
+        live.ship_once()
+        assert scene.entity.info.status == "RUNNING"
+        scene.state(status=status, reason="why", restarts=2, ended=2e9 + attempt)
+        live.ship_once()
+        run = scene.entity
+        assert (run.info.status, run.info.end_time) == (shown, 2_000_000_000_000 + 1000 * attempt)
+        assert [run.data.tags[f"hpcdist.{tag}"] for tag in ("state", "reason", "restarts")] == [status, "why", "2"]
 
 
 def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
@@ -112,21 +107,6 @@ def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: 
     assert scene.steps() == [10, 20]
 
 
-def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
-    live = scene.shipper()
-    scene.log(range(0, 100, 10))
-    live.ship_once()
-    scene.state(attempt=2, restarts=1)
-    scene.log(range(50, 200, 10), attempt=2, offset=0.5)
-    live.ship_once()
-    history = {metric.step: metric.value for metric in scene.client.get_metric_history(scene.run_id, "loss")}
-    assert scene.steps() == list(range(0, 200, 10))
-    assert history == {step: step + (0.5 if step > 90 else 0) for step in range(0, 200, 10)}
-    marks = [(metric.step, metric.value) for metric in scene.client.get_metric_history(scene.run_id, "attempt")]
-    assert sorted(marks) == [(0, 1), (50, 2)]
-    assert scene.entity.data.tags["hpcdist.attempts"] == "2"
-
-
 def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
     scene.shipper().ship_once()
     scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
@@ -143,15 +123,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery
-from hpcdist.tracking import mlflow_client
-from hpcdist.tracking import points
+from hpcdist.tracking import delivery, mlflow_client, points
 {trap}
-shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
-shipper.ship_once()
+delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2]).ship_once()
 """
-
-
 AFTER_CREATE = """
 write = mlflow_client.write_json
 def trap(path, value, durable):
@@ -160,8 +135,6 @@ def trap(path, value, durable):
     write(path, value, durable=durable)
 mlflow_client.write_json = trap
 """
-
-
 BETWEEN_SEND_AND_PERSIST = """
 def trap(self, num_refused):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -352,33 +325,6 @@ def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
     assert delivery.Delivery(other, scene.uri).open_run().experiment_id != experiment
 
 
-@pytest.mark.processes
-def test_two_runs_are_uploaded_at_the_same_time(scene: Scene) -> None:
-    second = RunDir.create(scene.run.path.parent / "second")
-    second.config.write_text(scene.run.config.read_text())
-    second.write_state(scene.run.read_state())
-    scene.log(range(2000))
-    journal = "attempt-001.rank-00000.jsonl"
-    (second.journal / journal).write_text((scene.run.journal / journal).read_text())
-    code = (
-        "import sys; from pathlib import Path; from hpcdist.run.folder import RunDir\n"
-        "from hpcdist.tracking.delivery import Delivery\n"
-        "Delivery(RunDir(Path(sys.argv[1])), sys.argv[2]).ship_once()"
-    )
-    both = [
-        subprocess.Popen([sys.executable, "-c", code, str(run.path), scene.uri], stderr=subprocess.PIPE)
-        for run in (scene.run, second)
-    ]
-    errors = [process.communicate(timeout=240)[1].decode() for process in both]
-    assert [process.returncode for process in both] == [0, 0], errors
-    assert len({found.experiment_id for found in scene.client.search_experiments()}) == 2
-    runs = scene.client.search_runs([scene.entity.info.experiment_id])
-    assert {run.info.run_name for run in runs} == {"first", "second"}
-    for run in runs:
-        history = scene.client.get_metric_history(run.info.run_id, "loss")
-        assert sorted(metric.step for metric in history) == list(range(2000))
-
-
 def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
     text = "Größe 数据 🚀 עברית \u202e\u0000\ud800"
     scene.write_config({**CONFIG, "params": {"größe": "数据 🚀"}, "tracking": {"tags": {"équipe": "Zürich 🏔"}}})
@@ -495,7 +441,7 @@ def ship_until_done(scene: Scene) -> int:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of the runs whose report was written, which grows."""
+    """The names of the runs whose report was written, which grow."""
     found: list[str] = []
     monkeypatch.setattr(report, "write_report", lambda run, series: found.append(run.name))
     return found
@@ -555,11 +501,7 @@ def test_failure_of_a_report_is_logged_once(
 # --- The ledger of a run as metrics of MLflow.
 
 
-def new_metrics(scene: Scene) -> LedgerMetrics:
-    return LedgerMetrics(scene.run)
-
-
-def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
+def test_ledger_of_an_ended_run_is_logged_once_and_again_after_accounting(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     for _ in range(2):
@@ -569,14 +511,22 @@ def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
     # MLflow's list of runs shows every digit.
     assert (logged["usage/allocated"], logged["usage/compute"]) == (round(5 * 37 / 3600, 6), round(4 * 35 / 3600, 6))
     assert logged["usage/goodput"] == round(140 / 185, 6)
-    (point,) = scene.client.get_metric_history(scene.run_id, "usage/compute")
-    assert (point.step, point.timestamp) == (7, int((BEGAN + 37) * 1000)), "the last training step"
+    start = {"began": BEGAN, "ended": BEGAN + 36.04, "energy_j": 1.8e6}
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
+    for _ in range(2):
+        scene.shipper().ship_once()
+    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
+    ended_ms = int((BEGAN + 37) * 1000)
+    assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)], "the last training step, and the next one"
+    metrics = scene.entity.data.metrics
+    assert metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
+    assert metrics["usage/energy_kwh"] == pytest.approx(0.5)
 
 
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
-    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
+    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
     scene.state(created=BEGAN)
     numbers = []
     for now in (30, 61, 90, 121):
@@ -592,33 +542,20 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
     assert {point.step for point in history} == {7, 8}, "each step once"
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
     found = scene.entity.data.metrics["usage/allocated"]
     assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
-
-
-def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process(scene: Scene) -> None:
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
-    scene.shipper().ship_once()
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
-    for _ in range(2):
-        scene.shipper().ship_once()
-    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
-    ended_ms = int((BEGAN + 37) * 1000)
-    assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)]
-    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
 
 
 def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="stopped", ended=BEGAN + 40, attempt=1)
     mlflow = scene.shipper().open_run()
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
     mlflow.log_points([Point("usage/allocated", 0.05, int((BEGAN + 38) * 1000), 12)])  # before the restart
     add_attempt(scene.run, 41, 57, [account(41, 57)] * 4)
     scene.state(status="finished", ended=BEGAN + 60, attempt=2)
-    new_metrics(scene).ship(scene.run.read_state(), mlflow)
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
     history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
     assert [point.step for point in sorted(history, key=lambda point: point.timestamp)] == [7, 12, 13]
     assert scene.entity.data.metrics["usage/allocated"] == pytest.approx((37 + 17) * 5 / 3600, abs=1e-6)
@@ -627,7 +564,7 @@ def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
 def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="stopped", ended=BEGAN + 40)
-    mlflow, ledger = scene.shipper().open_run(), new_metrics(scene)
+    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
 
     def send_without_response(points: Sequence[Point]) -> int:
         MlflowRun.log_points(mlflow, points)
@@ -649,15 +586,6 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
     scene.state(status="finished", ended=BEGAN + 40)
     scene.shipper().ship_once()
     write_json(scene.run.path / "job.json", {"format": 99})
-    new_metrics(scene).ship(scene.run.read_state(), scene.shipper().open_run())
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), scene.shipper().open_run())
     assert "the ledger of first is not uploaded" in caplog.text
     assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
-
-
-def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
-    start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
-    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
-    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
-    scene.state(status="finished", ended=BEGAN + 40)
-    scene.shipper().ship_once()
-    assert scene.entity.data.metrics["usage/energy_kwh"] == pytest.approx(0.5)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hpcdist_runs import unused_port
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
@@ -135,9 +136,12 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_exit_of_a_follower_does_not_close_the_run(scene: Scene) -> None:
+def test_shipper_does_not_close_the_run_of_a_follower_or_of_another_supervisor(scene: Scene) -> None:
     scene.state(status="queued")
     assert not ship_forever(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
+    scene.state(status="running")
+    with lease.hold(scene.run):
+        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
     assert not scene.run.mlflow.exists()
 
 
@@ -156,12 +160,6 @@ def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> N
     assert run.data.tags["hpcdist.reason"].startswith("the supervisor died before the end of the run: `hpcdist resume")
     assert scene.steps() == [1, 2]
     assert scene.run.read_state().status == "running", "only a supervisor or a command writes the state"
-
-
-def test_shipper_of_a_dead_supervisor_leaves_a_held_run_unchanged(scene: Scene) -> None:
-    with lease.hold(scene.run):
-        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
-    assert not scene.run.mlflow.exists()
 
 
 def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,12 +223,6 @@ def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd
     assert "holds no run" in done.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start `mlflow server`, and kill it with its workers at the end."""
@@ -240,16 +232,12 @@ def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     with open(root / "server.log", "ab") as output:
         process = subprocess.Popen(command, env=env, start_new_session=True, stdout=output, stderr=output)
     try:
-        wait_until(lambda: answers(port), 60)
+        with socket.socket() as probe:
+            wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, 60)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def wait_until(condition: Any, timeout_s: float) -> None:
@@ -263,7 +251,7 @@ def wait_until(condition: Any, timeout_s: float) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: Path) -> None:
-    port = free_port()
+    port = unused_port()
     scene.uri = f"http://127.0.0.1:{port}"
     scene.log(range(2000))
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
@@ -361,13 +349,6 @@ def test_wait_has_a_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 WAIT_S = 240.0
 
 
-def wait_for(condition: Callable[[], object], log: Path) -> None:
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Start the command; its output is in `watch.log`."""
@@ -403,8 +384,8 @@ def test_watch_uploads_new_records_and_ends_on_sigterm(
     broken.write_state(replace(broken.read_state(), status="stopped", ended=time.time()))
     log = tmp_path / "watch.log"
     first = watch()
-    wait_for(lambda: "first: 4 points and" in log.read_text(), log)
-    wait_for(lambda: "broken: MLflow at http://127.0.0.1:1: the server cannot be reached" in log.read_text(), log)
+    wait_until(lambda: "first: 4 points and" in log.read_text(), WAIT_S)
+    wait_until(lambda: "broken: MLflow at http://127.0.0.1:1: the server cannot be reached" in log.read_text(), WAIT_S)
     assert is_complete(scene.run)
     again = watch()
     assert again.wait(WAIT_S) == 2
@@ -412,7 +393,7 @@ def test_watch_uploads_new_records_and_ends_on_sigterm(
         log.read_text()
     )
     scene.log([4, 5])
-    wait_for(lambda: "first: 2 points and" in log.read_text(), log)
+    wait_until(lambda: "first: 2 points and" in log.read_text(), WAIT_S)
     first.send_signal(signal.SIGTERM)
     assert first.wait(WAIT_S) == 0
     text = log.read_text()
