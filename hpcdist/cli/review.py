@@ -187,7 +187,7 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
         The exit code, and the number of runs by result.
     """
     from hpcdist.tracking.points import is_complete
-    from hpcdist.tracking.sync_runs import exit_code, sync_run
+    from hpcdist.tracking.sync_runs import sync_run
 
     code, counts = 0, Counter[str]()
     for run in runs:
@@ -196,7 +196,7 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
                 continue
             report = sync_run(run, os.environ)
         except (HpcdistError, OSError) as error:
-            code = max(code, exit_code(error))
+            code = max(code, getattr(error, "exit_code", 2))
             counts["failed"] += 1
             say(f"{run.name}: {error}", error=True)
             if quick and isinstance(error, TrackingError):

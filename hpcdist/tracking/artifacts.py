@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -76,17 +76,13 @@ def leaves_folder(source: Path, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Yield the config, the code state, the environment, the original names of renamed metrics, and the report."""
+    """Yield the config, the code, the environment, renamed metrics, the report, and the newest checks of the nodes."""
     for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json", run.report):
         yield Artifact(path, PATCH if path.name == "code.patch" else path.name, fingerprint(path))
-
-
-def preflight(run: RunDir) -> Iterator[Artifact]:
-    """Yield the newest reports of the checks of the nodes and of the network between the ranks."""
     newest_first = run.attempts()[::-1]
     for name in ("preflight.json", "preflight.txt", "network.json"):
-        if (path := next((it for attempt in newest_first if (it := attempt.path / name).exists()), None)) is not None:
-            yield Artifact(path, name, fingerprint(path))
+        for newest in [it for attempt in newest_first if (it := attempt.path / name).exists()][:1]:
+            yield Artifact(newest, name, fingerprint(newest))
 
 
 def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
@@ -311,8 +307,7 @@ class CheckpointModels:
         all_kept = {name: read_checkpoint(self._run.checkpoints / name) for name in found}
         try:
             with translated(self._mlflow.uri):
-                points = _RunPoints(self._mlflow, all_sent=all_sent)
-                self._update(found, {name: kept for name, kept in all_kept.items() if kept is not None}, points)
+                self._update(found, {name: kept for name, kept in all_kept.items() if kept is not None}, all_sent)
         except TrackingError as error:
             self._models = None  # a request without a response may have been executed
             if not is_unsupported(error):
@@ -328,9 +323,9 @@ class CheckpointModels:
         if kept is not None and kept.step >= last_step:
             with translated(self._mlflow.uri):
                 model = self._mlflow.client.get_logged_model(model_id)
-                self._log_metrics(model, kept, _RunPoints(self._mlflow, all_sent=True))
+                self._log_metrics(model, kept, all_sent=True)
 
-    def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], points: _RunPoints) -> None:
+    def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], all_sent: bool) -> None:
         if self._models is None:
             search, of_run = self._mlflow.client.search_logged_models, f"source_run_id = '{self._mlflow.run_id}'"
             self._models = {
@@ -343,7 +338,7 @@ class CheckpointModels:
             if self._done.get(name) != found[name]:
                 if one.key not in self._models:
                     self._models[one.key] = self._create(one)
-                if self._log_metrics(self._models[one.key], one, points):
+                if self._log_metrics(self._models[one.key], one, all_sent=all_sent):
                     self._done[name] = found[name]
         for key in self._models.keys() - {one.key for one in kept.values()}:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
@@ -368,44 +363,27 @@ class CheckpointModels:
         require_id(model.model_id, "a logged model")
         return model
 
-    def _log_metrics(self, model: entities.LoggedModel, kept: KeptCheckpoint, points: _RunPoints) -> bool:
-        """Log the metrics that the model lacks, and set its status to ready. Returns whether it has all metrics."""
+    def _log_metrics(self, model: entities.LoggedModel, kept: KeptCheckpoint, *, all_sent: bool) -> bool:
+        """Log the metrics that the model lacks, and set its status to ready. Returns whether it has all metrics.
+
+        MLflow stores a metric of a model as a point of its run, too. Only a point with the time and value of the run's
+        own point is stored once. A metric that the trainer has saved in the checkpoint but not logged, which is known
+        when all records are sent, has the value and time of the checkpoint.
+        """
+        client, run_id = self._mlflow.client, self._mlflow.run_id
         logged = {metric.key for metric in model.metrics or ()}
         missing = {key: value for key, value in kept.metrics.items() if key not in logged}
-        metrics = [
-            entities.Metric(key, *point, kept.step, model_id=model.model_id)
-            for key, value in missing.items()
-            if (point := points.at(key, kept, value)) is not None
-        ]
+        metrics = []
+        for key, value in missing.items():
+            own = next((it for it in client.get_metric_history(run_id, key) if it.step == kept.step), None)
+            if own is not None or all_sent:
+                point = (own.value, own.timestamp) if own is not None else (value, kept.created_ms)
+                metrics.append(entities.Metric(key, *point, kept.step, model_id=model.model_id))
         if metrics:
-            self._mlflow.client.log_batch(self._mlflow.run_id, metrics=metrics, synchronous=True)
+            client.log_batch(run_id, metrics=metrics, synchronous=True)
         if str(model.status) != "READY":
-            self._mlflow.client.finalize_logged_model(model.model_id, "READY")
+            client.finalize_logged_model(model.model_id, "READY")
         return len(metrics) == len(missing)
-
-
-class _RunPoints:
-    """The points of the run at the steps of checkpoints.
-
-    MLflow stores a metric of a model as a point of its run, too. Only a point with the time and value of the run's own
-    point is stored once.
-    """
-
-    def __init__(self, mlflow: MlflowRun, *, all_sent: bool) -> None:
-        self._mlflow = mlflow
-        self._all_sent = all_sent
-        self._points: dict[str, dict[int, tuple[float, int]]] = {}
-
-    def at(self, key: str, kept: KeptCheckpoint, value: float) -> tuple[float, int] | None:
-        """Return value and time of a metric at the step of a checkpoint; None if the run's point is to come.
-
-        A metric that the trainer has saved in the checkpoint but not logged has the value and time of the checkpoint.
-        """
-        if key not in self._points:
-            history: list[Any] = self._mlflow.client.get_metric_history(self._mlflow.run_id, key)
-            self._points[key] = {metric.step: (metric.value, metric.timestamp) for metric in reversed(history)}
-        point = self._points[key].get(kept.step)
-        return point or ((value, kept.created_ms) if self._all_sent else None)
 
 
 # Logged models and registered models of MLflow.

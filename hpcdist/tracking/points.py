@@ -109,8 +109,8 @@ class SentPoints(Sent):
     """Metric → its number of points, and its open bucket (`PointBudget`)."""
     node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
-    marks: dict[str, list[int]] = field(default_factory=dict)
-    """Attempt → time in ms and step of its point of the metric `attempt`."""
+    marks: dict[str, int] = field(default_factory=dict)
+    """Attempt → step of its point of the metric `attempt`."""
 
     @property
     def is_sending(self) -> bool:
@@ -145,12 +145,11 @@ class SentPoints(Sent):
             return step not in own and not was_seen()
         return True
 
-    def mark(self, attempt: int, time_ms: int, step: int) -> int | None:
+    def mark(self, attempt: int, step: int) -> int | None:
         """Return the step for an attempt's point of the metric `attempt`; None if it has one."""
-        if str(attempt) in self.marks or any(int(other) > attempt for other in self.marks):
+        if any(int(other) >= attempt for other in self.marks):
             return None
-        step = max([step, *(mark[1] + 1 for mark in self.marks.values())])
-        self.marks[str(attempt)] = [time_ms, step]
+        self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in self.marks.values())])
         return step
 
 
@@ -296,10 +295,9 @@ class JournalTail:
             else:
                 self.counts.num_repeated += 1
         # System metrics count seconds, not steps.
-        if any(not key.startswith("system/") for key in metrics):
-            mark = self._sent.mark(attempt, time_ms, step)
-            if mark is not None:
-                points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
+        has_steps = any(not key.startswith("system/") for key in metrics)
+        if has_steps and (mark := self._sent.mark(attempt, step)) is not None:
+            points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""

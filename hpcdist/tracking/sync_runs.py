@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.errors import HpcdistError, UserMistake
@@ -88,15 +86,6 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
     return sync(run, uri)
 
 
-def exit_code(error: HpcdistError | OSError) -> int:
-    """Return the exit code of a command that this error ended."""
-    return error.exit_code if isinstance(error, HpcdistError) else 2
-
-
-class _Ended(BaseException):
-    """A signal has asked this process to end; an upload that it interrupts continues with the next one."""
-
-
 def watch(runs_dir: Path, env: Mapping[str, str], wanted: Callable[[RunDir], bool], interval_s: float) -> int:
     """Upload the `wanted` runs below `runs_dir` every `interval_s` until SIGTERM or SIGINT. Returns 0.
 
@@ -104,7 +93,9 @@ def watch(runs_dir: Path, env: Mapping[str, str], wanted: Callable[[RunDir], boo
     UserMistake if another process does the same in this folder.
     """
     shown: dict[Path, str] = {}  # the last failure by run folder, the last note of the folder of runs
-    with _only_watch(runs_dir), _ended_by_signals():
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    with _only_watch(runs_dir):
         log.info("uploading the runs in %s every %g s", runs_dir, interval_s)
         try:
             while True:
@@ -116,7 +107,7 @@ def watch(runs_dir: Path, env: Mapping[str, str], wanted: Callable[[RunDir], boo
                 for run in filter(wanted, listing.runs):
                     _upload(run, env, shown)
                 time.sleep(max(0.0, until - time.monotonic()))
-        except _Ended:
+        except KeyboardInterrupt:
             log.info("ended by a signal; the next `hpcdist sync` uploads the rest")
     return 0
 
@@ -158,18 +149,3 @@ def _only_watch(runs_dir: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
         yield
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Raise _Ended in the block on SIGTERM, SIGINT and SIGHUP."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Ended
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

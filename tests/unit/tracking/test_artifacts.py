@@ -55,22 +55,21 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     assert Path(copy).read_text() == "one\ntwo\n"
 
 
+def reported(scene: Scene, *, ended: bool) -> list[str]:
+    return [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=ended)]
+
+
 def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
     for rank in range(6):
         scene.file(f"attempts/001/rank-{rank:05d}.log", "a line\n")
     for time_s, rank in enumerate((4, 1, 5, 3)):
         os.utime(scene.file(f"attempts/001/rank-{rank:05d}.outcome.json", "{}"), (time_s, time_s))
-    uploaded = [
-        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
-    ]
-    assert uploaded == ["1.log", "1.outcome.json", "4.log", "4.outcome.json", "5.log", "5.outcome.json"]
+    names = [f"rank-0000{rank}.{kind}" for rank in (1, 4, 5) for kind in ("log", "outcome.json")]
+    assert reported(scene, ended=True) == names
     for rank in (1, 3, 5):
         scene.run.attempt(1).outcome(rank).unlink()
-    uploaded = [
-        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
-    ]
-    assert uploaded == ["0.log", "1.log", "4.log", "4.outcome.json"]
+    assert reported(scene, ended=True) == [f"rank-0000{end}" for end in ("0.log", "1.log", "4.log", "4.outcome.json")]
 
 
 def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +79,12 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
         scene.file(f"attempts/001/rank-{rank:05d}.stacks.txt", "a stack\n")
         scene.file(f"attempts/001/rank-{rank:05d}.flight.json", "{}")
         scene.file(f"attempts/001/flight-rank-{rank}", "x" * (99 + rank))
-    first = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=True)]
-    assert first == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded after their collection"
+    assert reported(scene, ended=True) == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded when collected"
     scene.file("attempts/001/stacks.txt", "rank 2 differs\n")
     scene.file("attempts/001/stragglers.jsonl", "{}\n")
-    uploaded = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
     stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
     records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
-    assert uploaded == ["stragglers.jsonl", "stacks.txt", *stacks, *records]
+    assert reported(scene, ended=False) == ["stragglers.jsonl", "stacks.txt", *stacks, *records]
 
 
 def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> None:
@@ -206,8 +203,8 @@ def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     first, second = scene.run.new_attempt(), scene.run.new_attempt()
     for path in (first.preflight, first.network, second.network):
         path.write_text("{}")
-    found = {item.target: item.source for item in artifacts.preflight(scene.run)}
-    assert found == {"preflight.json": first.preflight, "network.json": second.network}
+    found = {item.target: item.source for item in artifacts.documents(scene.run)}
+    assert (found["preflight.json"], found["network.json"]) == (first.preflight, second.network)
 
 
 @pytest.mark.parametrize(
