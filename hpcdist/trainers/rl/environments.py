@@ -91,10 +91,6 @@ class Problem:
         scaled: NDArray[Any] = np.clip(centre + half * chosen, self.low, self.high)
         return scaled
 
-    def greedy(self, outputs: Floats) -> NDArray[Any]:
-        """Return the most likely actions for a policy's outputs [n, num_outputs], in the environment's units."""
-        return self.to_env(outputs.argmax(axis=1) if self.is_discrete else outputs)
-
 
 class Step(NamedTuple):
     """Result of one step of n environments."""
@@ -138,7 +134,17 @@ class Vectorized:
             raise _NotSaveable("its autoreset mode is not NEXT_STEP")
         self._inner: Any = self._env.unwrapped
         self.reset()
-        self._check_state()
+        # Steps from a restored state must repeat exactly.
+        actions = self._env.action_space.sample()
+        self.step(actions)
+        state, ends = self.state(), []
+        for _ in range(2):
+            self.load_state(state)
+            self.begin(np.random.default_rng(0))
+            steps = [self.step(actions) for _ in range(30)]
+            ends.append(np.concatenate([np.ravel(part) for step in steps for part in step]))
+        if not np.array_equal(ends[0], ends[1]):
+            raise _NotSaveable("its state has more than arrays and numbers")
 
     def begin(self, rng: np.random.Generator) -> None:
         """Draw all random numbers from `rng` from now on."""
@@ -146,10 +152,9 @@ class Vectorized:
 
     def reset(self) -> None:
         """Start a new episode in every environment."""
-        before = self._inner.np_random
-        seed = int(before.integers(2**31))
-        self.observations, _ = self._env.reset(seed=seed)
-        self._inner.np_random = before
+        rng = self._inner.np_random
+        self.observations, _ = self._env.reset(seed=int(rng.integers(2**31)))
+        self._inner.np_random = rng  # reset has replaced it
         self.over = np.zeros(self.num_envs, np.bool_)
 
     def step(self, actions: NDArray[Any], skip: Bools | None = None) -> Step:
@@ -169,19 +174,6 @@ class Vectorized:
         for name, value in state["env"].items():
             setattr(self._inner, name, _to_array(value))
         self.observations, self.over = _to_array(state["observations"]), _to_array(state["over"])
-
-    def _check_state(self) -> None:
-        """Raise _NotSaveable unless steps from a restored state repeat exactly."""
-        actions = self._env.action_space.sample()
-        self.step(actions)
-        state, ends = self.state(), []
-        for _ in range(2):
-            self.load_state(state)
-            self.begin(np.random.default_rng(0))
-            steps = [self.step(actions) for _ in range(30)]
-            ends.append(np.concatenate([np.ravel(part) for step in steps for part in step]))
-        if not np.array_equal(ends[0], ends[1]):
-            raise _NotSaveable("its state has more than arrays and numbers")
 
 
 class Separate:
@@ -266,9 +258,6 @@ def _to_array(value: Any) -> Any:
     return value.numpy().copy() if isinstance(value, Tensor) else value
 
 
-# Returns of a policy over full greedy episodes.
-
-
 def greedy_returns(
     problem: Problem, envs: Environments, act: Callable[[Floats], Floats], alive: Callable[[], None] = lambda: None
 ) -> NDArray[np.float64]:
@@ -282,7 +271,8 @@ def greedy_returns(
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, np.bool_)
     while not over.all():
-        step = envs.step(problem.greedy(act(envs.observations)), skip=over)
+        outputs = act(envs.observations)
+        step = envs.step(problem.to_env(outputs.argmax(axis=1) if problem.is_discrete else outputs), skip=over)
         returns += np.where(over, 0.0, step.rewards)
         over |= step.terminated | step.truncated
         alive()

@@ -22,7 +22,7 @@ from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Floats, Problem, make_environments
 from hpcdist.trainers.rl.policy import Actor, log_prob
 
-# Rollouts: recorded steps of many environments, and the collector that records them.
+log = logging.getLogger(__name__)
 
 
 class Rollout(NamedTuple):
@@ -129,9 +129,6 @@ def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[A
     return ended, sums[-1] - before
 
 
-log = logging.getLogger(__name__)
-
-
 def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
     """Return the number of collectors: that of the checkpoint, unless there are more observers."""
     num_collectors = num_observers if saved is None else int(saved.trainer["num_collectors"])
@@ -156,7 +153,6 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
                 collectors[index].load_state(state)
 
     def collect(number: int, weights: dict[str, Tensor]) -> list[Rollout]:
-        """Collect a rollout with every collector; its random numbers follow from its number and the collector."""
         began, log_std = time.perf_counter(), weights.get("log_std")
         actor = Actor(weights, rl.activation)
         rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in collectors.values()]
@@ -190,19 +186,17 @@ class ObserverGroup:
     def next_rollout(self, number: int, weights: dict[str, Tensor]) -> Rollout:
         """Return rollout `number` of all collectors, joined.
 
-        In async mode it was requested with the rollout before, and now the next one is, to be collected while the agent
-        learns. Otherwise it is collected now with these weights.
+        In sync mode it is collected now with these weights. In async mode it was requested with the rollout before it,
+        and these weights collect the next one while the agent learns.
         """
-        if not self._pending:
-            self._request(number, weights)
-        rollout = Rollout.join(self.wait())
-        self._pending = ()
-        if self._is_async:
-            self._request(number + 1, weights)
-        return rollout
 
-    def _request(self, number: int, weights: dict[str, Tensor]) -> None:
-        self._pending = self._rpc.call_all("observer", "collect", number, weights, timeout_s=self._timeout_s)
+        def request(number: int) -> Sequence[Future[list[tuple[Tensor, ...]]]]:
+            return self._rpc.call_all("observer", "collect", number, weights, timeout_s=self._timeout_s)
+
+        self._pending = self._pending or request(number)
+        rollout = Rollout.join(self.wait())
+        self._pending = request(number + 1) if self._is_async else ()
+        return rollout
 
     def wait(self) -> list[Rollout]:
         """Wait for the pending rollouts and return them; they stay pending.

@@ -25,7 +25,7 @@ from typing import Any, cast
 import gymnasium
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpcdist.config.schema import Config
 from hpcdist.data.loading import digest_of
@@ -34,7 +34,7 @@ from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
-from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
+from hpcdist.review.figures import MAX_POINTS, Curves, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, random_numbers, serve_rollouts
@@ -63,8 +63,10 @@ def train(ctx: Context, cfg: Config) -> None:
         serve_rollouts(ctx, cfg, problem)
         return
     policy = build_policy(problem, rl).to(ctx.device)
-    log_inputs(ctx, problem, policy)
-    saved = ctx.restore()  # the newest valid checkpoint, None at the first start
+    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
+    ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
+    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
         ctx.agree_among([0])  # observers count no steps; they call it in `serve_rollouts`
         train_policy(ctx, cfg, problem, policy, rpc, saved)
@@ -74,6 +76,7 @@ def train_policy(
     ctx: Context, cfg: Config, problem: Problem, policy: Policy, rpc: RpcGroup, saved: Restored | None
 ) -> None:
     """Train as the agent, and export the final policy."""
+    rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending, history = [], History()
     if saved is not None:
@@ -82,10 +85,13 @@ def train_policy(
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
         history = History(saved.trainer["history"]["env_steps"], saved.trainer["history"]["evaluations"])
     observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
-    num_episodes = cfg.section(RlConfig).num_eval_episodes
-    test_envs = make_environments(problem, num_episodes, random_numbers(cfg.seed, 1, 0))
+    test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
     position = saved.trainer["position"] if saved is not None else None
-    progress = Progress(cfg, cfg.section(RlConfig).updates_per_epoch, position, goal=goal_of(problem, cfg))
+    goal = None  # the return that solves the environment, and its source
+    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
+        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
+    # Updates and evaluations done so far, and sums for the metrics since the last logged update.
+    progress = Progress(cfg, rl.updates_per_epoch, position, goal=goal)
     meter = Meter(saved.trainer["meter"] if saved is not None else None, ctx.device)
 
     def save(metrics: Mapping[str, float]) -> None:
@@ -133,17 +139,67 @@ def train_policy(
 def train_step(
     policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
 ) -> dict[str, Any]:
-    """Do one PPO update with a rollout of all collectors; return sums for the metrics, the losses on the device."""
-    losses, num_minibatches = ppo_update(policy, optimizer, rollout, cfg, device)
+    """Update the policy by PPO's clipped surrogate objective; one epoch of one minibatch is A2C.
+
+    Returns sums for the metrics. `losses` are sums over minibatches, on `device`: of policy loss, value loss, entropy
+    and KL divergence from the policy that acted.
+    """
+    rl, valid = cfg.section(RlConfig), rollout.valid
+    with torch.no_grad():
+        values = policy.value(rollout.observations.to(device)).cpu()
+    all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
+    advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
+    returns = advantages + values
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
+    samples = [tensor.to(device) for tensor in (advantages, returns, *further)]
+    losses, num_minibatches = torch.zeros(4, device=device), 0
+    for _ in range(rl.update_epochs):
+        # Drawn on the CPU, so that it does not depend on the kind of device.
+        order = torch.randperm(len(advantages)).to(device)
+        minibatches = zip(*(tensor[order].chunk(rl.num_minibatches) for tensor in samples), strict=True)
+        for advantage, returned, observations, actions, old_log_prob in minibatches:
+            outputs, value = policy.both(observations)
+            new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
+            log_ratio = new_log_prob - old_log_prob
+            ratio = log_ratio.exp()
+            clipped = ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range)
+            policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+            value_loss = nn.functional.mse_loss(value, returned)
+            entropy, kl = entropies.mean(), -log_ratio.mean()
+            optimizer.zero_grad()
+            (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
+            if cfg.optim.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm)
+            optimizer.step()
+            losses += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
+            num_minibatches += 1
     if policy.normalize:
-        policy.observe(rollout.observations[:-1][rollout.valid].to(device))
+        policy.observe(rollout.observations[:-1][valid].to(device))
     return {
         "losses": losses,
         "num_minibatches": num_minibatches,
-        "num_env_steps": int(rollout.valid.sum()),
+        "num_env_steps": int(valid.sum()),
         "return_sum": float(rollout.returns.sum()),
         "num_episodes": len(rollout.returns),
     }
+
+
+def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
+    """Return the advantage of each action [T, n] by generalised advantage estimation.
+
+    The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
+    do not cross the end of an episode. The result of a step that is not valid is undefined.
+
+    Args:
+        values: of all observations, [T + 1, n].
+    """
+    rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
+    advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
+    factors = np.float32(gamma * gae_lambda) * ~(terminated | rollout.truncated.numpy())
+    for t in range(len(advantages) - 2, -1, -1):
+        advantages[t] += factors[t] * advantages[t + 1]
+    return cast(Floats, advantages)
 
 
 def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: Meter) -> dict[str, float]:
@@ -174,15 +230,9 @@ def evaluate(
     mean = float(returns.mean())
     history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
     ctx.figure("returns", returns_curves(problem.name, history.evaluations))
-    ctx.figure("returns_of_last_evaluation", returns_histogram(returns.tolist()))
+    last = histogram("returns of the last evaluation", returns.tolist(), x_label="return", y_label="episodes")
+    ctx.figure("returns_of_last_evaluation", last)
     return {"eval/return": mean, "eval/return_std": float(returns.std())}
-
-
-def goal_of(problem: Problem, cfg: Config) -> tuple[float, str] | None:
-    """Return the return that solves the environment, and its source; None if it is unknown or not monitored."""
-    if problem.reward_threshold is None or cfg.checkpoint.monitor != "eval/return":
-        return None
-    return problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
 
 
 def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
@@ -197,84 +247,8 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     )
 
 
-def log_inputs(ctx: Context, problem: Problem, policy: Policy) -> None:
-    """Declare the environment and the size of the policy."""
-    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
-    ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
-    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
-
-
-# Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with generalised advantage estimation.
-
-
-def ppo_update(
-    policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
-) -> tuple[Tensor, int]:
-    """Update the policy by PPO's clipped surrogate objective; one epoch of one minibatch is A2C.
-
-    Returns:
-        Sums over minibatches of policy loss, value loss, entropy and KL divergence from the policy that acted, [4]
-        on `device`, and the number of minibatches.
-    """
-    rl, valid = cfg.section(RlConfig), rollout.valid
-    with torch.no_grad():
-        values = policy.value(rollout.observations.to(device)).cpu()
-    all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
-    advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
-    returns = advantages + values
-    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
-    samples = [tensor.to(device) for tensor in (advantages, returns, *further)]
-    sums, num_minibatches = torch.zeros(4, device=device), 0
-    for _ in range(rl.update_epochs):
-        # Drawn on the CPU, so that it does not depend on the kind of device.
-        order = torch.randperm(len(advantages)).to(device)
-        minibatches = zip(*(tensor[order].chunk(rl.num_minibatches) for tensor in samples), strict=True)
-        for advantage, returned, observations, actions, old_log_prob in minibatches:
-            outputs, value = policy.both(observations)
-            new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
-            log_ratio = new_log_prob - old_log_prob
-            ratio = log_ratio.exp()
-            clipped = ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range)
-            policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-            value_loss = nn.functional.mse_loss(value, returned)
-            entropy, kl = entropies.mean(), -log_ratio.mean()
-            optimizer.zero_grad()
-            (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
-            if cfg.optim.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm)
-            optimizer.step()
-            sums += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
-            num_minibatches += 1
-    return sums, num_minibatches
-
-
-def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """Return the advantage of each action [T, n] by generalised advantage estimation.
-
-    The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
-    do not cross the end of an episode. The result of a step that is not valid is undefined.
-
-    Args:
-        values: of all observations, [T + 1, n].
-    """
-    rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
-    advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
-    factors = np.float32(gamma * gae_lambda) * ~(terminated | rollout.truncated.numpy())
-    for t in range(len(advantages) - 2, -1, -1):
-        advantages[t] += factors[t] * advantages[t + 1]
-    return cast(Floats, advantages)
-
-
-# Figures of trainer `rl` in the report of a run.
-
-
 def returns_curves(environment: str, evaluations: Sequence[tuple[int, float, float, float]]) -> Curves:
-    """Return the returns of all evaluations; of many, every n-th and the last one.
-
-    Args:
-        evaluations: environment steps and mean, smallest and largest return of each evaluation.
-    """
+    """Return a figure of `History.evaluations`; of many, every n-th and the last one."""
     every = -(-len(evaluations) // (MAX_POINTS - 1)) or 1
     shown = [*evaluations[:-1:every], *evaluations[-1:]]
     names = ("mean", "smallest", "largest")
@@ -284,8 +258,3 @@ def returns_curves(environment: str, evaluations: Sequence[tuple[int, float, flo
         y_label="return",
         lines={name: [[float(one[0]), float(one[index])] for one in shown] for index, name in enumerate(names, 1)},
     )
-
-
-def returns_histogram(returns: Sequence[float]) -> Histogram:
-    """Return the distribution of the returns of the last evaluation."""
-    return histogram("returns of the last evaluation", returns, x_label="return", y_label="episodes")

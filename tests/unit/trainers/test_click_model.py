@@ -23,7 +23,7 @@ from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, load_clicks, padded
 from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, grouped, rows_as_units, sums_as_units, sums_of
 from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration
-from hpcdist.trainers.rl.train import returns_curves, returns_histogram
+from hpcdist.trainers.rl.train import returns_curves
 
 # --- Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers.
 
@@ -226,7 +226,6 @@ def test_returns_of_many_evaluations_are_thinned() -> None:
     }  # fmt: skip
     assert all(len(line) <= MAX_POINTS for line in curves.lines.values())
     assert len(returns_curves("e", [(1, 1.0, 1.0, 1.0)]).lines["mean"]) == 1
-    assert sum(returns_histogram([1.0, 2.0, 2.5]).counts) == 3
 
 
 # --- The click model in one process, and the AUC.

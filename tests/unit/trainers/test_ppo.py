@@ -30,7 +30,7 @@ from hpcdist.trainers.rl.environments import (
 )
 from hpcdist.trainers.rl.observers import Collector, Rollout, _per_episode, random_numbers
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
-from hpcdist.trainers.rl.train import gae, ppo_update
+from hpcdist.trainers.rl.train import gae, train_step
 
 # --- Policies and PPO, compared with direct implementations of their definitions.
 
@@ -120,9 +120,9 @@ def test_one_epoch_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     rl = RlConfig(update_epochs=1, num_minibatches=1, value_coef=0.7, entropy_coef=0.3)
     cfg = Config(sections={"rl": rl}, optim=OptimConfig(name="sgd", lr=1.0, momentum=0.0))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    sums, num_steps = ppo_update(policy, optimizer, rollout, cfg, HOST)
-    assert num_steps == 1
-    assert abs(sums[3]) < 1e-5, "the policy is the one that acted"
+    sums = train_step(policy, optimizer, rollout, cfg, HOST)
+    assert sums["num_minibatches"] == 1
+    assert abs(sums["losses"][3]) < 1e-5, "the policy is the one that acted"
 
     valid = rollout.valid
     values = plain.value(rollout.observations)
@@ -148,7 +148,7 @@ def test_update_changes_every_weight() -> None:
     policy, rollout = rollout_of("Pendulum-v1")
     before = copy.deepcopy(policy.state_dict())
     cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, max_grad_norm=0.5))
-    ppo_update(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
+    train_step(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert [key for key, value in policy.state_dict().items() if torch.equal(value, before[key])] == []
 
 
@@ -162,7 +162,7 @@ def test_invalid_steps_have_no_effect_on_the_update() -> None:
     def updated(data: Rollout) -> list[Tensor]:
         torch.manual_seed(1)
         ours = copy.deepcopy(policy)
-        ppo_update(
+        train_step(
             ours, build_optimizer(ours.parameters(), OptimConfig()), data, Config(sections={"rl": RlConfig()}), HOST
         )
         return list(ours.parameters())
@@ -174,8 +174,8 @@ def test_invalid_steps_have_no_effect_on_the_update() -> None:
 def test_clipping_limits_the_change_of_an_update() -> None:
     policy, rollout = rollout_of()
     cfg = Config(sections={"rl": RlConfig(update_epochs=30, num_minibatches=2)}, optim=OptimConfig(lr=3e-3))
-    _, num_steps = ppo_update(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
-    assert num_steps == 60
+    sums = train_step(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
+    assert sums["num_minibatches"] == 60
     with torch.no_grad():
         found, _ = log_prob(policy(rollout.observations[:-1]), rollout.actions, None)
     ratio = (found - rollout.log_probs)[rollout.valid].exp()
@@ -267,7 +267,7 @@ def test_problem_has_the_properties_of_its_environment() -> None:
     assert (pendulum.num_outputs, pendulum.is_discrete) == (1, False)
     # Actions are scaled from the unit box to the environment's box and clipped.
     assert pendulum.to_env(np.array([[-3.0], [0.5], [1.0]])).tolist() == [[-2.0], [1.0], [2.0]]
-    assert Problem.of("Corridor-v0", {}).greedy(np.array([[1, 0], [0, 1]], np.float32)).tolist() == [5, 6]
+    assert Problem.of("Corridor-v0", {}).to_env(np.array([0, 1])).tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(
