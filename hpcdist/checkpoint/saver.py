@@ -203,6 +203,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
 
+    @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
         """Return `state` with every tensor copied to the host, and the CUDA events to wait for before reading it.
 
@@ -225,7 +226,14 @@ class HostBuffers:
             walk = _Walk(self._buffers)
             host = walk.visit(state, ())
         self._buffers = walk.reused
-        return host, _queue_copies(walk.pairs)
+        for buffer, tensor in walk.pairs:
+            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        events = []
+        for device in {tensor.device for _, tensor in walk.pairs if tensor.is_cuda}:
+            event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of polling
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return host, events
 
 
 class _Walk:
@@ -290,61 +298,39 @@ class _Walk:
 
 def _allocate(missing: Mapping[_Path, tuple[_Spec, Tensor]]) -> dict[_Path, tuple[_Spec, Tensor]]:
     """Return one buffer for each missing tensor, cut out of a few large allocations."""
+    slabs: list[list[_Path]] = []
+    num_bytes = 0  # of the last slab
+    for path in sorted(missing, key=lambda path: missing[path][0].pinned):
+        spec, _ = missing[path]
+        size = _aligned_bytes(spec)
+        if not slabs or spec.pinned is not missing[slabs[-1][0]][0].pinned or num_bytes + size > _SLAB_BYTES:
+            slabs.append([])
+            num_bytes = 0
+        slabs[-1].append(path)
+        num_bytes += size
     buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
-    for pinned in {spec.pinned for spec, _ in missing.values()}:
-        slab: list[tuple[_Path, _Spec, Tensor]] = []
-        num_bytes = 0
-        for path, (spec, tensor) in missing.items():
-            if spec.pinned is not pinned:
-                continue
-            size = _aligned_bytes(spec)
-            if slab and num_bytes + size > _SLAB_BYTES:
-                buffers |= _carve(slab, num_bytes, pinned)
-                slab, num_bytes = [], 0
-            slab.append((path, spec, tensor))
-            num_bytes += size
-        buffers |= _carve(slab, num_bytes, pinned)
-    return buffers
-
-
-def _carve(slab: list[tuple[_Path, _Spec, Tensor]], num_bytes: int, pinned: bool) -> dict[_Path, tuple[_Spec, Tensor]]:
-    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-    buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
-    offset = 0
-    for path, spec, tensor in slab:
-        # The strides of `clone()`: equal for a dense tensor, packed for a view with gaps.
-        stride = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
-        count = math.prod(spec.shape)
-        if count == 0:
-            buffer = torch.empty(spec.shape, dtype=spec.dtype)
-        else:
-            # Not a view of the slab: `torch.save` writes whole storages, so each buffer needs a storage of its own.
-            flat = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=offset)
-            buffer = flat.as_strided(spec.shape, stride)
-        buffers[path] = (spec, buffer)
-        offset += _aligned_bytes(spec)
+    for slab in slabs:
+        total = sum(_aligned_bytes(missing[path][0]) for path in slab)
+        memory = torch.empty(total, dtype=torch.uint8, pin_memory=missing[slab[0]][0].pinned).numpy()
+        offset = 0
+        for path in slab:
+            spec, tensor = missing[path]
+            if tensor.numel() == 0:
+                buffer = torch.empty(spec.shape, dtype=spec.dtype)
+            else:
+                # Not a view of the slab: `torch.save` writes whole storages, so each buffer needs a storage of its own.
+                flat = torch.frombuffer(memory, dtype=spec.dtype, count=tensor.numel(), offset=offset)
+                # The strides of `clone()`: equal for a dense tensor, packed for a view with gaps.
+                like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+                buffer = flat.as_strided(spec.shape, like.stride())
+            buffers[path] = (spec, buffer)
+            offset += _aligned_bytes(spec)
     return buffers
 
 
 def _aligned_bytes(spec: _Spec) -> int:
     size = math.prod(spec.shape) * spec.dtype.itemsize
     return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-@torch.no_grad()
-def _queue_copies(pairs: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
-    devices: dict[torch.device, None] = {}
-    for buffer, tensor in pairs:
-        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
-            devices[tensor.device] = None
-    events = []
-    for device in devices:
-        # `blocking`: the waiting thread sleeps instead of polling.
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events
 
 
 def _name(path: _Path) -> str:

@@ -27,7 +27,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -138,14 +138,22 @@ class CheckpointStore:
 
     def all(self) -> list[Manifest]:
         """Return the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
-        return list(self._whole())
+        whole = []
+        for folder in self._folders():
+            if folder not in self._broken:
+                try:
+                    whole.append(read_manifest(folder))
+                except CheckpointError as error:
+                    self._broken.add(folder)
+                    log.warning("keeping invalid checkpoint %s", error)
+        return whole
 
     def best(self) -> Manifest | None:
         """Return the checkpoint with the best metric, the newest of equal ones; None if no checkpoint has the metric.
 
         Hashes are not checked.
         """
-        return next(iter(self._by_metric(self.all())), None)
+        return self._best_of(self.all())
 
     def newest_step(self) -> int | None:
         """Return the step of the newest valid checkpoint; reads the disk only if `latest()` has not been called."""
@@ -172,24 +180,12 @@ class CheckpointStore:
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
-    def _whole(self) -> Iterator[Manifest]:
-        """Yield the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
-        for folder in self._folders():
-            if folder not in self._broken:
-                try:
-                    yield read_manifest(folder)
-                except CheckpointError as error:
-                    self._broken.add(folder)
-                    log.warning("keeping invalid checkpoint %s", error)
-
-    def _by_metric(self, candidates: list[Manifest]) -> list[Manifest]:
-        """Return the candidates that have the metric, the best first. `candidates` are newest first."""
-        metric = self._best_metric
-        if not metric:
-            return []
-        sign = -1.0 if self._monitor_mode == "max" else 1.0
-        scored = [(sign * found.metrics.get(metric, math.nan), found) for found in candidates]
-        return [found for _, found in sorted((s for s in scored if not math.isnan(s[0])), key=lambda s: s[0])]
+    def _best_of(self, candidates: list[Manifest]) -> Manifest | None:
+        """Return the first candidate with the best metric; None if none has the metric."""
+        values = {found.step: found.metrics.get(self._best_metric or "", math.nan) for found in candidates}
+        scored = [found for found in candidates if not math.isnan(values[found.step])]
+        choose = max if self._monitor_mode == "max" else min
+        return choose(scored, key=lambda found: values[found.step], default=None)
 
     # --- writing, by one process
 
@@ -252,40 +248,40 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
 
-    def prune(self) -> list[Path]:
-        """Remove all valid checkpoints except the newest `keep_last` and the best; return the removed folders.
+    def prune(self) -> None:
+        """Remove all valid checkpoints except the newest `keep_last` and the best.
 
         Invalid checkpoints neither count nor are removed, so that they can be examined.
 
         Raises CheckpointError if a checkpoint cannot be removed.
         """
-        whole = list(self._whole())
+        whole = self.all()
         if len(whole) <= self._keep_last:
-            return []
+            return
         if whole[0].step != self.newest_step():  # its hashes have not been checked
             self.latest()
-            whole = list(self._whole())
-        best = self._by_metric(whole)[:1]
-        doomed = [found.path for found in whole[self._keep_last :] if found not in best]
-        for path in doomed:
-            try:
-                self._remove(path)
-            except OSError as error:
-                raise CheckpointError(
-                    f"old checkpoint {path} cannot be removed: {error.strerror}", may_pass=file_retry.is_away(error)
-                ) from error
-        return doomed
+            whole = self.all()
+        best = self._best_of(whole)
+        for found in whole[self._keep_last :]:
+            if found is not best:
+                try:
+                    self._remove(found.path)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"old checkpoint {found.path} cannot be removed: {error.strerror}",
+                        may_pass=file_retry.is_away(error),
+                    ) from error
 
-    def remove_leftovers(self) -> list[Path]:
-        """Remove incomplete checkpoints of killed attempts, and return their paths. Only for the writing process."""
-        leftovers = [entry for entry in _entries(self.folder) if entry.name.startswith(f"{_TEMP_PREFIX}step-")]
-        for entry in leftovers:
+    def remove_leftovers(self) -> None:
+        """Remove incomplete checkpoints of killed attempts. Only for the writing process."""
+        for entry in _entries(self.folder):
+            if not entry.name.startswith(f"{_TEMP_PREFIX}step-"):
+                continue
             try:
                 retry(lambda entry=entry: shutil.rmtree(entry), entry)  # type: ignore[misc]
             except OSError as error:
                 raise CheckpointError(f"incomplete checkpoint {entry} cannot be removed: {error.strerror}") from error
             log.info("removed %s, the incomplete checkpoint of an attempt that died while saving", entry)
-        return leftovers
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: a kill during the removal must not leave a checkpoint with missing files.

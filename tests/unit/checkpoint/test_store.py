@@ -77,8 +77,8 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
 def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.latest() is None
     assert store.newest_step() is None
-    assert store.remove_leftovers() == []
-    assert store.prune() == []
+    store.remove_leftovers()
+    store.prune()
     assert not store.folder.exists()
 
 
@@ -199,7 +199,7 @@ def test_leftover_temporary_folders_are_removed(store: CheckpointStore) -> None:
     path.rename(store.folder / ".tmp-step-00000001-0123abcd")
     (store.folder / "notes").mkdir()
     assert store.latest() is None
-    assert [entry.name for entry in store.remove_leftovers()] == [".tmp-step-00000001-0123abcd"]
+    store.remove_leftovers()
     assert names(store) == ["notes"]
 
 
@@ -283,10 +283,8 @@ def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: A
     for step, score in [(1, 0.9), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
         store.write(snapshot(step, score=score))
     store.write(snapshot(5, other=7.0))
-    removed = store.prune()
-
+    store.prune()
     assert steps(store) == kept
-    assert sorted(path.name for path in removed) == [f"step-{s:08d}" for s in range(1, 7) if s not in kept]
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_manifest])
