@@ -227,8 +227,6 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-# Drawings of the ledger, the timeline and the figures of a trainer.
-
 #: Colours of causes and phases. A phase that is one cause has its colour; `train` consists of several causes, and time
 #: in the queue is none.
 _CAUSE_COLOURS: dict[str, int] = {cause: index for index, cause in enumerate(CAUSES)}
@@ -346,8 +344,6 @@ def draw_patch(text: str) -> Markup:
     return _tag("pre", Markup("\n").join(lines), class_="diff")
 
 
-# Charts of the metrics of a run, and the heat map of step times by node.
-
 #: Limit of the metrics and nodes that a report reads and draws, to bound its size and the memory of its writer.
 MAX_SERIES = 600
 MAX_CHARTS = 24
@@ -385,33 +381,28 @@ def _is_node_time(key: str) -> bool:
     return key.startswith("time/") and key.endswith(_STEP_TIME) and key.count("/") == 2
 
 
-def metric_charts(series: Mapping[str, Series], *, monitor: str = "", skip: Iterable[str] = ()) -> list[Chart]:
-    """Return charts of the metrics: losses first, then the metric that selects checkpoints, throughput and the rest.
+def metric_charts(
+    series: Mapping[str, Series], declared: Mapping[str, Sequence[str]], monitor: str = ""
+) -> tuple[list[Chart], list[Chart]]:
+    """Return the charts that a trainer declares, and those of the other metrics.
 
-    The same metric on training and evaluation data shares a chart.
-
-    Args:
-        skip: metrics that are shown elsewhere.
+    The latter begin with losses, the metric that selects checkpoints, and throughput. The same metric on training and
+    evaluation data shares a chart.
     """
-    shown = {key for key in series if not is_hidden(key)} - set(skip)
-    groups: dict[str, list[str]] = {}
-    for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
-        groups.setdefault(_group_of(key), []).append(key)
-    order = ranked(groups, _group_of(monitor))
-    return [chart for title in order[:MAX_CHARTS] if (chart := chart_of(title, groups[title], series)) is not None]
-
-
-def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the metrics of the charts that a trainer declares, by title, without charts that have none."""
-    found = {
+    own = {
         title: sorted(key for key in series if any(fnmatchcase(key, pattern) for pattern in patterns))
         for title, patterns in declared.items()
     }
-    return {title: keys for title, keys in found.items() if keys}
+    shown = {key for key in series if not is_hidden(key)} - {key for keys in own.values() for key in keys}
+    groups: dict[str, list[str]] = {}
+    for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
+        groups.setdefault(_group_of(key), []).append(key)
+    charts = [_chart(title, keys, series) for title, keys in own.items() if keys]
+    others = [_chart(title, groups[title], series) for title in ranked(groups, _group_of(monitor))[:MAX_CHARTS]]
+    return [one for one in charts if one], [one for one in others if one]
 
 
-def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
-    """Return one chart of some metrics over steps; None without any finite point."""
+def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
     lines = {}
     for key in keys[:MAX_LINES]:
         points = series[key].points

@@ -409,7 +409,7 @@ def _number(value: float) -> str:
 def _attempts(facts: RunFacts, num_kept: int) -> str:
     rows: list[tuple[str, ...]] = []
     for row, attempt in zip(attempt_rows(facts), facts.attempts, strict=True):
-        logs = link("logs", _artifact(facts, attempt.logs))
+        logs = link("logs", _artifact(facts, f"logs/attempt-{attempt.number:03d}"))
         rows.append((*row[:-1], escaped(row[-1], 200), logs))
     if (left_out := len(rows) - num_kept) > 0:
         first = (num_kept + 1) // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -342,7 +343,16 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
-    hang = _of_hang(run, attempt)
+    # The stack traces that were collected before the ranks were killed.
+    hang = None
+    with suppress(FileNotFoundError), open_regular(attempt.stacks_summary) as file:
+        sentence = file.readline(MAX_LINE_CHARS).decode(errors="replace").rstrip("\n")
+        summary = attempt.stacks_summary.relative_to(run.path)
+        hang = Finding(
+            cause=f"the ranks hung: {sentence}",
+            evidence=f"{summary}, and each rank's stack trace in {summary.parent}/rank-*.stacks.txt",
+            fix=HANG_FIX,
+        )
     if read_logs:
         # The collected stacks are more specific than a log's message about a hang; lost peers are a consequence.
         ignored = ("peer-lost", "collective-timeout", *(["hang"] if hang is not None else []))
@@ -376,7 +386,7 @@ def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, 
 
 
 def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, Any]) -> Finding:
-    """Explain a rank's outcome file. The rest of its log is not searched, because a warning there is not the cause."""
+    # The rest of the rank's log is not searched, because a warning there is not the cause.
     error, trace = str(outcome["error"]), "".join(outcome["traceback"]).splitlines()
     lines = [error, *trace]
     if (match := first_match(lines)) is not None:
@@ -403,23 +413,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
 
 
-def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
-    """Explain a hang by the stack traces that were collected before the ranks were killed."""
-    try:
-        with open_regular(attempt.stacks_summary) as file:
-            sentence = file.readline(MAX_LINE_CHARS).decode(errors="replace").rstrip("\n")
-    except FileNotFoundError:
-        return None
-    where = attempt.stacks_summary.relative_to(run.path)
-    return Finding(
-        cause=f"the ranks hung: {sentence}",
-        evidence=f"{where}, and each rank's stack trace in {where.parent}/rank-*.stacks.txt",
-        fix=HANG_FIX,
-    )
-
-
 def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) -> Finding | None:
-    """Explain the first known error in the logs, except the patterns named in `ignored`."""
     for path in filter(Path.is_file, paths):
         lines = last_lines(path, MAX_LINES)
         if (match := first_match(line for _, line in lines)) is not None and match[0].name not in ignored:

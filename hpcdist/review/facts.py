@@ -105,17 +105,11 @@ class AttemptFacts:
     status: str  #: `running`, `finished`, `stopped`, `cancelled` or `failed`
     cause: str  #: one sentence: why the attempt ended; empty while it is live
     nodes: tuple[str, ...] = ()
-    num_ranks: int = 0
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     training_began: float | None = None
     first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
-
-    @property
-    def logs(self) -> str:
-        """Path of the logs among the artifacts of the MLflow run."""
-        return f"logs/attempt-{self.number:03d}"
 
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
@@ -159,15 +153,17 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     An attempt that finished has none.
     """
     starts = readable(lambda: all_job_starts(run)) or []
-    known = [(attempt.number, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
     last = {}
-    for number, times in known:
-        # The newest one: a start may begin in the second in which the one before ends.
-        start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
-        if start is not None:
-            last[start] = number
-    finished = {number for number, times in known if times.status == "finished"}
-    return {number: start for start, number in last.items() if start.state and number not in finished}
+    for attempt in run.attempts():
+        if (times := read_times(attempt)) is not None:
+            # The newest one: a start may begin in the second in which the one before ends.
+            start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
+            last[start] = (attempt.number, times.status)
+    return {
+        number: start
+        for start, (number, status) in last.items()
+        if start is not None and start.state and status != "finished"
+    }
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
@@ -189,7 +185,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
     # Of rank 0; other ranks may stop before it.
-    records = newest_beat(attempt) or {}, _read(attempt.outcome(0))
+    records = newest_beat(attempt), _read(attempt.outcome(0))
     last_step = max((step for one in records if type(step := one.get("step")) is int), default=None)
     is_script = not times.measured
     if is_script and training is None:
@@ -208,7 +204,6 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         status=status,
         cause=cause or UNRECORDED * (status == "failed"),
         nodes=tuple(node for node in times.nodes if node not in times.idle),
-        num_ranks=times.num_ranks or state.world_size,
         time_limit=times.time_limit,
         training_began=training.began if training else None,
         first_step=training.first_step if training and training.began else None,
@@ -217,15 +212,15 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     )
 
 
-def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
-    """Return the last heartbeat of rank 0; None if there is none or it cannot be read."""
-    return readable(lambda: attempt.read_beat(0))
+def newest_beat(attempt: Attempt) -> dict[str, Any]:
+    """Return the last heartbeat of rank 0; empty if there is none or it cannot be read."""
+    return readable(lambda: attempt.read_beat(0)) or {}
 
 
 def last_beat(run: RunDir) -> dict[str, Any]:
     """Return rank 0's last heartbeat in the last attempt; empty if there is none or it cannot be read."""
     attempts = readable(run.attempts)
-    return (newest_beat(attempts[-1]) or {}) if attempts else {}
+    return newest_beat(attempts[-1]) if attempts else {}
 
 
 #: Causes of the time in which steps are done.
@@ -354,7 +349,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     steps: dict[str, Any] = {}
     spent_s = 0.0  # in steps, without start, saves, evaluations and repeated steps
     for attempt in run.attempts():
-        beat = newest_beat(attempt) or {}
+        beat = newest_beat(attempt)
         metrics |= _mapping(beat.get("metrics"))
         steps |= _mapping(beat.get("metric_steps"))
         if (account := readable(partial(read_account, attempt, 0))) is not None:
@@ -431,9 +426,9 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
 
 
 def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:
-    if not attempts or (beat := newest_beat(run.attempt(attempts[-1].number))) is None:
+    current = attempts[-1] if attempts else None
+    if current is None or not (beat := newest_beat(run.attempt(current.number))):
         return None
-    current = attempts[-1]
     began, elapsed_s = current.first_step or 0, beat["time"] - (current.training_began or current.started)
     speed = (beat["step"] - began) / elapsed_s if elapsed_s > 0 and beat["step"] > began else None
     return Progress(

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,6 @@ Figure = Matrix | Curves | Histogram | Text
 KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram, "text": Text}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundFigures:
-    """The figures of a run, and a sentence for each file that is none."""
-
-    figures: list[Figure] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
     """Return the histogram of some values, at least one, in at most 20 intervals of equal width."""
     low, high = min(values), max(values)
@@ -117,28 +109,24 @@ def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = 
         log.warning("the figure %s cannot be written: %s", path, error.strerror)
 
 
-def read_figures(artifacts: Path) -> FoundFigures:
-    """Return the figures among the artifacts of a run, in the order of their file names."""
-    found = FoundFigures()
+def read_figures(artifacts: Path) -> tuple[list[Figure], list[str]]:
+    """Return the figures among the artifacts of a run by file name, and a sentence for each file that is none."""
+    figures: list[Figure] = []
+    problems = []
     for path in sorted((artifacts / FOLDER).glob("*.json")):
         if path.name.startswith(".") or path.is_symlink():
             continue
         try:
-            found.figures.append(_read(path))
+            raw = retry(lambda path=path: read_json_value(path, MAX_BYTES), path)  # type: ignore[misc]
+            if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
+                raise ValueError(f"its kind must be one of {', '.join(KINDS)}")
+            figure: Figure = files.fill(KINDS[raw["kind"]], files.unstamped(raw, path), path)
+            if not _is_regular(figure):
+                raise ValueError("its numbers do not fit its names")
+            figures.append(figure)
         except (RunFolderError, OSError, ValueError) as error:
-            found.problems.append(f"{FOLDER}/{path.name} is not a figure: {error}")
-    return found
-
-
-def _read(path: Path) -> Figure:
-    """Return the figure in a file. Raises RunFolderError, OSError or ValueError if it holds none."""
-    raw = retry(lambda: read_json_value(path, MAX_BYTES), path)
-    if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
-        raise ValueError(f"its kind must be one of {', '.join(KINDS)}")
-    figure: Figure = files.fill(KINDS[raw["kind"]], files.unstamped(raw, path), path)
-    if not _is_regular(figure):
-        raise ValueError("its numbers do not fit its names")
-    return figure
+            problems.append(f"{FOLDER}/{path.name} is not a figure: {error}")
+    return figures, problems
 
 
 def _is_regular(figure: Figure) -> bool:
@@ -146,7 +134,9 @@ def _is_regular(figure: Figure) -> bool:
     match figure:
         case Matrix(names=names, values=values):
             rows = [row for row in values if _are_numbers(row) and len(row) == len(names)]
-            return len(rows) == len(values) == len(names) <= MAX_CLASSES and _are_texts(names)
+            return len(rows) == len(values) == len(names) <= MAX_CLASSES and all(
+                isinstance(name, str) for name in names
+            )
         case Curves(lines=lines):
             points = [point for line in lines.values() if isinstance(line, list) for point in line]
             return (
@@ -163,7 +153,3 @@ def _is_regular(figure: Figure) -> bool:
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(type(one) in (int, float) and math.isfinite(one) for one in values)
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(one, str) for one in values)

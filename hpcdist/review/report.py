@@ -25,8 +25,6 @@ from hpcdist.host.log_files import last_lines
 from hpcdist.host.machine import LEVELS, Check, ok, warning
 from hpcdist.review.charts import (
     MAX_ATTEMPTS,
-    chart_of,
-    declared_charts,
     draw,
     draw_patch,
     is_hidden,
@@ -280,21 +278,18 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
 
     stored = part(lambda run: read_stored(run.config)) or StoredConfig()
     problems += [text_of(stored.problem)] if stored.problem else []
-    grouped = declared_charts(series, stored.trainer.charts if stored.trainer else {})
-    figures = read_figures(run.artifacts)
+    declared = stored.trainer.charts if stored.trainer else {}
+    trainer_charts, charts = metric_charts(series, declared, stored.config.checkpoint.monitor)
+    figures, no_figures = read_figures(run.artifacts)
     content: dict[str, Any] = {
         "run": run,
         "facts": part(read_facts),
         "patch": part(read_patch),
         "ledger": part(read_ledger) or Ledger(),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
-        "charts": metric_charts(
-            series,
-            monitor=stored.config.checkpoint.monitor,
-            skip=[key for keys in grouped.values() for key in keys],
-        ),
-        "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
-        "figures": figures.figures,
+        "charts": charts,
+        "trainer_charts": trainer_charts,
+        "figures": figures,
         "step_times": step_times(series),
         "stragglers": part(
             lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
@@ -304,5 +299,5 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
     }
-    problems += figures.problems
+    problems += no_figures
     return environment().get_template("report.html").render(content, problems=problems)

@@ -312,12 +312,12 @@ FIGURES: list[Figure] = [
 def test_figures_are_read_as_written(tmp_path: Path) -> None:
     for number, figure in enumerate(FIGURES):
         write_figure(tmp_path, f"f{number}", figure, step=7)
-    found = read_figures(tmp_path)
-    assert found.problems == []
-    assert [figure.step for figure in found.figures] == [7] * 4
-    assert [type(figure) for figure in found.figures] == [type(figure) for figure in FIGURES]
-    assert found.figures[1].lines == {"one": [[0, 1], [1, 2]]}  # type: ignore[union-attr]
-    assert read_figures(tmp_path / "nowhere").figures == []
+    found, problems = read_figures(tmp_path)
+    assert problems == []
+    assert [figure.step for figure in found] == [7] * 4
+    assert [type(figure) for figure in found] == [type(figure) for figure in FIGURES]
+    assert found[1].lines == {"one": [[0, 1], [1, 2]]}  # type: ignore[union-attr]
+    assert read_figures(tmp_path / "nowhere") == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -339,9 +339,9 @@ def test_figures_are_read_as_written(tmp_path: Path) -> None:
 def test_other_content_is_no_figure(tmp_path: Path, content: dict[str, Any]) -> None:
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "one.json").write_text(json.dumps(content))
-    found = read_figures(tmp_path)
-    assert found.figures == []
-    assert found.problems[0].startswith("figures/one.json is not a figure: ")
+    found, problems = read_figures(tmp_path)
+    assert found == []
+    assert problems[0].startswith("figures/one.json is not a figure: ")
 
 
 def test_a_figure_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
