@@ -77,39 +77,22 @@ def explained(run: RunDir) -> dict[str, str]:
 
 
 # --- healthy runs
-@pytest.mark.parametrize(
-    ("state", "line"),
-    [
-        ({"status": "finished", "reason": "trained 9 steps"}, "finished: trained 9 steps; nothing to explain"),
-        (
-            {"status": "created", "attempt": 0, "reason": ""},
-            "created, but never started; `hpcdist resume first` starts it",
-        ),
-    ],
-    ids=["finished", "created"],
-)
-def test_healthy_run_has_one_line(run: RunDir, state: dict[str, Any], line: str) -> None:
-    change_state(run, **state)
-    assert explain(run) == [line]
-
-
-def test_old_heartbeat_of_a_running_run_is_reported(run: RunDir) -> None:
+def test_healthy_run_has_one_line(run: RunDir) -> None:
+    change_state(run, status="finished", reason="trained 9 steps")
+    assert explain(run) == ["finished: trained 9 steps; nothing to explain"]
     change_state(run, status="running", reason="")
     write_json(run.attempt(1).beat(0), {})
     with hold(run):
         assert explain(run) == ["running; nothing to explain"]
         os.utime(run.attempt(1).beat(0), (0, time.time() - 100))
         assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
-
-
-def test_stacks_of_a_running_run_without_progress_are_named(run: RunDir) -> None:
-    change_state(run, status="running", reason="")
-    run.attempt(1).silence.write_text("all ranks are in all_reduce")
-    with hold(run):
+        run.attempt(1).silence.write_text("all ranks are in all_reduce")
         assert explain(run) == [
             "running; nothing to explain (but once it made no progress for launch.hang_timeout_s; stacks:"
             " attempts/001/silence.txt)"
         ]
+    change_state(run, status="created", attempt=0)
+    assert explain(run) == ["created, but never started; `hpcdist resume first` starts it"]
 
 
 def test_running_run_explains_its_last_failed_attempt(run: RunDir) -> None:
@@ -143,14 +126,8 @@ def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run
         found = explained(run)
     assert found["evidence"] == KILLED
     assert found["cause"].startswith("the rank was killed from outside")
-
-
-def test_finished_run_lists_its_restarts(run: RunDir) -> None:
-    write_outcome(run, 0, GLOO_PEER, peer=True)
-    write_end(run, 1, KILLED)
-    run.new_attempt()
     write_end(run, 2, "trained 9 steps", status="finished")
-    change_state(run, status="finished", attempt=2, restarts=1, reason="trained 9 steps")
+    change_state(run, status="finished", reason="trained 9 steps")
     assert explain(run) == ["finished after 1 restart: trained 9 steps", f"1:        failed: {KILLED}"]
 
 
@@ -296,10 +273,10 @@ def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
     assert found["evidence"] == "attempts/001/srun.log:1: srun: error: n2: task 3: Out Of Memory"
 
 
-def test_hang_shows_the_innermost_frame(run: RunDir) -> None:
-    change_state(
-        run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)"
-    )
+def test_hang_shows_the_innermost_frame_or_the_rank_whose_stack_differs(run: RunDir) -> None:
+    """The summary of the stacks takes precedence over the supervisor's message in the job's log."""
+    hung = "rank 1 on n1 made no progress for launch.hang_timeout_s=15 s"
+    change_state(run, reason=f"{hung} (stack traces of all ranks are in …)")
     stack = (
         'Thread 0x1 (most recent call first):\n  File "a.py", line 1\nCurrent thread 0x2 (most recent call first):\n'
     )
@@ -307,15 +284,8 @@ def test_hang_shows_the_innermost_frame(run: RunDir) -> None:
     found = explained(run)
     assert found["cause"] == "the ranks hung"
     assert found["evidence"] == 'attempts/001/rank-00001.log:5: File "train.py", line 40 in wait'
-
-
-def test_hang_shows_the_rank_whose_stack_differs(run: RunDir) -> None:
-    """The summary of the stacks takes precedence over the supervisor's message in the job's log."""
-    change_state(
-        run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)"
-    )
     (run.path / "submitit").mkdir()
-    (run.path / "submitit" / "7_0_log.out").write_text("rank 1 on n1 made no progress for launch.hang_timeout_s=15 s\n")
+    (run.path / "submitit" / "7_0_log.out").write_text(f"{hung}\n")
     run.attempt(1).stacks_summary.write_text("rank 1 differs from the others: in wait (a.py:3)\n\nmore\n")
     found = explained(run)
     assert found["cause"] == "the ranks hung: rank 1 differs from the others: in wait (a.py:3)"
@@ -372,12 +342,9 @@ def test_final_job_state_is_the_cause_of_a_lost_run(
     }
 
 
-def test_step_out_of_memory_is_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_step_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("FAILED", exit_code=1, nodes="n1", step_states=("CANCELLED", "OUT_OF_MEMORY"))
     assert explained(run)["cause"] == "the job used more memory than it requested"
-
-
-def test_job_cancelled_after_the_failure_is_not_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
     write_outcome(run, 0, "ValueError: nan")
     slurm("CANCELLED", nodes="n1")
     assert explained(run)["cause"] == "an exception in the training code"
@@ -459,31 +426,20 @@ def pattern_name(text: str) -> str:
 
 
 # --- errors produced by the tests
-def last_error_line(code: str) -> str:
-    """Run a Python program that fails and return the last line of its error output."""
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import nosuch.thing", "missing-module"),
+        ("bytearray(10**17)", "out-of-memory"),
+        ("import torch; torch.empty(10**15)", "out-of-memory"),
+        ("open('/dev/full', 'wb', buffering=0).write(b'x')", "disk-full"),
+    ],
+)
+def test_errors_of_python_and_torch(code: str, name: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done
-    return done.stderr.splitlines()[-1]
-
-
-@pytest.mark.processes
-def test_missing_module() -> None:
-    line = last_error_line("import nosuch.thing")
-    assert pattern_name(line) == "missing-module"
-
-
-@pytest.mark.processes
-def test_out_of_memory() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        torch.empty(10**15)
-    assert pattern_name(str(raised.value)) == "out-of-memory"
-    assert pattern_name(last_error_line("bytearray(10**17)")) == "out-of-memory"
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full of Linux")
-def test_full_disk() -> None:
-    assert pattern_name(last_error_line("open('/dev/full', 'wb', buffering=0).write(b'x')")) == "disk-full"
+    assert pattern_name(done.stderr.splitlines()[-1]) == name
 
 
 def test_used_port() -> None:
@@ -547,23 +503,17 @@ def test_missing_gpu() -> None:
             "hang",
         ),
         (
-            "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"
-            " waiting 3000ms for recv operation to complete",
+            "RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to",
             "collective-timeout",
         ),
+        ("RuntimeError: [/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064.", "peer-lost"),
         (
-            "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by"
-            " peer [127.0.0.1]:18064. This is typically caused by a remote worker crashing.",
-            "peer-lost",
-        ),
-        (
-            "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address."
-            " port: 23460, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+            "DistNetworkError: The server socket has failed to listen on any local network address. port: 23460,"
+            " useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
             "port-taken",
         ),
         (
-            "torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while trying to connect"
-            " to (127.0.0.1, 23999).",
+            "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 23)",
             "unreachable",
         ),
         # torch.save on a full tmpfs
@@ -575,31 +525,21 @@ def test_missing_gpu() -> None:
             "stranger-on-port",
         ),
         # https://www.osc.edu/documentation/knowledge_base/out_of_memory_oom_or_excessive_memory_usage
-        (
-            "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some of your processes may"
-            " have been killed by the cgroup out-of-memory handler.",
-            "out-of-memory",
-        ),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some", "out-of-memory"),
         ("srun: error: o0616: task 0: Out Of Memory", "out-of-memory"),
         # https://github.com/pytorch/pytorch/issues/16417
         (
-            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity"
-            " of 23.65 GiB of which 11.06 MiB is free.",
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity",
             "cuda-out-of-memory",
         ),
         # https://github.com/XPixelGroup/BasicSR/issues/737
         (
             "[rank1]:[E626 06:24:44.903881913 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation"
-            " timeout: WorkNCCL(SeqNum=808, OpType=ALLREDUCE, NumelIn=9801523, NumelOut=9801523, Timeout(ms)=600000)"
-            " ran for 600020 milliseconds before timing out.",
+            " timeout: WorkNCCL(SeqNum=808, OpType=ALLREDUCE, NumelIn=9801523, NumelOut=9801523, Timeout(ms)=600000)",
             "collective-timeout",
         ),
         # https://github.com/lllyasviel/Fooocus/issues/1313
-        (
-            "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU"
-            " driver by downloading and installing a new version",
-            "driver-too-old",
-        ),
+        ("The NVIDIA driver on your system is too old (found version 11040). Please update", "driver-too-old"),
     ],
     ids=lambda value: value if len(value) < 20 else "",
 )
