@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import os
 import sys
@@ -60,14 +61,18 @@ def make_app(command: str = "") -> typer.Typer:
             if name not in _GROUPS:
                 for one in module.app.registered_commands:
                     one.rich_help_panel = panel
+            _keep_examples(module.app)
             app.add_typer(module.app, rich_help_panel=panel)
     return app
 
 
-def _command_of(arguments: Sequence[str]) -> str:
-    """Return the first argument if it is a command; empty for options, completion and mistakes."""
-    first = arguments[0] if arguments and "_HPCDIST_COMPLETE" not in os.environ else ""
-    return first if any(first in commands for modules in PANELS.values() for commands in modules.values()) else ""
+def _keep_examples(app: typer.Typer) -> None:
+    """Make the help show each example on its own line: Click joins the lines of paragraphs that do not begin so."""
+    for one in app.registered_commands:
+        one.help = (inspect.getdoc(one.callback) or "").replace("Examples:\n", "\b\nExamples:\n")
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _keep_examples(group.typer_instance)
 
 
 def _print_version(wanted: bool) -> None:
@@ -94,8 +99,11 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # File names may be no text, and the encoding of the terminal may lack characters.
             stream.reconfigure(errors="backslashreplace")
+    # All commands for options, completion and mistakes.
+    first = sys.argv[1] if len(sys.argv) > 1 and "_HPCDIST_COMPLETE" not in os.environ else ""
+    known = [command for modules in PANELS.values() for commands in modules.values() for command in commands]
     try:
-        code = make_app(_command_of(sys.argv[1:]))(standalone_mode=False, prog_name="hpcdist")
+        code = make_app(first if first in known else "")(standalone_mode=False, prog_name="hpcdist")
     except Exception as error:
         if "_HPCDIST_COMPLETE" in os.environ:  # the shell asks for completions: a message would garble the prompt
             sys.exit(1)

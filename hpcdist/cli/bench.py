@@ -64,11 +64,8 @@ def comm(
     The benchmark is an ordinary run of the config `bench_comm`; its keys are in the section `comm`.
 
     Examples:
-
         hpcdist bench comm
-
         hpcdist bench comm --cluster mysite cluster.nodes=4 comm.max_bytes=64M
-
         hpcdist bench comm --cluster mysite cluster.nodes=4 --compare last
     """
     from hpcdist.config.loading import load_config
@@ -109,11 +106,8 @@ def show(
     """Print the report of a benchmark run.
 
     Examples:
-
         hpcdist bench show comm-2026
-
         hpcdist bench show comm-2026 --compare last
-
         hpcdist bench show comm-2026 --json > comm.json
     """
     from hpcdist.run.lookup import resolve_run

@@ -85,11 +85,8 @@ def up(
     """Start the cluster, or its missing parts.
 
     Examples:
-
         sudo hpcdist devcluster up --install
-
         sudo hpcdist devcluster up --nodes 16 --grace-time-s 20
-
         sudo hpcdist devcluster up --runtime docker
     """
     from hpcdist.devcluster import cluster
@@ -185,9 +182,7 @@ def slow(
     """Slow down a node's link; without options, restore its full speed.
 
     Examples:
-
         sudo hpcdist devcluster node slow n2 --rate-mbit 10
-
         sudo hpcdist devcluster node slow n2
     """
     from hpcdist.devcluster import cluster

@@ -61,11 +61,8 @@ def doctor(
     The exit code is 1 if a run would fail.
 
     Examples:
-
         hpcdist doctor
-
         hpcdist doctor ddp-2026
-
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist

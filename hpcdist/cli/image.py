@@ -39,11 +39,8 @@ def build(
     """Build an image from a checkout; the base image is pinned by its digest if that can be looked up.
 
     Examples:
-
         hpcdist image build
-
         hpcdist image build --target slim --base docker.io/library/ubuntu:24.04
-
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
     from hpcdist.containers import images as building

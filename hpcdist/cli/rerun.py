@@ -105,11 +105,8 @@ def rerun(
     compared.
 
     Examples:
-
         hpcdist rerun ddp-2026 --steps 100
-
         hpcdist rerun 0a1b2c3d4e5f60718293a4b5c6d7e8f9 --tracking-uri http://mlflow:5000 --repository ~/project
-
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
     from hpcdist.run import snapshot

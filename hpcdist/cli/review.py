@@ -58,9 +58,7 @@ def ui(
     new at each start and part of the link. If the store is an MLflow server, nothing is started.
 
     Examples:
-
         hpcdist ui
-
         hpcdist ui --port 5001 --runs-dir /shared/me/runs --links
     """
     from hpcdist.host.files import require_safe
@@ -110,9 +108,7 @@ def report(
     """Write the report of a run, one HTML page, as of now, and print its path.
 
     Examples:
-
         hpcdist report
-
         hpcdist report digits/first --open
     """
     from hpcdist.host.files import is_mine, short_path
@@ -149,11 +145,8 @@ def sync(
     Only runs of the calling user are uploaded, and only from folders that no other user can write to.
 
     Examples:
-
         hpcdist sync
-
         hpcdist sync ddp-2026
-
         hpcdist sync --all --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
@@ -272,11 +265,8 @@ def cost(
     """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause.
 
     Examples:
-
         hpcdist cost
-
         hpcdist cost digits
-
         hpcdist cost --by user,month --csv
     """
     from hpcdist.review.ledger import CAUSES, GROUPS, costs, hours_text, percent
@@ -370,9 +360,7 @@ def export(
     writes the model's program, which a finished run has; it runs without torch.
 
     Examples:
-
         hpcdist export --format safetensors
-
         hpcdist export first --format onnx --checkpoint final --output digits.onnx
     """
     from hpcdist.config.written import read_stored

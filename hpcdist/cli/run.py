@@ -84,17 +84,11 @@ def run(
     KEY=VALUE precede it; all words after it belong to the script.
 
     Examples:
-
         hpcdist run ddp_digits
-
         hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
-
         hpcdist run launch.num_ranks=4 train.py --lr 0.1
-
         hpcdist run ddp_mnist --detach
-
         hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
-
         hpcdist run ddp_mnist --in docker
     """
     from hpcdist.config.loading import load_config
@@ -250,15 +244,10 @@ def submit(
     As for `hpcdist run`, a script and its arguments may take the place of CONFIG.
 
     Examples:
-
         hpcdist submit ddp_mnist --cluster devcluster --follow
-
         hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
-
         hpcdist submit --cluster ~/site.yaml cluster.nodes=4 train.py --lr 0.1
-
         hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:first --begin 20:00
-
         hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2
     """
     from hpcdist.cli import sweep as sweeps
@@ -394,9 +383,7 @@ def resume(
     A run of Slurm is submitted again. Changed keys are kept once a step has completed with them.
 
     Examples:
-
         hpcdist resume
-
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
     from hpcdist.config.loading import load_run_config
@@ -467,13 +454,9 @@ def show_config(
     """Print a resolved config with secrets redacted, or the schema of all configs.
 
     Examples:
-
         hpcdist config ddp_mnist optim.lr=0.01
-
         hpcdist config --schema
-
         hpcdist config regression.yaml --schema
-
         hpcdist config --json-schema > config.schema.json
     """
     from hpcdist.config.loading import load_config

@@ -42,9 +42,7 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
     """List runs, the newest last.
 
     Examples:
-
         hpcdist runs
-
         hpcdist runs --experiment digits --json
     """
     from hpcdist.cli.run_views import read_rows, show_runs
@@ -62,9 +60,7 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
     """Show a run's state, the last step of each rank and the checkpoints, or the cells of a sweep.
 
     Examples:
-
         hpcdist status
-
         hpcdist status digits/first --json
     """
     from hpcdist.cli.run_views import read_status, show_status
@@ -101,9 +97,7 @@ def logs(
     """Print the log of a rank: unchanged into a pipe or file, as plain text on a terminal.
 
     Examples:
-
         hpcdist logs --rank 1
-
         hpcdist logs digits/first -f
     """
     from hpcdist.cli.run_views import stream_log
@@ -118,9 +112,7 @@ def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = 
     """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
     Examples:
-
         hpcdist follow
-
         hpcdist follow digits/first --wait && ./evaluate.sh
     """
     from hpcdist.cli.run_views import follow_to_end
@@ -207,9 +199,7 @@ def profile(
     run. Open them at https://ui.perfetto.dev.
 
     Examples:
-
         hpcdist profile ddp-2026
-
         hpcdist profile ddp-2026 --steps 10 --ranks 0,3
     """
     from hpcdist.run.commands import parse_ranks, profile_command
