@@ -26,9 +26,15 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.pipeline import PipelineConfig, train
-from hpcdist.trainers.pipeline import stages as pipeline_stages
-from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire
-from hpcdist.trainers.pipeline.stages import Stage, cut_after, unit_names, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.stages import (
+    Inbox,
+    RpcEngine,
+    Stage,
+    Wire,
+    cut_after,
+    unit_names,
+    use_onednn_for_pointwise,
+)
 from hpcdist.trainers.pipeline.train import open_stage, stage_shard
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
@@ -116,11 +122,11 @@ def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
     with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
         wire = Wire(ctx, group, inbox)
         units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
-        for schedule, checkpointing in (("1f1b", False), ("gpipe", False), ("1f1b", True), ("gpipe", True)):
+        for checkpointing in (False, True):
             stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
-            engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
+            engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
             names = differences(ctx, engine, *run_stages(ctx, engine))
-            found += [f"{schedule} {checkpointing}: {name}" for name in names]
+            found += [f"{checkpointing}: {name}" for name in names]
             assert engine.idle_s > 0
     return found
 
@@ -138,7 +144,7 @@ def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
     try:
         with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
             stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
+            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
             engine.step(inputs, targets, NUM_MICRO_BATCHES)
             if ctx.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -174,7 +180,7 @@ def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
     try:
         with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
             stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
+            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
             engine.step(inputs, targets, NUM_MICRO_BATCHES)
             engine.step(inputs, targets, NUM_MICRO_BATCHES)
     except (PeerLost, RemoteError) as error:
@@ -195,57 +201,39 @@ def test_tensor_that_is_not_delivered_ends_the_step_of_the_sender(tmp_path: Path
     assert outcomes[receiver].startswith(f"stage:{sender} (rank {sender}) does not answer: ")
 
 
-# --- measurements before the first step, and their part of a checkpoint
+# --- a checkpoint of two stages, loaded by three
 
-AUTO = Config(
+TWO = Config(
     roles={"stage": 2},
     trainer=TrainerConfig(target="pipeline"),
     model=ModelConfig(name="resnet18"),
     data=DataConfig(image_size=16, batch_size=16),
-    sections={"pipeline": PipelineConfig(num_micro_batches="auto")},
+    sections={"pipeline": PipelineConfig()},
     optim=OptimConfig(name="sgd", lr=0.1),
 )
 
 
-def choose_twice(here: Rank, path: Path) -> tuple[int, int, list[str]]:
-    """Return the chosen number, the number in the next attempt, and the tensors that the measurement has changed."""
-    with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
-        chosen = train.select_micro_batches(ctx, AUTO, setup)
-        torch.manual_seed(0)
-        fresh = build_model("resnet18", num_classes=10, in_channels=3, image_size=16).state_dict()
-        changed = [
-            name for name, value in setup.engine.stage.state_dict().items() if not torch.equal(value, fresh[name])
-        ]
-        changed += [name for name, parameter in setup.engine.stage.named_parameters() if parameter.grad is not None]
-        images, labels = next(train.step_batches(ctx, AUTO, setup.data, epoch=0, start=0))
-        train.train_step(AUTO, setup, images, labels, chosen)
-        ctx.save(
-            1,
-            model=None,
-            trainer={"units": [list(names) for names in setup.units], "num_micro_batches": chosen},
-            shard=stage_shard(setup.engine.stage, setup.optimizer),
-        )
+def save_two_stages(here: Rank, path: Path) -> None:
+    """Do one step and save."""
+    with open_context(here, RunDir(path), TWO) as ctx, open_stage(ctx, TWO) as setup:
+        images, labels = next(train.step_batches(ctx, TWO, setup.data, epoch=0, start=0))
+        train.train_step(TWO, setup, images, labels, 4)
+        units = [list(names) for names in setup.units]
+        ctx.save(1, model=None, trainer={"units": units}, shard=stage_shard(setup.engine.stage, setup.optimizer))
         ctx.close()
-    pipeline_stages.CANDIDATES = (chosen % 8 * 2 or 1,)
-    with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
-        return chosen, train.select_micro_batches(ctx, AUTO, setup), changed
 
 
 def load_on_three_stages(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
     """Return weights and number of optimizer states that each of three stages loads from a checkpoint of two."""
-    config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
+    config = replace(TWO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
     with open_context(here, RunDir(path), config) as ctx, open_stage(ctx, config) as setup:
         return setup.engine.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
 
 
 @pytest.mark.faults
-def test_number_of_micro_batches_is_measured_once_without_side_effects(tmp_path: Path) -> None:
+def test_checkpoint_of_two_stages_is_loaded_by_three(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    first, second = spawn_ranks(choose_twice, 2, path=run.path)
-    assert first[:2] == second[:2] == (first[0], first[0])
-    assert first[0] in (1, 2, 4, 8)
-    assert first[2] == second[2] == []
-
+    spawn_ranks(save_two_stages, 2, path=run.path)
     whole = load_weights(run.checkpoints / "step-00000001")
     stages = spawn_ranks(load_on_three_stages, 3, path=run.path)
     loaded = {name: tensor for weights, _ in stages for name, tensor in weights.items()}
@@ -254,7 +242,7 @@ def test_number_of_micro_batches_is_measured_once_without_side_effects(tmp_path:
     assert sum(count for _, count in stages) == sum(1 for _ in whole_model().parameters())
 
 
-# --- Whole runs of the pipeline trainer: results do not depend on interruptions, split points or schedules.
+# --- Whole runs of the pipeline trainer: results do not depend on interruptions or split points.
 
 
 #: 22 steps per epoch; checkpoints at 15, 22, 30 and 44.
@@ -267,7 +255,7 @@ SMALL = [
 LAST_STEP = 44
 HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
 OTHER_SPLIT = [
-    *("roles.stage=3", "pipeline.split_points=[measured]", "pipeline.schedule=gpipe", "launch.num_threads=1"),
+    *("roles.stage=3", "pipeline.split_points=[measured]", "launch.num_threads=1"),
     "pipeline.activation_checkpointing=true",
 ]
 
@@ -326,7 +314,7 @@ def test_all_stages_train_and_export_one_model(runs: PipelineRuns, control: str)
 
 
 @pytest.mark.faults
-def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: PipelineRuns, control: str) -> None:
+def test_split_and_checkpointing_do_not_change_the_result(runs: PipelineRuns, control: str) -> None:
     code, output = runs.command("run", *runs.config("other-split", *OTHER_SPLIT))
     assert code == 0, output
     assert "split by measured cost" in runs.attempt("other-split").log(0).read_text()

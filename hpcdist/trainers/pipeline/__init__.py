@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hpcdist.config.launch_schema import ConfigSection
 from hpcdist.config.schema import Config, Trainer
 from hpcdist.data import RESNET_NAMES, model_name_problems
-
-# The config section of trainer `pipeline`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +15,15 @@ class PipelineConfig(ConfigSection):
 
     split_points: list[str] = field(default_factory=list)
     """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
-    num_micro_batches: int | str = 4
-    """Equal parts of a batch, each with its own batch statistics; `auto` measures the fastest number at the start."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the micro-batches; the results are equal, and `1f1b` needs less memory."""
+    num_micro_batches: int = 4
+    """Equal parts of a batch, each with its own batch statistics."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, equal results."""
 
     def problems(self) -> list[str]:
         """Return the mistake in the number of micro-batches."""
         number = self.num_micro_batches
-        is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-        return [] if is_number or number == "auto" else [f"num_micro_batches must be >= 1 or auto, got {number}"]
+        return [] if number >= 1 else [f"num_micro_batches must be >= 1, got {number}"]
 
 
 def _check(config: Config) -> list[str]:
@@ -44,7 +38,7 @@ def _check(config: Config) -> list[str]:
         problems.append("model.sync_batch_norm and model.compile are not for trainer pipeline: set them to false")
     if config.precision.dtype != "fp32":
         problems.append(f"precision.dtype={config.precision.dtype} is not for trainer pipeline: leave it out")
-    if isinstance(number, int) and config.data.batch_size % number:
+    if config.data.batch_size % number:
         problems.append(
             f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
             f" parts (pipeline.num_micro_batches): use {config.data.batch_size // number * number or number}"

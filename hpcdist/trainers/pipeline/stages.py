@@ -1,4 +1,4 @@
-"""Stages: consecutive units of a torchvision ResNet, under the parameter names of the whole model.
+"""Stages: consecutive units of a torchvision ResNet, under the parameter names of the whole model, and their engine.
 
 The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model can be split between any two of them.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
+from hpcdist.rank.rpc import RpcGroup
 from hpcdist.trainers.pipeline import PipelineConfig
 
 STEM, HEAD = "stem", "head"
@@ -75,14 +79,11 @@ class Stage(nn.Module):
         """Return activations, or logits [B, num_classes], for images or activations [B, C, H, W]."""
         for unit in self._chain:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(unit, x, use_reentrant=False, context_fn=partial(_contexts, unit))
+                contexts = lambda: (nullcontext(), _keep_statistics(unit))  # noqa: B023, E731 (called at once)
+                x = checkpoint(unit, x, use_reentrant=False, context_fn=contexts)
             else:
                 x = unit(x)
         return x
-
-
-def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _keep_statistics(unit)
 
 
 @contextmanager
@@ -183,12 +184,7 @@ def _now(tensor: Tensor) -> float:
     return time.perf_counter()
 
 
-# Measurements before the first step: split points of the model and number of micro-batches.
-
 log = logging.getLogger(__name__)
-
-#: Numbers of micro-batches to try, if they divide the batch.
-CANDIDATES = (1, 2, 4, 8, 16, 32)
 
 
 def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored | None) -> list[tuple[str, ...]]:
@@ -217,27 +213,196 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
     return stages
 
 
-def choose_micro_batches(ctx: Context, stage: nn.Module, step: Callable[[int], Any]) -> int:
-    """Return the number for which `step(number)` is fastest. Gradients and running statistics are restored."""
-    cfg = ctx.config
-    size = cfg.data.batch_size
-    numbers = [n for n in CANDIDATES if size % n == 0 and size // n > 1] or [1]
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
-    tries = []
-    for number in numbers:
-        times = []
-        for _ in range(3):  # the first one warms up caches and allocators
-            ctx.barrier()
-            began = time.perf_counter()
-            step(number)
-            ctx.barrier()
-            times.append(time.perf_counter() - began)
-        # All ranks use the measurement of rank 0.
-        tries.append(ctx.sum_over_ranks([min(times[1:]) if ctx.is_main else 0.0])[0])
-    for name, buffer in stage.named_buffers():
-        buffer.copy_(buffers[name])
-    stage.zero_grad()
-    chosen = numbers[tries.index(min(tries))]
-    shown = ", ".join(f"{number}: {seconds:.3g} s" for number, seconds in zip(numbers, tries, strict=True))
-    log.info("pipeline.num_micro_batches=auto: %d is the fastest (%s per step)", chosen, shown)
-    return chosen
+# The engine that runs the micro-batches of a step through the stages.
+#
+# It does not use distributed autograd, which runs one backward pass for the whole step, starts it after the last
+# micro-batch's forward pass, and does not control the order of micro-batches. Here each micro-batch is propagated back
+# as soon as its loss is known, in the thread that computes anyway. `benchmarks/pipeline.py` measures the difference.
+
+
+class Action(NamedTuple):
+    """A forward or backward pass of one micro-batch."""
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+
+
+def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """Return each backward pass as early as possible: stage k of K holds the activations of K - k micro-batches.
+
+    Source: Narayanan et al. 2019 (PipeDream, arXiv:1806.03377), with a flush after each step as in Megatron-LM
+    (arXiv:2104.04473): all micro-batches of a step use the same weights.
+    """
+    num_ahead = min(num_stages - stage - 1, num_micro_batches)
+    actions = [Action("forward", m) for m in range(num_ahead)]
+    for done in range(num_micro_batches - num_ahead):
+        actions += [Action("forward", num_ahead + done), Action("backward", done)]
+    return actions + [Action("backward", m) for m in range(num_micro_batches - num_ahead, num_micro_batches)]
+
+
+def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
+    """Return the fraction of a step that stages of equal speed are idle."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+#: Seconds to wait for a tensor before the sender is called to check that it is alive.
+CHECK_INTERVAL_S = 1.0
+
+Kind = Literal["activation", "gradient", "done"]
+
+
+class Inbox:
+    """Received tensors by kind and number, since RPC's threads may deliver them in another order.
+
+    It exists before its rank opens the RPC group, since neighbours that have opened theirs send at once.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tensors: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        #: What the neighbours call.
+        self.functions: dict[str, Callable[..., Any]] = {"put": self.put, "check_alive": lambda: None}
+
+    def put(self, kind: str, number: int, tensor: Tensor) -> None:
+        """Store a received tensor and wake up the thread that waits for it."""
+        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        with self._changed:
+            self._tensors[kind, number] = (tensor, event)
+            self._changed.notify()
+
+    def wait_for(self, kind: str, number: int, timeout_s: float) -> bool:
+        """Wait until the tensor is received; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
+
+    def pop(self, kind: str, number: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Return a received tensor and the event after which its content is complete."""
+        return self._tensors.pop((kind, number))
+
+
+class Wire:
+    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent.
+
+    Args:
+        inbox: its functions are those of this rank in the group.
+    """
+
+    def __init__(self, ctx: Context, rpc: RpcGroup, inbox: Inbox) -> None:
+        self._device = ctx.device
+        self._rpc = rpc
+        self._inbox = inbox
+        self._num_sent: Counter[tuple[int, Kind]] = Counter()
+        self._num_received: Counter[Kind] = Counter()
+        self._pending: deque[Future[None]] = deque()
+        self.waited_s = 0.0
+
+    def send(self, rank: int, kind: Kind, tensor: Tensor) -> None:
+        """Send a tensor to a neighbour without waiting. The caller must not change it afterwards.
+
+        Raises PeerLost or RemoteError if an earlier tensor could not be delivered.
+        """
+        self._check_deliveries()
+        number = self._num_sent[rank, kind]
+        self._num_sent[rank, kind] += 1
+        self._pending.append(self._rpc.call(rank, "put", kind, number, tensor))
+
+    def receive(self, rank: int, kind: Kind) -> Tensor:
+        """Return the next tensor of a kind; each kind comes from one neighbour.
+
+        Raises PeerLost if the neighbour is gone, and PeerLost or RemoteError if a sent tensor could not be delivered:
+        the neighbour would wait for that tensor, and this rank for the neighbour.
+        """
+        number = self._num_received[kind]
+        self._num_received[kind] += 1
+        began = time.perf_counter()
+        while not self._inbox.wait_for(kind, number, CHECK_INTERVAL_S):
+            self._check_deliveries()
+            self._rpc.call(rank, "check_alive").result()
+        self.waited_s += time.perf_counter() - began
+        tensor, event = self._inbox.pop(kind, number)
+        if event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            tensor.record_stream(stream)
+        return tensor.to(self._device)
+
+    def _check_deliveries(self) -> None:
+        """Raise the error of the oldest delivery that has failed; a call that is not answered fails after a minute."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+
+
+#: Number of batches by which a stage may be ahead of the next one in `infer`.
+MAX_AHEAD = 2
+
+
+class RpcEngine:
+    """Runs this rank's stage over `Wire`.
+
+    `idle_s` counts the seconds that the stage has waited for others in `step`.
+    """
+
+    def __init__(self, stage: Stage, wire: Wire, *, index: int, num_stages: int) -> None:
+        self.stage = stage
+        self.idle_s = 0.0
+        self._wire = wire
+        self._index = index
+        self._num_stages = num_stages
+        self._is_last = index == num_stages - 1
+
+    def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
+        """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
+
+        Args:
+            images: [B, 3, H, W], for the first stage; None elsewhere.
+            labels: int64 [B], for the last stage; None elsewhere.
+
+        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same `num_micro_batches`.
+        """
+        image_parts = () if images is None else images.chunk(num_micro_batches)
+        label_parts = () if labels is None else labels.chunk(num_micro_batches)
+        size = 0 if labels is None else len(labels)
+        total = torch.zeros((), device=next(self.stage.parameters()).device)
+        open_parts: dict[int, tuple[Tensor, Tensor]] = {}
+        waited_s = self._wire.waited_s
+        for kind, number in one_f_one_b(self._index, self._num_stages, num_micro_batches):
+            if kind == "forward":
+                x = (
+                    self._wire.receive(self._index - 1, "activation").requires_grad_()
+                    if images is None
+                    else image_parts[number]
+                )
+                y = self.stage(x)
+                if self._is_last:
+                    y = F.cross_entropy(y, label_parts[number], reduction="sum") / size
+                    total += y.detach()
+                else:
+                    self._wire.send(self._index + 1, "activation", y.detach())
+                open_parts[number] = (x, y)
+            else:
+                x, y = open_parts.pop(number)
+                y.backward(None if self._is_last else self._wire.receive(self._index + 1, "gradient"))
+                if x.grad is not None:
+                    self._wire.send(self._index - 1, "gradient", x.grad)
+        self.idle_s += self._wire.waited_s - waited_s
+        return total
+
+    @torch.no_grad()
+    def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+        """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
+        num_ahead = 0
+        for images in batches:
+            y = self.stage(self._wire.receive(self._index - 1, "activation") if images is None else images)
+            if self._index > 0:
+                self._wire.send(self._index - 1, "done", torch.empty(0))
+            if self._is_last:
+                yield y
+                continue
+            self._wire.send(self._index + 1, "activation", y)
+            num_ahead += 1
+            if num_ahead > MAX_AHEAD:
+                self._wire.receive(self._index + 1, "done")
+                num_ahead -= 1
+            yield None
+        for _ in range(num_ahead):
+            self._wire.receive(self._index + 1, "done")

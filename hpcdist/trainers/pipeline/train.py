@@ -6,7 +6,7 @@ master: it would cost a process, and all tensors would pass through it.
 
 The result is that of gradient accumulation in one process over the same micro-batches: each is normalised by its own
 batch statistics, running statistics are updated once per micro-batch in order, gradients are summed in order, and all
-stages step at the end. It does not depend on the split, the schedule, activation checkpointing or the number of stages
+stages step at the end. It does not depend on the split, activation checkpointing or the number of stages
 (bit by bit, if all have the same number of threads). It depends on the number of micro-batches, as normalisation does.
 
 Steps are synchronous. In an asynchronous mode stages would work with weights of different steps, which saves the
@@ -40,8 +40,15 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
-from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire, ideal_bubble
-from hpcdist.trainers.pipeline.stages import Stage, choose_cut, choose_micro_batches, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.stages import (
+    Inbox,
+    RpcEngine,
+    Stage,
+    Wire,
+    choose_cut,
+    ideal_bubble,
+    use_onednn_for_pointwise,
+)
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -59,7 +66,7 @@ def train(ctx: Context, cfg: Config) -> None:
 def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
-    num_micro_batches = select_micro_batches(ctx, cfg, setup)
+    num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
     position = saved.trainer["position"] if saved is not None else None
     progress = Progress(cfg, len(data.train) // cfg.data.batch_size, position)
     # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
@@ -69,7 +76,6 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
         state = {
             "position": progress.state_dict(),
             "units": [list(names) for names in setup.units],
-            "num_micro_batches": num_micro_batches,
         }
         shard = stage_shard(engine.stage, optimizer)  # each stage adds its own
         ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
@@ -107,21 +113,16 @@ def train_step(
     idle_s = setup.engine.idle_s
     loss = setup.engine.step(images, labels, num_micro_batches)
     if cfg.optim.max_grad_norm is not None:
-        clip_gradients(setup, cfg.optim.max_grad_norm)
+        # By the norm of the whole model's gradient, which does not depend on the split.
+        gradients = [parameter.grad for parameter in setup.engine.stage.parameters() if parameter.grad is not None]
+        norms = torch.zeros(setup.num_parameters, device=gradients[0].device)
+        own = slice(setup.first_parameter, setup.first_parameter + len(gradients))
+        norms[own] = torch.stack(torch._foreach_norm(gradients))
+        dist.all_reduce(norms)  # each element has one owner, the others add zeros
+        torch._foreach_mul_(gradients, torch.clamp(cfg.optim.max_grad_norm / (norms.norm() + 1e-6), max=1.0))
     setup.optimizer.step()
     setup.optimizer.zero_grad()
     return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s}
-
-
-def clip_gradients(setup: StageSetup, max_norm: float) -> None:
-    """Clip by the norm of the whole model's gradient, which does not depend on the split; call it on every rank."""
-    gradients = [parameter.grad for parameter in setup.engine.stage.parameters() if parameter.grad is not None]
-    norms = torch.zeros(setup.num_parameters, device=gradients[0].device)
-    own = slice(setup.first_parameter, setup.first_parameter + len(gradients))
-    norms[own] = torch.stack(torch._foreach_norm(gradients))
-    dist.all_reduce(norms)  # each element has one owner, the others add zeros
-    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor)
 
 
 def interval_metrics(
@@ -236,17 +237,19 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
     if ctx.device.type == "cpu":
         use_onednn_for_pointwise(model)
-    if cfg.model.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
+    model = model.to(memory_format=memory_format)
     saved = ctx.restore()
-    units = choose_cut(ctx, model, _example_images(cfg, data), saved)
+    side, size = data.image_size, max(2, cfg.data.batch_size // pipeline.num_micro_batches)
+    example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
+    units = choose_cut(ctx, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
     stage = Stage(model, units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
     del model  # frees the other stages
     stage, inbox = stage.to(ctx.device), Inbox()
     with rpc_group(ctx, inbox.functions) as rpc:
         wire = Wire(ctx, rpc, inbox)
-        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=pipeline.schedule)
+        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
         if saved is not None:
             load_stage(stage, optimizer, saved, units, ctx.rank)
@@ -279,26 +282,6 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
     It takes three channels: grey images become three equal ones.
     """
     return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
-
-
-def _example_images(cfg: Config, data: ImageData) -> Tensor:
-    """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
-    number = cfg.section(PipelineConfig).num_micro_batches
-    size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
-    shape = (size, 3, data.image_size, data.image_size)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
-
-
-def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
-    """Return the configured number of micro-batches; for `auto` that of the checkpoint, or else the fastest."""
-    number = cfg.section(PipelineConfig).num_micro_batches
-    if isinstance(number, int):
-        return number
-    if setup.saved is not None:
-        return int(setup.saved.trainer["num_micro_batches"])
-    images, labels = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
-    return choose_micro_batches(ctx, setup.engine.stage, lambda number: setup.engine.step(images, labels, number))
 
 
 # A stage's part of a checkpoint: weights, running statistics and optimizer states under the whole model's names.

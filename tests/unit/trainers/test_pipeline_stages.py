@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,12 +11,14 @@ from torch import nn
 
 from hpcdist.data.models import build_model
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.pipeline.engine import Action, gpipe, ideal_bubble, one_f_one_b
 from hpcdist.trainers.pipeline.stages import (
+    Action,
     Stage,
     cut_after,
     cut_evenly,
+    ideal_bubble,
     measure_units,
+    one_f_one_b,
     unit_names,
     use_onednn_for_pointwise,
 )
@@ -144,13 +146,10 @@ def test_measure_units_does_not_change_the_model() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-Schedule = Callable[[int, int, int], list[Action]]
-
-
-def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], num: int) -> float:
+def simulate(forward_s: Sequence[float], backward_s: Sequence[float], num: int) -> float:
     """Return the time at which the last stage is done. Raises AssertionError for a deadlock."""
     num_stages = len(forward_s)
-    todo = [schedule(stage, num_stages, num) for stage in range(num_stages)]
+    todo = [one_f_one_b(stage, num_stages, num) for stage in range(num_stages)]
     clock = [0.0] * num_stages
     done: dict[tuple[int, str, int], float] = {}
     while any(todo):
@@ -174,21 +173,20 @@ def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequenc
     return max(clock)
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("num_stages", "num"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 8), (3, 2), (4, 8), (5, 3)])
-def test_schedule_has_each_pass_once_and_the_ideal_duration(schedule: Schedule, num_stages: int, num: int) -> None:
+def test_schedule_has_each_pass_once_and_the_ideal_duration(num_stages: int, num: int) -> None:
     for stage in range(num_stages):
-        actions = schedule(stage, num_stages, num)
+        actions = one_f_one_b(stage, num_stages, num)
         for kind in ("forward", "backward"):
             assert [action.micro_batch for action in actions if action.kind == kind] == list(range(num))
         for number in range(num):
             assert actions.index(Action("forward", number)) < actions.index(Action("backward", number))
-    step_s = simulate(schedule, [1.0] * num_stages, [2.0] * num_stages, num)
+    step_s = simulate([1.0] * num_stages, [2.0] * num_stages, num)
     assert step_s == 3.0 * (num_stages + num - 1)
     assert ideal_bubble(num_stages, num) == pytest.approx(1 - 3.0 * num / step_s)
 
 
-def test_1f1b_holds_activations_of_fewer_micro_batches() -> None:
+def test_stage_holds_activations_of_few_micro_batches() -> None:
     def held(actions: list[Action]) -> int:
         current = maximum = 0
         for kind, _ in actions:
@@ -196,5 +194,4 @@ def test_1f1b_holds_activations_of_fewer_micro_batches() -> None:
             maximum = max(maximum, current)
         return maximum
 
-    assert [held(gpipe(stage, 4, 8)) for stage in range(4)] == [8, 8, 8, 8]
     assert [held(one_f_one_b(stage, 4, 8)) for stage in range(4)] == [4, 3, 2, 1]
