@@ -42,10 +42,6 @@ def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> 
     logging.getLogger("hpcdist").debug("not this")
     logging.getLogger("someone.else").info("nor this")
     assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING careful\n", capsys.readouterr().err)
-
-
-def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    log_files.configure()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("old API", stacklevel=1)

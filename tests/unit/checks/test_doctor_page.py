@@ -235,7 +235,7 @@ def test_unusable_and_restricted_partitions_are_reported() -> None:
 
 
 def test_unknown_and_empty_lists_of_partitions_differ() -> None:
-    assert partition_checks(SlurmFacts()) == []
+    assert partition_checks(SlurmFacts()) == job_end_checks(SlurmFacts()) == []
     assert partition_checks(SlurmFacts(settings=RECORDED))[0].level == "warning"
     assert partition_checks(SlurmFacts(settings=RECORDED, partitions=[]))[0].level == "failure"
 
@@ -252,31 +252,23 @@ def test_default_settings_are_explained() -> None:
         " run",
         "preemption: jobs in high are never preempted",
     ]
-    assert job_end_checks(SlurmFacts()) == []
 
 
-def preemption_check(**changes: str) -> Check:
-    """Return the result for the first partition with changed settings."""
-    listed = PARTITIONS
-    for key, value in changes.items():
-        listed = listed.replace(f"{key}={'0' if key == 'GraceTime' else 'REQUEUE'}", f"{key}={value}", 1)
-    return job_end_checks(slurm_facts(partitions=listed))[2]
+@pytest.mark.parametrize(
+    ("old", "new", "level", "text", "fix"),
+    [
+        ("GraceTime=0", "GraceTime=10", "note", "SIGKILL 15 s later (GraceTime 10 + KillWait 5)", "fit into 15 s"),
+        ("GraceTime=0", "GraceTime=60", "ok", "SIGKILL 65 s later", ""),
+        ("=REQUEUE", "=CANCEL", "note", "does not requeue the run", "`hpcdist resume RUN`"),
+        ("=REQUEUE", "=GANG,SUSPEND", "note", "suspends the processes", "launch.hang_timeout_s"),
+    ],
+)
+def test_preemption_of_a_partition_is_explained(old: str, new: str, level: str, text: str, fix: str) -> None:
+    check = job_end_checks(slurm_facts(partitions=PARTITIONS.replace(old, new, 1)))[2]
+    assert (check.level, text in check.text, fix in check.fix) == (level, True, True), check
 
 
-def test_short_grace_time_is_a_note_with_its_parts() -> None:
-    short = preemption_check(GraceTime="10")
-    assert (short.level, "SIGKILL 15 s later (GraceTime 10 + KillWait 5)" in short.text) == ("note", True)
-    assert "fit into 15 s" in short.fix
-    assert preemption_check(GraceTime="60").level == "ok"
-
-
-def test_preemption_modes_are_explained() -> None:
-    cancelled = preemption_check(PreemptMode="CANCEL")
-    assert (cancelled.level, "does not requeue the run" in cancelled.text) == ("note", True)
-    assert cancelled.fix.startswith("`hpcdist resume RUN`")
-    suspended = preemption_check(PreemptMode="GANG,SUSPEND")
-    assert (suspended.level, "suspends the processes" in suspended.text) == ("note", True)
-    assert "launch.hang_timeout_s" in suspended.fix
+def test_preemption_of_the_cluster_is_explained() -> None:
     off = job_end_checks(slurm_facts(PreemptType="preempt/none"))[1]
     assert off.text == "off: no job ends because of another one"
     signalled = job_end_checks(slurm_facts(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]

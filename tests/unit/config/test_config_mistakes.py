@@ -30,12 +30,10 @@ from hpcdist.errors import ConfigError, shown
         # Wrong types.
         ("seed: abc", "seed must be int, got 'abc'"),
         ("optim: {lr: true}", "optim.lr must be float, got True"),
-        ("stop: {max_epochs: null}", "stop.max_epochs must be int, got None"),
         ("data: {batch_size: 3.5}", "data.batch_size must be int, got 3.5"),
         ("optim: {name: sgdd}", "optim.name must be one of adam, adamw, sgd, got 'sgdd'"),
         ("optim: 3", "optim is a section: give it keys, got 3"),
         ("optim: null", "optim is a section: give it keys, got None"),
-        ("trainer: 3", "trainer is a section: give it keys, got 3"),
         ("trainer: {script: train.py}", "trainer.script must be list[str], got 'train.py'"),
         ("params: 3", "params must be dict[str, Any], got 3"),
         (
@@ -43,25 +41,15 @@ from hpcdist.errors import ConfigError, shown
             """launch.env.X must be str, got None: write '' for an empty string ("''" in a shell)""",
         ),
         ("launch: {env: {X: [1]}}", "launch.env.X must be str, got [1]"),
-        ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be str, got [1]"),
         # Values out of range.
         ("launch: {num_ranks: 1000000000000}", "launch.num_ranks must be <= 1024, got 1000000000000"),
-        ("cluster: {tasks_per_node: 1025}", "cluster.tasks_per_node must be <= 1024, got 1025"),
         ("cluster: {roles: {trainer: {nodes: 300000}}}", "cluster.roles.trainer.nodes must be <= 262144, got 300000"),
         ("seed: -1", "seed must be >= 0, got -1"),
         ("optim: {lr: -1}", "optim.lr must be > 0, got -1.0"),
         ("optim: {lr: .nan}", "optim.lr must be > 0, got nan"),
         ("optim: {weight_decay: .nan}", "optim.weight_decay must be >= 0, got nan"),
         ("optim: {max_grad_norm: 0}", "optim.max_grad_norm must be > 0, got 0.0"),
-        ("optim: {grad_accum_steps: 0}", "optim.grad_accum_steps must be >= 1, got 0"),
-        ("schedule: {warmup_steps: -1}", "schedule.warmup_steps must be >= 0, got -1"),
-        ("data: {num_classes: 1}", "data.num_classes must be >= 2, got 1"),
-        ("stop: {patience: 0}", "stop.patience must be >= 1, got 0"),
         ("checkpoint: {keep_last: 1}", "checkpoint.keep_last must be >= 2, got 1"),
-        ("checkpoint: {every_steps: 0}", "checkpoint.every_steps must be >= 1, got 0"),
-        ("tracking: {log_every_steps: 0}", "tracking.log_every_steps must be >= 1, got 0"),
-        ("launch: {max_restarts: -1}", "launch.max_restarts must be >= 0, got -1"),
-        ("launch: {hang_timeout_s: 0}", "launch.hang_timeout_s must be > 0, got 0.0"),
         ("experiment: a/b", "experiment must be a plain folder name (letters, digits, '.', '_', '-'), got 'a/b'"),
         ("experiment: ''", "experiment must not be empty"),
         ("name: ..", "name must be a plain folder name (letters, digits, '.', '_', '-'), got '..'"),
@@ -105,15 +93,9 @@ from hpcdist.errors import ConfigError, shown
         ("cluster: {roles: {trainer: {nodes: 2}}}", "cluster.roles.trainer: `roles` is empty: set its number of ranks"),
         ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
         ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),
-        (
-            "cluster: {roles: {trainer: {gpus_per_node: -1}}}",
-            "cluster.roles.trainer.gpus_per_node must be >= 0, got -1",
-        ),
         # Numbers of nodes.
-        ("cluster: {nodes: 0}", "cluster.nodes must be >= 1, got 0"),
         ("cluster: {nodes: 8-2}", "cluster.min_nodes must be at most nodes=2, got 8"),
         ("cluster: {nodes: 0-2}", "cluster.min_nodes must be >= 1, got 0"),
-        ("cluster: {spare_nodes: -1}", "cluster.spare_nodes must be >= 0, got -1"),
         ("cluster: {nodes: 2 to 8}", "cluster.nodes must be int, got '2 to 8'"),
         # Containers and environments.
         ("container: {runtime: podman}", "container.image must name the image to start"),
@@ -397,23 +379,13 @@ def test_malformed_values_are_rejected(write: Write, text: str, expected: str) -
     assert problem.startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (r"checkpoint=\${x}", "checkpoint is a section: give it keys, got '${x}'"),
-        (r"trainer.target=\${x}", None),
-        (r"params=\${x}", "params must be dict[str, Any], got '${x}'"),
-        (r"params.a=\${x}", None),
-    ],
-)
-def test_escaped_interpolation_is_text(write: Write, tmp_path: Path, override: str, expected: str | None) -> None:
-    if expected is None:
-        config = load_config(write(""), [override])
-        written = tmp_path / "written.yaml"
-        written.write_text(to_yaml(config))
-        assert load_run_config(written, [], {}) == config
-    else:
-        assert problems(write(""), override) == (expected,)
+def test_escaped_interpolation_is_text(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(""), [r"trainer.target=\${x}", r"params.a=\${x}"])
+    assert config.params["a"] == "${x}"
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(config))
+    assert load_run_config(written, [], {}) == config
+    assert problems(write(""), r"params=\${x}") == ("params must be dict[str, Any], got '${x}'",)
 
 
 @pytest.mark.parametrize(
