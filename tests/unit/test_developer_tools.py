@@ -1,4 +1,4 @@
-"""The session of a GPU machine: time limits, failures, missing packages, and results that an interruption keeps."""
+"""The session of a GPU machine, and the table at the end of `make faults`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
+from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 
 pytestmark = pytest.mark.processes
 
@@ -135,3 +136,24 @@ def test_real_stages_name_existing_scripts_and_targets(session: ModuleType, tmp_
     ]
     # Within 30 minutes, start-up of the machine included, if no stage needs its full limit.
     assert sum(one.limit_s for one in session.STAGES) <= 30 * 60
+
+
+# --- The table at the end of `make faults`
+
+
+def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:
+    done = Cell("a rank is killed", "ddp", 41.7, 5, 1, 2, 1, "equal", "once", "FINISHED", "ok")
+    assert as_lines([done, Cell("time limit", "ddp", verdict="FAILED")]) == [
+        "fault             trainer  s   steps lost  starts  attempts  restarts  weights  points  MLflow",
+        "a rank is killed  ddp      42  5           1       2         1         equal    once    FINISHED  ok",
+        "time limit        ddp      0   -           -       -         -         ?        ?       ?         FAILED",
+    ]
+
+
+def test_matrix_has_a_row_per_runtime_and_a_column_per_fault() -> None:
+    entries = [("podman", "requeue", "41 s"), ("podman", "dead node", "FAILED"), ("pyxis", "requeue", "skipped")]
+    assert matrix_lines([MatrixEntry(*entry) for entry in entries]) == [
+        "runtime  requeue  dead node",
+        "podman   41 s     FAILED",
+        "pyxis    skipped  -",
+    ]

@@ -1,0 +1,612 @@
+"""Images: engine, base and digest, build, facts and conversion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+import sys
+import threading
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcdist
+from hpcdist.containers.images import (
+    Base,
+    Build,
+    Engine,
+    ImageFacts,
+    _sbom,
+    _self_test,
+    build_argv,
+    convert,
+    default_base,
+    default_tag,
+    find_checkout,
+    find_engine,
+    inspect,
+    look_up,
+    parse,
+    read_sbom,
+    repository,
+    require_driver,
+    require_fit,
+    revision_of,
+    run,
+)
+from hpcdist.containers.spec import ContainerSpec
+from hpcdist.containers.steps import image_digest
+from hpcdist.errors import ImageError, UserMistake
+
+# --- `hpcdist image build`: command, checkout, and pinned packages
+
+LOCAL = Base(name="base:1", id="sha256:cd")
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("engine", "build", "command"),
+    [
+        (
+            "docker",
+            Build(
+                checkout=Path("/src"),
+                tag="hpcdist",
+                base=Base(name="debian:12", digest="sha256:ab"),
+                revision="abc",
+                created="2026-11-20T08:00:00+00:00",
+            ),
+            "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
+            " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
+            " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src",
+        ),
+        (
+            "podman",
+            Build(checkout=Path("/src"), tag="m:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--squash",)),
+            "podman build --format docker --file /src/docker/Dockerfile --tag m:1 --target slim"
+            " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
+            " --build-arg UID=0 --build-arg GID=7 --squash /src",
+        ),
+        (
+            "buildah",
+            Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow"),
+            "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
+            " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src",
+        ),
+    ],
+    ids=["docker", "podman", "buildah"],
+)
+def test_command_of_a_build(engine: Any, build: Build, command: str) -> None:
+    assert shlex.join(build_argv(engine, build)) == command
+
+
+def test_dockerfile_has_the_version_of_hpcdist_and_the_cuda_version_of_torch() -> None:
+    text = (CHECKOUT / "docker" / "Dockerfile").read_text()
+    assert re.findall(r"^ARG VERSION=(.*)$", text, re.MULTILINE) == [hpcdist.__version__]
+    lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
+    (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
+    base = r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04(?:@.*)?$"
+    assert [runtime] == re.findall(base, text, re.MULTILINE) == re.findall(r"^ARG CUDA=(.+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["build", "mlflow", "sbom"])
+def test_packages_of_build_and_server_are_pinned_with_hashes(name: str) -> None:
+    pinned = pinned_packages(f"requirements-{name}.txt")
+    declared = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
+    assert {line.partition("[")[0] for line in declared if not line.startswith(("#", "-"))} <= pinned
+
+
+def test_declared_packages_are_pinned_with_hashes() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    declared = project["dependencies"] + project["optional-dependencies"]["train"]
+    assert {re.split(r"[\[<>=]", text)[0] for text in declared} <= pinned_packages("requirements.txt")
+
+
+def pinned_packages(name: str) -> set[str]:
+    entries = re.split(r"^(?=[a-z0-9])", (CHECKOUT / "docker" / name).read_text(), flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    return {entry.partition("==")[0] for entry in entries}
+
+
+@pytest.mark.processes
+def test_checkout_is_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
+    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
+        find_checkout(tmp_path)
+    assert revision_of(tmp_path) == ("", ""), "it is no checkout of git"
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    for name in ("docker/Dockerfile", "hpcdist/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert find_checkout(inner) == tmp_path
+
+
+@pytest.mark.processes
+def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
+    """Docker of Debian 12 refuses the Dockerfiles otherwise: "the --mount option requires BuildKit"."""
+    run(Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
+    assert capfd.readouterr().out == "1\n"
+    with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
+        run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+# --- The choice of a container engine, with scripts on PATH
+
+ALL = ("docker", "podman", "buildah")
+
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Return a function that installs a script on an otherwise empty PATH."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def install(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return install
+
+
+@pytest.mark.processes
+def test_first_working_engine_is_used(install: Install) -> None:
+    install("docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    install("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
+    install("buildah", "exit 0")
+    assert find_engine(None, ALL).name == "podman"
+    assert find_engine("buildah", ALL).name == "buildah"
+    install("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
+    assert find_engine(None, ALL).name == "docker"
+
+
+@pytest.mark.processes
+def test_error_has_the_problem_of_each_engine(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("docker", "echo first >&2; echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    with pytest.raises(UserMistake) as raised:
+        find_engine(None, ALL)
+    assert str(raised.value) == (
+        "no container engine to use here: docker is installed, but fails: Cannot connect to the Docker daemon;"
+        " podman is not installed; buildah is not installed"
+    )
+    with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
+        find_engine("buildah", ALL[:2])
+    install("docker", "exec /bin/sleep 60")
+    monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
+    with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s; podman is not"):
+        find_engine(None, ALL)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "is_rootless"), [("[name=seccomp,profile=builtin name=rootless]", True), ("[name=seccomp]", False)]
+)
+def test_daemon_says_whether_it_is_rootless(install: Install, options: str, is_rootless: bool) -> None:
+    install("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
+    install("podman", "echo name=rootless")
+    assert Engine("docker").is_rootless_daemon() == is_rootless
+    assert not Engine("podman").is_rootless_daemon()
+
+
+@pytest.mark.processes
+def test_failed_command_has_its_last_error_line(install: Install) -> None:
+    install("podman", "echo; echo 'Error: no space left' >&2; exit 125")
+    with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
+        Engine("podman").output("image", "rm", "x")
+    install("podman", "exit 3")
+    with pytest.raises(ImageError, match="failed: no error message"):
+        Engine("podman").output("ps")
+
+
+# --- The digest of a base image, with a script that answers like podman and docker
+
+DIGEST, ID = f"sha256:{'ab' * 32}", f"sha256:{'cd' * 32}"
+
+FAKE_ENGINE = """#!/bin/sh
+# A fake engine: `image inspect` shows DIR/store/NAME, `pull` copies DIR/registry/NAME there.
+echo "$@" >> DIR/calls
+name=$(echo "$3" | tr / _)
+case "$1" in
+  image) cat "DIR/store/$name" 2>/dev/null || { echo "Error: no such image $3" >&2; exit 125; } ;;
+  pull) cp "DIR/registry/$name" DIR/store/ 2>/dev/null || { echo "Error: dial tcp: lookup failed" >&2; exit 125; } ;;
+esac
+"""
+
+
+class FakeEngine:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in ("store", "registry"):
+            (folder / name).mkdir()
+
+    def put(self, place: str, name: str, *digests: str) -> None:
+        text = json.dumps([{"Id": ID.removeprefix("sha256:"), "RepoDigests": list(digests)}])
+        (self._folder / place / name.replace("/", "_")).write_text(text)
+
+    def calls(self) -> list[str]:
+        file = self._folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    for name in ("podman", "docker", "buildah"):
+        script = tmp_path / name
+        script.write_text(FAKE_ENGINE.replace("DIR", str(tmp_path)))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return FakeEngine(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("docker.io/nvidia/cuda:13.2.0-base", f"docker.io/nvidia/cuda@{DIGEST}"),
+        ("nvidia/cuda:13.2.0-base", f"docker.io/nvidia/cuda@{DIGEST}"),
+        ("docker.io/library/debian:12", f"debian@{DIGEST}"),
+        ("debian", f"docker.io/library/debian@{DIGEST}"),
+        ("registry:5000/os/debian:12", f"registry:5000/os/debian@{DIGEST}"),
+    ],
+)
+def test_local_image_has_the_digest_of_its_registry(engine: FakeEngine, name: str, listed: str) -> None:
+    engine.put("store", name, f"mirror.example/other@sha256:{'00' * 32}", listed)
+    found = look_up(Engine("podman"), name, pull=True)
+    assert found == Base(name=name, digest=DIGEST)
+    assert found.reference == f"{repository(name)}@{DIGEST}"
+    assert engine.calls() == [f"image inspect {name}"], "nothing is pulled"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", ["podman", "docker"])
+def test_missing_image_is_pulled_unless_it_is_a_dry_run(engine: FakeEngine, program: Any) -> None:
+    name = "docker.io/library/debian:12"
+    engine.put("registry", name, f"docker.io/library/debian@{DIGEST}")
+    assert look_up(Engine(program), name, pull=False).problem == (
+        f"{program} does not have it here, and a dry run pulls nothing"
+    )
+    assert look_up(Engine(program), name, pull=True).digest == DIGEST
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("digests", [[], [f"localhost/base@{DIGEST}"]], ids=["docker", "podman"])
+def test_image_without_registry_is_recorded_by_its_id(engine: FakeEngine, digests: list[str]) -> None:
+    engine.put("store", "localhost/base:1", *digests)
+    found = look_up(Engine("podman"), "localhost/base:1", pull=True)
+    assert found == Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
+    assert found.reference == "localhost/base:1"
+
+
+@pytest.mark.processes
+def test_failed_pull_keeps_the_tag_and_the_reason(engine: FakeEngine) -> None:
+    found = look_up(Engine("podman"), "docker.io/library/debian:12", pull=True)
+    assert found.problem == "podman cannot pull it: Error: dial tcp: lookup failed"
+    assert (found.reference, found.digest, found.id) == ("docker.io/library/debian:12", "", "")
+
+
+def test_name_with_digest_and_buildah_need_no_command(engine: FakeEngine) -> None:
+    name = f"docker.io/library/debian@{DIGEST}"
+    assert look_up(Engine("podman"), name, pull=True) == Base(name=name, digest=DIGEST)
+    assert Base(name=name, digest=DIGEST).reference == name
+    problem = "buildah reports no digests; docker and podman do"
+    assert look_up(Engine("buildah"), "debian", pull=True).problem == problem
+    assert engine.calls() == []
+
+
+def test_default_base_is_read_from_the_dockerfile(tmp_path: Path) -> None:
+    for name in ("Dockerfile", "mlflow.Dockerfile"):
+        assert default_base(CHECKOUT / "docker" / name).startswith("docker.io/")
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    with pytest.raises(ImageError, match=r"Dockerfile names no base image \(no line `ARG BASE_IMAGE=…`\): restore"):
+        default_base(tmp_path / "Dockerfile")
+
+
+# --- `hpcdist image convert`: commands, file names, concurrent and failed conversions
+
+
+FACTS = ImageFacts(
+    name="hpcdist",
+    digest="sha256:0123456789abcdef",
+    architecture="amd64",
+    entrypoint=(),
+    user="",
+    labels={"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": "1.2.3"},
+    env=("PATH=/opt/hpcdist/bin", "HOME=/home/hpcdist"),
+)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder on PATH for scripts that record their calls in the file `calls`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def put(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n{script}\n')
+    (folder / name).chmod(0o755)
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.processes
+def test_concurrent_conversions_write_the_file_once(programs: Path, tmp_path: Path) -> None:
+    put(programs, "enroot", 'echo squashed > "$3"')
+    results: list[tuple[Path, bool]] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target = tmp_path / "images" / "hpcdist-1.2.3-0123456789ab.sqsh"
+    assert {path for path, _ in results} == {target}
+    assert sorted(written for _, written in results) == [False, False, False, True]
+    assert target.read_text() == "squashed\n"
+    (call,) = calls(programs)
+    assert re.fullmatch(r"enroot import --output \S+/hpcdist-1.2.3-0123456789ab.sqsh dockerd://hpcdist", call)
+
+
+@pytest.mark.processes
+def test_failed_conversion_leaves_no_file(programs: Path, tmp_path: Path) -> None:
+    put(programs, "enroot", 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1')
+    with pytest.raises(ImageError, match=r"`enroot import` failed: \[ERROR\] disk quota exceeded"):
+        convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.sqsh.lock"]
+
+
+@pytest.mark.processes
+def test_reason_of_tar_is_reported(programs: Path, tmp_path: Path) -> None:
+    put(programs, "podman", "case $1 in create) echo 42;; esac")
+    summary = "tar: Exiting with failure status due to previous errors"
+    put(programs, "tar", f'echo "tar: f: Cannot write: No space left on device" >&2; echo "{summary}" >&2; exit 2')
+    with pytest.raises(ImageError, match=r"unpacked: tar: f: Cannot write: No space left on device$"):
+        convert(Engine("podman"), FACTS, "dir", tmp_path / "images")
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.lock"]
+
+
+@pytest.mark.processes
+def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
+    put(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
+    (left := tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
+    target, _ = convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    assert target.read_text() == "whole\n"
+    assert not left.exists()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+def test_files_of_other_users_are_neither_returned_nor_written(programs: Path, tmp_path: Path) -> None:
+    put(programs, "enroot", 'echo whole > "$3"')
+    (folder := tmp_path / "shared").mkdir()
+    folder.chmod(0o1777)
+    (mine := tmp_path / "mine").write_text("valuable")
+    (left := folder / ".hpcdist-1.2.3-0123456789ab.sqsh.part").symlink_to(mine)
+    os.chown(left, 65534, 65534, follow_symlinks=False)
+    target, is_new = convert(Engine("docker"), FACTS, "sqsh", folder)
+    assert (is_new, target.read_text(), mine.read_text()) == (True, "whole\n", "valuable")
+    assert convert(Engine("docker"), FACTS, "sqsh", folder) == (target, False)
+    spec = ContainerSpec(runtime="apptainer", image=str(target))
+    assert image_digest(spec, {}) == "sha256:0123456789ab"
+    os.chown(target, 65534, 65534)
+    with pytest.raises(UserMistake, match=r"sqsh exists, and nobody .* could have changed it: choose another folder"):
+        convert(Engine("docker"), FACTS, "sqsh", folder)
+    assert str(image_digest(spec, {})).startswith("ends-sha256:")
+    target.unlink()
+    target.symlink_to(mine)
+    with pytest.raises(UserMistake, match="sqsh exists"):
+        convert(Engine("docker"), FACTS, "sqsh", folder)
+
+
+@pytest.mark.processes
+def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path: Path) -> None:
+    """podman does not overwrite the archive that a killed conversion has left."""
+    put(programs, "podman", '[ ! -e "$5" ] && touch "$5"')
+    put(programs, "apptainer", 'touch "$2"')
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
+    target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
+    archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
+    saved = (
+        rf"podman save --format docker-archive --output {archive.parent}/\.hpcdist\S+/hpcdist-1.2.3-\w+.sif.tar hpcdist"
+    )
+    assert re.fullmatch(saved, calls(programs)[0])
+    built = r"apptainer build (\S+\.sif) docker-archive:\1\.tar"
+    assert re.fullmatch(built, calls(programs)[1])
+    assert target.exists()
+    assert not archive.exists()
+    target.unlink()
+    convert(Engine("docker"), FACTS, "sif", tmp_path / "images")
+    assert calls(programs)[2].endswith(".sif docker-daemon:hpcdist")
+
+
+def test_missing_conversion_program_is_named(programs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
+        convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+
+
+@pytest.mark.processes
+def test_messages_of_the_program_are_shown(programs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    put(programs, "enroot", 'echo on stdout; echo "[INFO] Extracting" >&2; touch "$3"')
+    convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    printed = capfd.readouterr()
+    assert (printed.out, sorted(printed.err.splitlines())) == ("", ["[INFO] Extracting", "on stdout"])
+
+
+@pytest.mark.processes
+def test_podman_removes_the_container_of_enroot(programs: Path, tmp_path: Path) -> None:
+    """enroot 4.1 calls `docker rm` for a container of podman, and ends with the exit code of docker."""
+    put(programs, "docker", "exit 1")
+    put(programs, "podman", "")
+    script = '#!/bin/bash\nset -e\ntrap "docker rm -f -v enroot.x" EXIT\necho "enroot $4" >> "${0%/*}/calls"\n'
+    script += 'echo image > "$3"\n'
+    (programs / "enroot").write_text(script)
+    (programs / "enroot").chmod(0o755)
+    target, _ = convert(Engine("podman"), FACTS, "sqsh", tmp_path)
+    assert target.read_text() == "image\n"
+    assert calls(programs) == ["enroot podman://hpcdist", "podman rm -f -v enroot.x"]
+
+
+@pytest.mark.processes
+def test_directory_contains_the_image_variables(programs: Path, tmp_path: Path) -> None:
+    put(
+        programs,
+        "podman",
+        'case $1 in create) echo 42;; export) cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .;; esac',
+    )
+    target, written = convert(Engine("podman"), FACTS, "dir", tmp_path)
+    assert written
+    assert (target / "opt" / "f").exists()
+    assert list((target / "dev").iterdir()) == []
+    for place in ("ch", "etc"):
+        assert (target / place / "environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
+    assert [call.split()[1] for call in calls(programs)] == ["create", "export", "rm"]
+
+
+# --- Image facts, and the check that an image fits this machine.
+
+
+LABELS = {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": hpcdist.__version__}
+RAW: dict[str, Any] = {
+    "Id": "ab" * 32,
+    "Architecture": "amd64",
+    "Config": {"Entrypoint": ["tini", "--", "hpcdist"], "User": "1000:1000", "Labels": LABELS, "Env": ["A=1"]},
+}
+
+
+@pytest.fixture
+def facts() -> ImageFacts:
+    return parse("hpcdist", RAW)
+
+
+def test_digest_is_the_same_with_podman_and_docker(facts: ImageFacts) -> None:
+    assert facts.digest == "sha256:" + "ab" * 32
+    assert parse("hpcdist", RAW | {"Id": f"sha256:{'ab' * 32}"}) == facts
+    assert (facts.entrypoint, facts.user, facts.env) == (("tini", "--", "hpcdist"), "1000:1000", ("A=1",))
+
+
+def test_image_without_labels_is_parsed() -> None:
+    bare = parse("scratch", {"Id": "00", "Config": {"Labels": None, "Entrypoint": None}})
+    assert (bare.version, bare.entrypoint, bare.user, bare.architecture) == ("", (), "", "")
+
+
+def test_base_has_digest_or_id(facts: ImageFacts) -> None:
+    assert facts.base == ""
+    name = {"org.opencontainers.image.base.name": "debian:12", "org.opencontainers.image.base.digest": ""}
+    assert replace(facts, labels=name).base == "debian:12"
+    assert replace(facts, labels=name | {"hpcdist.base.id": "sha256:cd"}).base == "debian:12 sha256:cd"
+    digest = {"org.opencontainers.image.base.digest": "sha256:ab"}
+    assert replace(facts, labels=name | digest).base == "debian:12 sha256:ab"
+
+
+def test_missing_bill_of_materials_is_an_error(facts: ImageFacts) -> None:
+    with pytest.raises(ImageError, match=r"image hpcdist has no bill of materials .*: build it again with `hpcdist"):
+        read_sbom(Engine("podman"), facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "message"),
+    [
+        ({}, "aarch64", "is for amd64, this machine is arm64: build or pull it for arm64"),
+        (
+            {"labels": {}},
+            "x86_64",
+            "holds no hpcdist (its label 'org.opencontainers.image.title' does not name it): bu",
+        ),
+        ({"labels": LABELS | {"org.opencontainers.image.title": "ubuntu"}}, "x86_64", "holds no hpcdist (its label"),
+        (
+            {"labels": LABELS | {"org.opencontainers.image.version": "0.0.9"}},
+            "x86_64",
+            f"holds hpcdist 0.0.9, and this is {hpcdist.__version__}: build it again",
+        ),
+    ],
+)
+def test_image_must_fit_machine_and_version(
+    facts: ImageFacts, changes: dict[str, Any], machine: str, message: str
+) -> None:
+    require_fit(facts, machine="x86_64")
+    require_fit(replace(facts, architecture="arm64"), machine="aarch64")
+    with pytest.raises(ImageError) as raised:
+        require_fit(replace(facts, **changes), machine=machine)
+    assert str(raised.value).startswith(f"image hpcdist {message}")
+
+
+def test_driver_must_support_the_cuda_version(facts: ImageFacts) -> None:
+    for cuda, driver in (("13.2", "580.65"), ("13.2", "600.10.1"), ("13.2", "unknown"), ("", "390.1")):
+        require_driver(replace(facts, labels={"hpcdist.cuda": cuda}), driver)
+    with pytest.raises(ImageError) as raised:
+        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "550.54.15")
+    assert str(raised.value) == (
+        "image hpcdist needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15 here: update the driver, use an"
+        " image with an older torch, or launch.device=cpu"
+    )
+
+
+def install_podman(folder: Path, script: str) -> None:
+    (folder / "podman").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "podman").chmod(0o755)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "Error: inspecting object: x: image not known",
+            "podman has no image 'x': `hpcdist image build` makes one here, `podman pull x` fetches one",
+        ),
+        ("Error: database is locked", "podman cannot inspect image 'x': Error: database is locked"),
+    ],
+)
+def test_missing_image_and_failing_engine_have_different_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, message: str
+) -> None:
+    install_podman(tmp_path, f"echo '{error}' >&2; exit 125")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageError) as raised:
+        inspect(Engine("podman"), "x")
+    assert str(raised.value) == message
+
+
+#: Answers of a proxy, of an old or future release, or of a program of the same name.
+ODD = ["", "not json", "[]", "[7]", '{"Id": "x"}', '[{"Id": 7}]', "[{}]", "\\377", "[" * 5000]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("answer", ODD)
+def test_odd_answers_of_the_engine_are_one_clear_error(
+    answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: ImageFacts
+) -> None:
+    install_podman(tmp_path, f"printf '{answer}'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
+        inspect(Engine("podman"), "x")
+    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
+        look_up(Engine("podman"), "x", pull=False)
+    with pytest.raises(ImageError, match=r"the self-test of image x gives no valid answer: "):
+        _self_test(Engine("podman"), "x")
+    assert _sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
+
+
+@pytest.mark.processes
+def test_facts_are_read_from_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: ImageFacts) -> None:
+    install_podman(tmp_path, f"[ \"$*\" = 'image inspect hpcdist' ] && echo '{json.dumps([RAW])}'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert inspect(Engine("podman"), "hpcdist") == facts
