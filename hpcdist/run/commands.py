@@ -160,7 +160,6 @@ class CommandResult:
     error: str = ""
 
     def sentence(self, folder: str = "") -> str:
-        """Return a text for users, with the path below `folder`."""
         if self.error:
             return self.error
         path = os.path.join(folder, self.path)

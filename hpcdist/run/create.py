@@ -35,7 +35,6 @@ def with_name(config: Config) -> Config:
 
 
 def is_generated(name: str) -> bool:
-    """Return whether a name has the form of those that `with_name` makes."""
     return _GENERATED.search(name) is not None
 
 
@@ -62,7 +61,6 @@ def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> Non
 
 
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
-    """Raise ConfigError if the trainer's script or module does not exist or is no valid Python."""
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
     module, colon, _ = config.trainer.target.partition(":")
     if file := config.trainer.script_file:

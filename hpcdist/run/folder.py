@@ -86,20 +86,16 @@ _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
-    """A request to end an attempt."""
-
     action: Literal["stop", "cancel"] = "stop"
     cause: Cause  #: decides about restarts and requeues
     by: str = ""  #: for messages only: the command and its user, a signal, nodes, or a key
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run ends with the attempt."""
         return self.cause != "growth"
 
     @property
     def sentence(self) -> str:
-        """Cause and author."""
         return _SENTENCES[self.cause].format(by=self.by)
 
     def after(self, how: str) -> str:
@@ -176,7 +172,6 @@ class Attempt:
         return found if is_valid else None
 
     def straggler_events(self) -> list[dict[str, Any]]:
-        """Return all straggler events in order, without damaged lines."""
         texts = ("role", "name", "event", "text")
         return [
             event for event in read_json_lines(self.stragglers) if all(isinstance(event.get(key), str) for key in texts)
@@ -204,7 +199,6 @@ class Attempt:
             return StopRequest(cause="user", by="unreadable request file")
 
     def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
-        """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""
         try:
             names = retry.retry(lambda: os.listdir(self.path), self.path)
         except NotADirectoryError:
@@ -325,7 +319,6 @@ def require_record(path: Path) -> dict[str, Any]:
 
 
 def sentence_of(status: str, reason: str) -> str:
-    """Return a status with its reason, if there is one."""
     return f"{status}: {reason}" if reason else status
 
 
@@ -345,7 +338,6 @@ class State:
 
     @property
     def sentence(self) -> str:
-        """Status and reason."""
         return sentence_of(self.status, self.reason)
 
 
@@ -423,7 +415,6 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Return the run in an existing folder. Raises RunFolderError if the folder holds no run."""
         if not all(retry.retry(file.is_file, file) for file in (path / "state.json", path / "config.yaml")):
             raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
         return cls(path.absolute())
@@ -449,7 +440,6 @@ class RunDir:
             requested = number
 
     def attempts(self) -> list[Attempt]:
-        """Return all attempts, oldest first."""
         folder = self.path / "attempts"
         try:
             names = retry.retry(lambda: os.listdir(folder), folder)
@@ -472,7 +462,6 @@ class RunDir:
         return attempt
 
     def attempt(self, number: int) -> Attempt:
-        """Return an attempt, which may not exist."""
         return Attempt(self.path / "attempts" / f"{number:03d}")
 
 

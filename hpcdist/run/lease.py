@@ -101,8 +101,6 @@ def _is_alive(lease: dict[str, Any]) -> bool:
 
 
 class Held:
-    """Lease held by this process."""
-
     def __init__(self, run: RunDir, mine: dict[str, Any]) -> None:
         self._run = run
         self._mine = mine
@@ -152,7 +150,6 @@ class Held:
         self._renewed = _now_s()
 
     def release(self) -> None:
-        """Remove the lease if this process still holds it."""
         try:
             with exclusive(self._run.path / LOCK):
                 found = read_json(self._run.lease)

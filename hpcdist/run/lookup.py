@@ -29,7 +29,6 @@ class Listing:
 
     @property
     def note(self) -> str:
-        """Sentence about skipped folders; empty if there are none."""
         if not self.num_others:
             return ""
         folders = "folders" if self.num_others > 1 else "folder"
@@ -147,7 +146,6 @@ def _has_config(run: RunDir, config: Config) -> bool:
 
 
 def _open(folder: Path) -> RunDir | None:
-    """Return the run or sweep in a folder, or None."""
     if _is_run(folder):
         return RunDir(folder)
     return SweepDir(folder) if os.path.lexists(folder / "sweep.json") else None

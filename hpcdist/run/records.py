@@ -83,12 +83,10 @@ class AttemptTimes:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all nodes."""
         return sum(len(share.ranks) for share in self.shares.values())
 
 
 def read_times(attempt: Attempt) -> AttemptTimes | None:
-    """Return the times of an attempt; None if the file is damaged or not written yet."""
     return read_if_valid(AttemptTimes, attempt.times)
 
 
@@ -119,7 +117,6 @@ def write_times(attempt: Attempt, times: AttemptTimes) -> None:
 
 
 def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> AttemptTimes:
-    """Write the times of an attempt that begins, with the resources of its ranks; returns them."""
     nodes = {name: asdict(share) for name, share in resources.nodes.items()}
     times = replace(times, unit=resources.unit, nodes=nodes, idle=list(resources.idle))
     write_times(attempt, times)
@@ -154,8 +151,6 @@ def reached_step(attempt: Attempt) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord:
-    """A dataset, or one split of it, that a trainer reads."""
-
     name: str
     split: str = "train"
     num_samples: int | None = None
@@ -178,7 +173,6 @@ def write_training(attempt: Attempt, record: TrainingRecord) -> None:
 
 
 def read_training(attempt: Attempt) -> TrainingRecord | None:
-    """Return rank 0's record; None if there is none or it is damaged."""
     path = attempt.path / "training.json"
     try:
         if (raw := read_json(path)) is None:
@@ -204,7 +198,6 @@ class TrainingNotes:
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
-        """Record a dataset; a second one of the same name and split replaces the first."""
         others = [one for one in self._record.datasets if (one.name, one.split) != (dataset.name, dataset.split)]
         self._write(replace(self._record, datasets=(*others, dataset)))
 
@@ -235,7 +228,6 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint folder; None if the name is not one of a checkpoint."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -323,7 +315,6 @@ def _start(script: str, files: Sequence[str]) -> str:
 
 
 def _time_of(path: Path) -> str:
-    """Return when a file was written, with the date if that was not today."""
     written = time.localtime(os.lstat(path).st_mtime)
     is_today = written[:3] == time.localtime()[:3]
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", written)
@@ -401,8 +392,6 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """The values of one config key in the config of origin and in the run."""
-
     before: Any
     after: Any
 
@@ -424,7 +413,6 @@ def write_origin(run: RunDir, origin: Origin) -> None:
 
 
 def read_origin(run: RunDir) -> Origin | None:
-    """Return the origin of a run; None if it is not recorded, or the file is damaged."""
     return read_if_valid(Origin, run.path / "origin.json")
 
 
@@ -465,7 +453,6 @@ def write_rerun(run: RunDir, record: RerunRecord) -> None:
 
 
 def read_rerun(run: RunDir) -> RerunRecord | None:
-    """Return the record; None if the run is not a rerun, or the file is damaged."""
     return read_if_valid(RerunRecord, run.path / "rerun.json")
 
 

@@ -136,31 +136,23 @@ class Frame(NamedTuple):
         return f"{self.function} ({name}:{self.line})"
 
 
-class Location(NamedTuple):
-    """Location of a stack: its innermost call, and the line of user code that led there."""
+def location_of(frames: Sequence[Frame], *, own_only: bool = False) -> str:
+    """Return such as `wait (threading.py:629), called by train (counting.py:29)`; empty for a stack without frames.
 
-    inner: Frame
-    own: Frame
-
-    def text(self) -> str:
-        """Return such as `wait (threading.py:629), called by train (counting.py:29)`."""
-        return self.inner.text() + (f", called by {self.own.text()}" if self.own != self.inner else "")
-
-
-def location_of(frames: Sequence[Frame]) -> Location | None:
-    """Return the location of a stack (innermost call first), or None if it has no frames.
-
-    User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
-    package, it is the function that hpcdist's worker called, or else the worker's own line.
+    It is the innermost call, the first of `frames`, and the line of user code that led there: the innermost frame
+    outside of libraries. If there is none, because the trainer is an installed package, it is the function that
+    hpcdist's worker called, or else the worker's own line.
     """
     if not frames:
-        return None
+        return ""
     own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
     if own is None:
         by_worker = (pair for pair in pairwise(frames) if pair[1].file.endswith("/hpcdist/rank/worker.py"))
         inner, outer = next(by_worker, (frames[0], frames[0]))
         own = outer if _STDLIB.search(inner.file) else inner
-    return Location(frames[0], own)
+    if own_only or own == frames[0]:
+        return own.text()
+    return f"{frames[0].text()}, called by {own.text()}"
 
 
 def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
@@ -187,8 +179,6 @@ _NO_LABELS = ("undefined", "default_pg", "")
 
 
 class Calls(NamedTuple):
-    """Collectives of a rank in one process group."""
-
     backend: str
     group: str  #: torch's name of the group, equal on all ranks
     label: str  #: description of the group; empty if it has none
@@ -328,7 +318,6 @@ class RankSnapshot:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process cannot run, whatever its code does."""
         return self.process.state in CANNOT_RUN
 
     def state_text(self) -> str:
@@ -338,7 +327,6 @@ class RankSnapshot:
         return f"state {self.process.state}{wchan}, {self.process.threads} threads, {used}"
 
     def whole_text(self) -> str:
-        """Return the text of the rank's stacks file."""
         lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
         lines += [f"flight recorder, {call.text()}" for call in self.calls]
         lines.append("stacks by faulthandler:" if self.text else "no stack could be read")
@@ -482,13 +470,12 @@ def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[st
     """Group ranks by location; with `own`, only the lines of user code count."""
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        location, state = location_of(snapshot.frames), f"state {snapshot.process.state}"
+        state = f"state {snapshot.process.state}"
+        location = location_of(snapshot.frames, own_only=own and not snapshot.is_stopped)
         if snapshot.is_stopped:
-            at = f"{state} at {location.text()}" if location else state
-        elif location is None:
-            at = f"no stack, {state}"
+            at = f"{state} at {location}" if location else state
         else:
-            at = f"in {location.own.text() if own else location.text()}"
+            at = f"in {location}" if location else f"no stack, {state}"
         found.setdefault(at, []).append(rank)
     return found
 

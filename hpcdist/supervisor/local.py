@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
@@ -28,7 +27,7 @@ from hpcdist.run import snapshot
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
-from hpcdist.supervisor.children import RankParent
+from hpcdist.supervisor.children import ForkedRank, RankParent
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
@@ -141,7 +140,6 @@ class LocalLauncher:
         return ""  # ranks can always be restarted on this machine
 
     def start(self, attempt: Attempt) -> LocalRanks:
-        """Start all ranks, with a free port."""
         if (ended := self._parent) is not None and not (ended.is_usable and ended.is_alive()):
             self._close_parent()
             if ended.is_usable and ended.was_ready:  # a parent that could not fork has no successor
@@ -192,16 +190,6 @@ class LocalLauncher:
             self._parent = None
 
 
-class _Process(Protocol):
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-
 @dataclass(eq=False)
 class LocalRanks:
     """The ranks of one attempt on this machine.
@@ -218,7 +206,7 @@ class LocalRanks:
     parent: RankParent | None = None
 
     def __post_init__(self) -> None:
-        self._processes: list[_Process]
+        self._processes: list[subprocess.Popen[bytes] | ForkedRank]
         self._descriptors: list[int] = []
         self._error = ""
         #: Exit codes in the order in which the ranks ended; negative ones are signals.
@@ -284,11 +272,10 @@ class LocalRanks:
             require_same(self.logs[0].parents[2], self.envs[0])
             for env, path in zip(self.envs, self.logs, strict=True):
                 if self.parent is None:
-                    process: _Process = self.guard.start(self.command, env=env, cwd=self.cwd, output=path)
+                    self._processes.append(self.guard.start(self.command, env=env, cwd=self.cwd, output=path))
                 else:
                     with open(path, "ab") as file:
-                        process = self.parent.fork(env, file.fileno())
-                self._processes.append(process)
+                        self._processes.append(self.parent.fork(env, file.fileno()))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         except NoParentError as error:
             assert self.parent is not None, "only a parent can end"

@@ -187,7 +187,6 @@ def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, s
 
 
 def free_port(job_id: str, attempt: int) -> int:
-    """Return the port of a job's attempt, or the next free one."""
     for offset in range(64):
         port = port_for(job_id, attempt + offset)
         with socket.socket() as probe:

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -76,24 +76,20 @@ class ProgressMonitor:
         self._shown: object = None
         self._diverged = ""
         is_own = self._is_script or find_trainer(config.trainer.target) is None
-        self._output = RankOutput(attempt.log(0)) if is_own else None
+        self._output = LogTail(attempt.log(0)) if is_own else None
+        self._hides_output = False
         self.unavailable_until = now
 
     def last_step(self, rank: int) -> int | None:
         """Return the last known step of a rank; None before its first heartbeat."""
-        step = self._beat_step(rank)
-        if step is not None and beat_interval_s(rank, self._num_ranks, self._timeout_s) > BEAT_EVERY_S:
-            # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
-            step = max(step, self._beat_step(0) or 0)
-        return step
-
-    def _beat_step(self, rank: int) -> int | None:
+        # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
+        is_late = beat_interval_s(rank, self._num_ranks, self._timeout_s) > BEAT_EVERY_S
         try:
-            step: int | None = (read_json(self._attempt.beat(rank)) or {}).get("step")
+            beats = [read_json(self._attempt.beat(one)) or {} for one in ([rank, 0] if is_late else [rank])]
         except OSError as unread:
-            log.warning("%s: %s; its last step is unknown", unread.filename, unread.strerror)
+            log.warning("%s: %s; the last step of rank %d is unknown", unread.filename, unread.strerror, rank)
             return None
-        return step
+        return None if beats[0].get("step") is None else max(beat.get("step") or 0 for beat in beats)
 
     def show(self) -> None:
         """Report a changed heartbeat of rank 0 and, for a script or an own trainer, its new output."""
@@ -104,7 +100,8 @@ class ProgressMonitor:
                 return
             if self._output is not None and printed is not None:
                 for text in self._output.news():
-                    self._report.output(text)
+                    if own := self._own_output(text):
+                        self._report.output(own)
             beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
             if beat is not None:
                 self._report.progress(beat)
@@ -113,6 +110,15 @@ class ProgressMonitor:
                     self._report.note(f"{diverged}: the training has diverged; `stop.nan_losses` ends such a run")
         except OSError:
             return  # reported with the next change; `Watch` logs an unavailable folder
+
+    def _own_output(self, text: str) -> str:
+        """Return new output of rank 0 without hpcdist's own lines except its warnings."""
+        shown = ""
+        for line in text.splitlines(keepends=True):
+            level = own["level"] if (own := RANK_LINE.match(line)) else None
+            self._hides_output |= level == "ERROR"  # `Reporter.failure` reports it with its traceback
+            shown += line if not self._hides_output and level in (None, "WARNING") else ""
+        return shown
 
     def find_hung(self, now: float) -> int | None:
         """Return the rank without progress for the longest time if that exceeds the hang timeout, else None."""
@@ -205,28 +211,6 @@ class ProgressMonitor:
             self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
 
 
-class RankOutput:
-    """New output of a rank since the last call, without hpcdist's own lines except its warnings.
-
-    An error is reported with its traceback by `Reporter.failure`, so nothing is shown after its line.
-    """
-
-    def __init__(self, log: Path) -> None:
-        self._tail = LogTail(log)
-        self._failed = False
-
-    def news(self) -> Iterator[str]:
-        """Yield the new text in pieces. Raises OSError if the log cannot be read."""
-        for text in self._tail.news():
-            shown = ""
-            for line in text.splitlines(keepends=True):
-                level = own["level"] if (own := RANK_LINE.match(line)) else None
-                self._failed |= level == "ERROR"
-                shown += line if not self._failed and level in (None, "WARNING") else ""
-            if shown:
-                yield shown
-
-
 def _size_and_time(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
@@ -278,7 +262,6 @@ class Window(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether the rank delays the others."""
         excess = self.own.own_s - self.others.own_s
         return excess > 0 and excess >= SLOWER * self.others.own_s and excess >= MIN_SHARE * self.own.step_s
 
@@ -302,7 +285,6 @@ class StragglerEvent:
 
     @property
     def text(self) -> str:
-        """One line for the user."""
         where = self.name if self.name == self.host else f"{self.name} (on {self.host})"
         if self.event == "over":
             return f"{where} is as fast as {self.others} again"

@@ -16,8 +16,6 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of an attempt."""
-
     kind: Kind
     rank: int
     host: str  #: empty for a failure before any rank was started
@@ -99,7 +97,6 @@ def first_failure(
 
 
 def error_text(error: Exception) -> str:
-    """Return a sentence about the error that ends a run or an attempt."""
     if isinstance(error, HpcdistError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -77,7 +77,6 @@ class SignalRequests:
                     signal.signal(number, handler)
 
     def request(self) -> StopRequest | None:
-        """Return the request of the signals so far, or None."""
         if self._name is None:
             return None
         action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
@@ -153,7 +152,6 @@ class Notifier(AbstractContextManager["Notifier"]):
             self._note(f"not all notifications were delivered ({self._lost or 'see notifier.log'})")
 
     def _deliver_all(self) -> None:
-        """Deliver the events, with retries. `notifier.log` gets failures and the output of the command."""
         while (facts := self._events.get()) is not None:
             try:
                 facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
