@@ -39,16 +39,6 @@ def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path
     assert (state.status, state.rejected, state.attempt, state.restarts) == ("failed", True, 1, 0)
 
 
-@pytest.mark.faults  # as the test before
-def test_unknown_monitor_metric_is_a_user_error(runs: Runs) -> None:
-    name = "unknown-best"
-    code, output = runs.command("run", *runs.config(name, "checkpoint.monitor=eval/f1", "stop.max_steps=2", *NO_WAIT))
-    assert code == 2, output
-    message = "checkpoint.monitor='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
-    assert message in output.splitlines()[-1]
-    assert len(runs.run_dir(name).attempts()) == 1
-
-
 def test_first_failed_rank_is_reported_with_traceback_and_log(runs: Runs) -> None:
     name = "raises"
     params = ["params.until=1000", "params.raise_at=25", "launch.num_ranks=3"]

@@ -136,17 +136,6 @@ def _sleepers(runs: Runs) -> list[int]:
     ]
 
 
-@pytest.mark.faults  # test_run_failures.py has another error of this kind; test_topology.py has the message
-def test_roles_that_a_trainer_does_not_support_are_a_user_error(runs: Runs) -> None:
-    code, output = runs.command("run", *runs.config("wrong-roles", "trainer=roles:train", "roles.worker=2"))
-    message = (
-        "this trainer needs the roles server 1, worker 1 or more, got worker 2: set roles='{server: 1, worker: 1}'"
-    )
-    assert (code, f"failed with {message}" in output) == (2, True), output
-    assert "(worker:" in output
-    assert runs.run_dir("wrong-roles").read_state().attempt == 1
-
-
 # --- Ranks end as Python ends a process, and their output and loggers are their own: `support/user_code/ending.py`.
 
 
@@ -347,7 +336,7 @@ heavy = pytest.mark.faults
             id="save hangs", marks=heavy,
         ),
         pytest.param(
-            "shipping.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
+            "tracking.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
         ),
     ],
 )  # fmt: skip
