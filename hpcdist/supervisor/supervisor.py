@@ -42,7 +42,7 @@ from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
-from hpcdist.supervisor.watch import Allocation, Watch, none_started
+from hpcdist.supervisor.watch import Allocation, Watch
 
 # Requests to stop or cancel a run by signals to its supervisor.
 
@@ -397,7 +397,7 @@ class Supervisor:
                 check_lease=self._check_lease,
                 nodes=self._nodes,
             )
-            hung = watch.until_over() or none_started(ranks)
+            hung = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
         finally:

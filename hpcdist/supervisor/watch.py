@@ -105,7 +105,9 @@ class Watch:
             self.progress.show()
             self._note_delay(now + self._examined_s, time.monotonic())
             self._examined_s = 0.0
-        return None
+        if not any(self.ranks.exits.values()) or len(absent := self.ranks.absent()) < len(self.ranks.exits):
+            return None
+        return not_started(absent, len(absent), f"at all: {self.ranks.last_message()}", self.ranks.host_of)
 
     def _late(self, now: float) -> Failure | None:
         """Return the failure of ranks that were not started in time; checks once, when the time is over."""
@@ -276,9 +278,3 @@ class Watch:
     def _is_cancelled(self) -> bool:
         self._handle_requests(time.monotonic())
         return self.cancelled
-
-
-def none_started(ranks: Ranks) -> Failure | None:
-    if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
-        return None
-    return not_started(absent, len(absent), f"at all: {ranks.last_message()}", ranks.host_of)

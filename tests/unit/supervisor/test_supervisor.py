@@ -183,20 +183,6 @@ def test_hung_rank_prints_its_stacks_and_ends_the_attempt(scene: Scene, messages
     assert scene.log(1) == "my stacks\n"
 
 
-def test_plain_script_hangs_only_without_output(scene: Scene, messages: NamedPipe) -> None:
-    """A plain script writes no heartbeats; its output counts as progress."""
-    scene.launch = {"hang_timeout_s": 0.4, "max_restarts": 0}
-    scene.trainer = {"script": ["train.py"]}
-    scene.num_ranks = 1
-    scene.report.on_attempt = lambda _: messages.line()
-    scene.script(first=[[["say", "up"], ["chatter", 1.0], *DONE]])
-    assert scene.supervise().status == "finished"
-    scene.script(second=[[["say", "up"], ["print", "last words"], ["forever", None]]])
-    state = scene.supervise()
-    assert state.status == "failed"
-    assert "made no progress for launch.hang_timeout_s=0.4 s" in state.reason
-
-
 def test_output_and_steps_of_rank_0_of_a_plain_script_are_reported(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "epoch 1: größe"], ["print", "epoch 2"], *DONE], [["print", "rank 1"]]])
@@ -341,7 +327,7 @@ def test_changed_config_is_restored_unless_the_job_continues_with_it(scene: Scen
 def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
     """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
     scene.script(first=[[*DONE], EXIT_0])
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
 
     def end_or_requeue(state: State) -> State:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -350,7 +336,8 @@ def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> Non
     supervisor = scene.supervisor(ScriptedJob(end_or_requeue=end_or_requeue))
     try:
         scene.supervise(supervisor)
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before[1])
+        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        assert after == [signal.SIG_IGN, *before[1:]]
     finally:
         signal.signal(signal.SIGTERM, before[0])
 
@@ -520,14 +507,6 @@ def test_signal_before_the_first_attempt_stops_the_run(scene: Scene) -> None:
         "stopped",
         "everything saved (SIGTERM to the supervisor)",
     )
-
-
-def test_signal_handlers_are_restored(scene: Scene) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    scene.script(first=[[*DONE], EXIT_0])
-    scene.supervise()
-    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def support_path() -> dict[str, str]:
