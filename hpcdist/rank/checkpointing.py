@@ -61,8 +61,6 @@ class Restored:
 
 @dataclass(kw_only=True, eq=False)
 class RankCheckpoints:
-    """Saves and restores checkpoints from within one rank; `Context` owns it."""
-
     config: Config
     run: RunDir
     attempt: Attempt
@@ -147,7 +145,6 @@ class RankCheckpoints:
             )
 
     def restore(self) -> Restored | None:
-        """Load the newest valid checkpoint; see `Context.restore`."""
         path = ""
         if self.topology.rank == 0:
             self.store.remove_leftovers()
@@ -195,6 +192,5 @@ class RankCheckpoints:
         self._shard_writer.check()
 
     def close(self) -> None:
-        """Wait for the saves in progress. Raises CheckpointError if one has failed."""
         self._shard_writer.close()
         self.saver.close()

@@ -136,7 +136,6 @@ SYSFS = Path("/sys/class/infiniband")
 
 
 def _nccl_log(attempt: Attempt, topology: Topology) -> Path:
-    """Return the path of NCCL's log of the first rank on this node."""
     return attempt.path / f"nccl.node-{topology.node_rank:05d}.log"
 
 

@@ -43,7 +43,6 @@ class Division:
 
     @property
     def micro_batch_size(self) -> int:
-        """Number of samples of a full micro-batch."""
         return self.global_batch_size // self.num_micro_batches
 
     @property

@@ -204,7 +204,6 @@ class ForkServer:
         self._affinity = os.sched_getaffinity(0)
 
     def serve(self) -> None:
-        """Serve connections; returns in each forked rank."""
         while os.getppid() == self.starter:
             poll = select.poll()
             poll.register(self.source, select.POLLIN)

@@ -45,7 +45,6 @@ class Groups:
     store: Store
 
     def barrier(self) -> None:
-        """Wait until every rank has called `barrier`."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
@@ -81,7 +80,6 @@ class Groups:
         return found if is_main else []
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
         values = [value]
         if self.control is not None:
             dist.broadcast_object_list(values, src=0, group=self.control)

@@ -64,7 +64,6 @@ class CurveKeys:
         return zap
 
     def admit(self, zap: zmq.Socket[bytes]) -> None:
-        """Answer whether a client may connect."""
         version, number, _, _, _, mechanism, *public = zap.recv_multipart()
         knows_key = mechanism == b"CURVE" and zmq.utils.z85.encode(public[0]) == self._client_public
         zap.send_multipart([version, number, b"200" if knows_key else b"400", b"", b"", b""])
@@ -155,7 +154,6 @@ class StoreServer(threading.Thread):
             raise RendezvousError(f"rank 0 cannot listen on {meeting}: {os.strerror(error.errno or 0)}") from error
 
     def run(self) -> None:
-        """Answer requests; the process ends this thread."""
         while True:
             next_end = min((until for _, _, until, _ in self._waiting), default=math.inf) - time.monotonic()
             ready = dict(self._poller.poll(None if next_end == math.inf else max(0, math.ceil(1000 * next_end))))

@@ -69,7 +69,6 @@ class RpcGroup:
             self.transport = ZmqTransport(self.endpoint, num_threads)
 
     def of_role(self, role: str) -> list[str]:
-        """Return the RPC names of a role's ranks, ordered by index."""
         return [name for name in self.names if name.partition(":")[0] == role]
 
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:

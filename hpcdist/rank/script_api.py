@@ -147,7 +147,6 @@ class RunningScript:
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether the ranks have agreed to stop."""
         return self._stop is not None and self._stop.agreed
 
     def note(self, metrics: Mapping[str, float], step: int | None) -> None:
@@ -166,7 +165,6 @@ class RunningScript:
         self._account.step_done(step, time.perf_counter())
 
     def agree_among(self, ranks: Sequence[int]) -> None:
-        """See the function `agree_among`."""
         if 0 not in ranks:
             raise TrainerError(
                 "hpcdist.agree_among: rank 0 must count steps: put the role that does so first in `roles`"
@@ -176,7 +174,6 @@ class RunningScript:
             self._flag.install()
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
-        """See the function `should_stop`."""
         if self.topology.rank not in self._ranks:
             raise TrainerError(f"hpcdist.should_stop: rank {self.topology.rank} is not in the ranks of agree_among")
         heartbeat = self._beating()
@@ -195,7 +192,6 @@ class RunningScript:
         return stop
 
     def should_save(self, step: int) -> bool:
-        """See the function `should_save`."""
         self._asks_to_save = True
         self._report_saved(step)
         if self._commands is not None and self._commands.save_is_due:

@@ -67,7 +67,6 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
-        """Return a mark of the present point of the device's work."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -112,7 +111,6 @@ class StepTimer:
         self._waited_s = 0.0  #: waiting for other ranks within the data time
 
     def report(self) -> dict[str, float]:
-        """Return the totals for the heartbeat; empty before the first counted step."""
         totals = self.totals
         return {key: round(value, 6) for key, value in totals._asdict().items()} if any(totals) else {}
 
@@ -123,7 +121,6 @@ class StepTimer:
         self._models.append(gradients)
 
     def close(self) -> None:
-        """Time no further updates."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -185,7 +182,6 @@ class StepTimer:
         self.totals = before._replace(**{name: getattr(before, name) + amount for name, amount in amounts.items()})
 
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """Record the begin of a forward pass."""
         if self._began is None:
             if model.training:
                 self.account.training_begins()

@@ -156,7 +156,6 @@ class LiveCommands:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether a `save` command has not been obeyed yet; equal on all ranks."""
         return self.stop.newest_save > self._last_save
 
     def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
@@ -192,7 +191,6 @@ class LiveCommands:
         return self._profiler is not None or self.stop.newest_profile > self._last_profile
 
     def step_done(self, step: int) -> None:
-        """Begin, continue or end a profile after a step."""
         now = time.monotonic()
         if self.stop.newest_profile > self._last_profile and now >= self._next_read:
             self._next_read = now + READ_INTERVAL_S

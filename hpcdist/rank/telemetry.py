@@ -124,7 +124,6 @@ class Heartbeat:
         self.step = max(self.step, step)
 
     def close(self) -> None:
-        """Write a last beat and stop the thread."""
         self._ended.set()
         self._thread.join()
         self.beat()
@@ -218,7 +217,6 @@ class TimeAccount:
         self.phases: list[tuple[Cause, float, float]] = []
 
     def training_begins(self, now: float | None = None) -> None:
-        """Record the begin of the first step."""
         if self.cause == "start":
             self._switch("compile", self._now() if now is None else now)
 

@@ -57,7 +57,6 @@ class Progress:
             self.total_steps = min(self.total_steps, cfg.stop.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -86,7 +85,6 @@ class Progress:
         return self.step % self._cfg.tracking.log_every_steps == 0 or self.step == self.total_steps
 
     def count_step(self) -> None:
-        """Count an optimizer step."""
         self.step += 1
         self.step_in_epoch += 1
 
@@ -163,11 +161,9 @@ class Meter:
         return cls(sums, ctx.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums and `elapsed_s`; nothing directly after a logged step."""
         return {**self.sums, "elapsed_s": self.elapsed_s} if self.sums else {}
 
     def add(self, **values: float | Tensor) -> None:
-        """Add values to the sums of their names."""
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
@@ -185,7 +181,6 @@ class Meter:
         self._paused_at = None
 
     def reset(self) -> None:
-        """Clear all sums and restart the clock, after a logged step."""
         self.sums.clear()
         self._since = time.perf_counter()
 
@@ -212,7 +207,6 @@ def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

@@ -60,7 +60,6 @@ MAX_OPEN_FILES = 2**20
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run one rank of the run folder named in `argv`; never returns."""
     (folder,) = sys.argv[1:] if argv is None else argv
     # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select().
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -391,7 +390,6 @@ class Outcome:
         retry.discard(self._reserve)
 
     def write_error(self, error: BaseException) -> int:
-        """Log an exception, write the outcome file, and return the exit code."""
         is_rejected = isinstance(error, UserMistake | SyntaxError)
         is_expected = isinstance(error, HpcdistError)
         text = str(error) or type(error).__name__
