@@ -46,6 +46,7 @@ from hpcdist.rank.process_group import place, process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.tracking.journal import JournalWriter, read_records
@@ -111,13 +112,13 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         try:
             import pynvml  # noqa: F401  # the monitor imports it later
 
-            from hpcdist.rank.system_metrics import NodeMonitor
+            from hpcdist.rank.system_metrics import monitored_node
         except ModuleNotFoundError as error:
             print(f"{error.name} is not installed: no system metrics", file=sys.stderr)
         else:
             interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
             began = run.read_state().created
-            monitor = NodeMonitor(journal, interval_s=interval_s, began=began, node=None, disk=str(run.path))
+            monitor = monitored_node(journal, interval_s=interval_s, began=began, node=None, disk=str(run.path))
             stack.enter_context(monitor)
         ctx = Context(
             config=config,
@@ -126,7 +127,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
             topology=topology,
             device=device,
             groups=groups,
-            stop=StopAgreement(groups.control, StopFlag(), attempt.request, watch_request=topology.rank == 0),
+            stop=StopAgreement(groups.control, StopFlag(), RequestReader(attempt) if topology.rank == 0 else None),
             journal=journal,
             heartbeat=heartbeat,
         )

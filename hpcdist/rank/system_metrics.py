@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,74 +21,70 @@ log = logging.getLogger(__name__)
 MB = 1e6
 
 
-class NodeMonitor:
-    """A thread that records CPU, memory, disk, network and GPU usage. It runs in local rank 0 of each node.
+@contextmanager
+def monitored_node(
+    journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str
+) -> Iterator[None]:
+    """Record CPU, memory, disk, network and GPU usage in a thread while the block runs.
 
     Args:
-        interval_s: seconds between two records; 0 disables the monitor.
+        interval_s: seconds between two records; 0 for none.
         began: Unix time of the run's creation. The step of a record is the number of seconds since then, so that steps
             keep increasing after a restart.
         node: node name to include in the metric names, for runs on several nodes.
         disk: a path on the disk to monitor.
     """
+    prefix = f"system/{node}/" if node else "system/"
+    network, gpus, ended = _network_bytes(), open_gpus(), threading.Event()
 
-    def __init__(self, journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str) -> None:
-        self._journal = journal
-        self._interval_s = interval_s
-        self._began = began
-        self._prefix = f"system/{node}/" if node else "system/"
-        self._disk = disk
-        self._network = _network_bytes()
-        self._gpus = open_gpus()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
-
-    def __enter__(self) -> NodeMonitor:
-        if self._interval_s > 0:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         psutil.cpu_percent()  # the first call of a thread only sets the start of the next measurement
-        while not self._ended.wait(self._interval_s):
-            self._journal.log(self.sample(), int(time.time() - self._began))
+        while not ended.wait(interval_s):
+            values = _usage(disk, network, gpus)
+            journal.log({prefix + name: value for name, value in values.items()}, int(time.time() - began))
 
-    def sample(self) -> dict[str, float]:
-        """Return the current metrics; units are in their names (a megabyte is 10⁶ bytes, as in MLflow)."""
-        memory = psutil.virtual_memory()
-        disk = psutil.disk_usage(self._disk)
-        received, sent = _network_bytes()
-        values = {
-            "cpu_utilization_percentage": psutil.cpu_percent(),
-            "system_memory_usage_megabytes": memory.used / MB,
-            "system_memory_usage_percentage": memory.percent,
-            "disk_usage_percentage": disk.percent,
-            "disk_usage_megabytes": disk.used / MB,
-            "disk_available_megabytes": disk.free / MB,
-            "network_receive_megabytes": (received - self._network[0]) / MB,
-            "network_transmit_megabytes": (sent - self._network[1]) / MB,
-        }
-        for index, handle in self._gpus.items():
-            import pynvml
+    thread = threading.Thread(target=watch, name="monitor", daemon=True)
+    if interval_s > 0:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if interval_s > 0:
+            thread.join()
 
-            try:
-                used = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                values[f"gpu_{index}_memory_usage_megabytes"] = used.used / MB
-                values[f"gpu_{index}_memory_usage_percentage"] = 100 * used.used / used.total
-                values[f"gpu_{index}_utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
-                limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-                values[f"gpu_{index}_power_usage_watts"] = milliwatts / 1000
-                values[f"gpu_{index}_power_usage_percentage"] = 100 * milliwatts / limit
-            except pynvml.NVMLError as error:
-                # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
-                log.debug("GPU metric is not available: %s", error)
-        return {self._prefix + name: value for name, value in values.items()}
+
+def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) -> dict[str, float]:
+    # The units are in the names; a megabyte is 10⁶ bytes, as in MLflow.
+    memory = psutil.virtual_memory()
+    disk = psutil.disk_usage(disk_path)
+    received, sent = _network_bytes()
+    values = {
+        "cpu_utilization_percentage": psutil.cpu_percent(),
+        "system_memory_usage_megabytes": memory.used / MB,
+        "system_memory_usage_percentage": memory.percent,
+        "disk_usage_percentage": disk.percent,
+        "disk_usage_megabytes": disk.used / MB,
+        "disk_available_megabytes": disk.free / MB,
+        "network_receive_megabytes": (received - before[0]) / MB,
+        "network_transmit_megabytes": (sent - before[1]) / MB,
+    }
+    for index, handle in gpus.items():
+        import pynvml
+
+        try:
+            used = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            values[f"gpu_{index}_memory_usage_megabytes"] = used.used / MB
+            values[f"gpu_{index}_memory_usage_percentage"] = 100 * used.used / used.total
+            values[f"gpu_{index}_utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+            limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+            values[f"gpu_{index}_power_usage_watts"] = milliwatts / 1000
+            values[f"gpu_{index}_power_usage_percentage"] = 100 * milliwatts / limit
+        except pynvml.NVMLError as error:
+            # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
+            log.debug("GPU metric is not available: %s", error)
+    return values
 
 
 def _network_bytes() -> tuple[int, int]:

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     import torch
 
     from hpcdist.rank.process_group import Groups
-    from hpcdist.rank.system_metrics import NodeMonitor
 
 #: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
@@ -120,7 +119,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     if config.trainer.script:
         with (
             script_api.entered_script(config, attempt, topology, records) as script,
-            _node_monitor(config, run, topology, records),
+            _monitored(config, run, topology, records),
         ):
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
@@ -182,7 +181,7 @@ def _train(
     seed_everything(config.seed)
     with (
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
-        _node_monitor(config, run, topology, records),
+        _monitored(config, run, topology, records),
     ):
         requests = RequestReader(attempt) if topology.rank == 0 else None
         ctx = Context(
@@ -204,12 +203,12 @@ def _train(
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
 
 
-def _node_monitor(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> NodeMonitor:
+def _monitored(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> AbstractContextManager[None]:
     """Return the recorder of the system metrics, which is active in local rank 0 of each node."""
-    from hpcdist.rank.system_metrics import NodeMonitor
+    from hpcdist.rank.system_metrics import monitored_node
 
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
-    return NodeMonitor(
+    return monitored_node(
         records.journal,
         interval_s=system_s if topology.local_rank == 0 else 0.0,
         began=run.read_state().created,
