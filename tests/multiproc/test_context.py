@@ -310,21 +310,6 @@ def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> 
         ctx.close()
 
 
-def roles_of_ranks(here: Rank, path: Path) -> tuple[Any, ...]:
-    with open_context(here, RunDir(path), Config(roles={"agent": 1, "observer": 2})) as ctx:
-        found = (ctx.role, ctx.role_index, ctx.rpc_name, list(ctx.ranks_of("observer")), ctx.roles.name_of(2))
-        ctx.close()
-    return found
-
-
-def test_context_has_role_of_each_rank(tmp_path: Path) -> None:
-    assert spawn_ranks(roles_of_ranks, 3, path=new_run(tmp_path).path) == [
-        ("agent", 0, "agent:0", [1, 2], "observer:1"),
-        ("observer", 0, "observer:0", [1, 2], "observer:1"),
-        ("observer", 1, "observer:1", [1, 2], "observer:1"),
-    ]
-
-
 # --- Checkpoints of a model that several ranks own: each rank writes its shard, one process reads the whole model.
 
 

@@ -112,21 +112,16 @@ def test_heartbeat_says_whether_further_ones_are_due(attempt: Attempt) -> None:
         assert read(attempt)["regular"] is due
 
 
-def test_close_writes_the_last_values_and_ends_the_thread(attempt: Attempt) -> None:
-    beat = Heartbeat(attempt, 1, 4096, 1800.0)
-    beat.step, beat.total_steps, beat.metrics = 9, 10, {"loss": 0.5}
-    beat.close()
-    value = read(attempt, 1)
-    assert (value["step"], value["total_steps"], value["metrics"]) == (9, 10, {"loss": 0.5})
-    assert not beat._thread.is_alive()
-
-
-def test_thread_writes_a_new_beat(attempt: Attempt, writes: list[int]) -> None:
+def test_thread_writes_a_new_beat_and_close_the_last_values(attempt: Attempt, writes: list[int]) -> None:
     beat = Heartbeat(attempt, 0, 1, 0.04)
     step(beat, 3)()
     while 3 not in writes:  # the time limit of the test ends the loop if the thread fails
         beat._ended.wait(0.005)
+    beat.step, beat.total_steps, beat.metrics = 9, 10, {"loss": 0.5}
     beat.close()
+    value = read(attempt)
+    assert (value["step"], value["total_steps"], value["metrics"]) == (9, 10, {"loss": 0.5})
+    assert not beat._thread.is_alive()
 
 
 def test_ranks_that_start_together_write_at_different_times(attempt: Attempt) -> None:
