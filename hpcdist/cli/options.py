@@ -120,10 +120,7 @@ def _values(kind: str, default: object) -> list[str]:
 
 @_bounded
 def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield config keys as `key=`, and with a value if only one key matches.
-
-    The value keeps shells from putting a space behind `key=`: they append one to a sole candidate.
-    """
+    """Yield config keys as `key=`, and a sole one with a value, since shells append a space to a sole candidate."""
     from hpcdist.config.describe import describe
 
     schema = {key: (kind, default) for key, kind, default, _ in describe()}
@@ -227,11 +224,7 @@ Force = Annotated[bool, flag("--force", "Submit even if the checks of hpcdist, n
 
 
 def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
-    """Return the argument RUN. If it was left out, print the name of the newest run and return its folder.
-
-    Args:
-        active: consider only runs that run or wait.
-    """
+    """Return the argument RUN. If it was left out, print the name of the newest run (`active`: that runs or waits)."""
     if run is not None:
         return run
     from hpcdist.host.files import short_path
@@ -296,10 +289,7 @@ def with_options(
 
 
 def console() -> Console:
-    """Return standard output as a console that prints text without control characters.
-
-    Without a terminal it is wide enough for names of runs.
-    """
+    """Return standard output as a console without control characters, wide enough for names of runs."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -316,11 +306,7 @@ def console() -> Console:
 def print_table(
     console: Console, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", num_whole: int = 0
 ) -> None:
-    """Print a table, with columns of numbers to the right.
-
-    Args:
-        num_whole: columns at the left that are never folded.
-    """
+    """Print a table, with columns of numbers to the right; the first `num_whole` columns are never folded."""
     from rich.table import Table
     from rich.text import Text
 
@@ -338,10 +324,7 @@ def print_table(
 
 
 def wrapped(console: Console, text: str, indent: int) -> str:
-    """Return text with indented further lines where it is wider than a terminal; unchanged elsewhere.
-
-    Words, such as paths, stay whole.
-    """
+    """Return text with indented further lines where it is wider than a terminal; words, such as paths, stay whole."""
     if not console.is_terminal:
         return text
     wrapper = textwrap.TextWrapper(

@@ -136,7 +136,14 @@ def rerun(
         if dry_run:
             return 0
         if recorded.folder is None and not yes:
-            _confirm(recorded.run_id)
+            if not (sys.stdin.isatty() and sys.stdout.isatty()):
+                raise UserMistake(
+                    f"the record of run {recorded.run_id} comes from MLflow, not from its run folder, and would be"
+                    " executed: check the lines above, then repeat the command on a terminal to confirm, or with --yes"
+                )
+            say("execute this as your user? [y/N] ", end="")
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                raise typer.Abort
 
         def restore(made: RunDir) -> CodeState:
             """Write the record of the repeated run, and its code, into the folder of the rerun."""
@@ -261,18 +268,6 @@ def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source:
         say(f"  code.patch: sha256 {digest}, {lines:,} lines; until you answer, it is {file}")
 
 
-def _confirm(run_id: str) -> None:
-    """Ask whether to execute what was shown. Raises UserMistake without a terminal, Abort if the answer is not yes."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserMistake(
-            f"the record of run {run_id} comes from MLflow, not from its run folder, and would be executed: check the"
-            " lines above, then repeat the command on a terminal to confirm, or with --yes"
-        )
-    say("execute this as your user? [y/N] ", end="")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise typer.Abort
-
-
 # The comparison of a rerun with its original.
 
 #: Differing metrics that are printed.
@@ -280,11 +275,7 @@ _SHOWN = 8
 
 
 def _original(made: RunDir, runs_dir: Path, scratch: Path) -> RecordedRun:
-    """Return the original that the folder of a rerun names. Raises UserMistake if it is no rerun, or has not ended.
-
-    Args:
-        scratch: an existing folder for files from MLflow.
-    """
+    """Return the original that the folder of a rerun names. Raises UserMistake if it is no rerun, or has not ended."""
     from hpcdist.run.folder import ENDED
     from hpcdist.run.records import read_rerun
     from hpcdist.tracking.recorded_run import find_recorded
@@ -302,12 +293,7 @@ def _original(made: RunDir, runs_dir: Path, scratch: Path) -> RecordedRun:
 
 
 def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Collection[str]) -> int:
-    """Compare the values of a rerun that has ended with those of the recorded run. Returns the exit code.
-
-    Prints the result, and adds it to the run folder and to MLflow.
-
-    Raises TrackingError if the recorded run is read from MLflow and that fails.
-    """
+    """Print how a rerun compares, and add it to its folder and to MLflow. Returns the exit code."""
     from hpcdist.review.comparison import compare_values, data_differences
     from hpcdist.review.facts import read_facts
     from hpcdist.run.records import read_rerun, write_rerun

@@ -38,7 +38,6 @@ from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
 
 if TYPE_CHECKING:
-    from hpcdist.review.ledger import Ledger
     from hpcdist.run.folder import RunDir
 
 
@@ -312,8 +311,10 @@ def cost(
     else:
         rows = []
         for key, (_, one) in found.items():
+            others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
+            losses = ", ".join(f"{cause} {seconds / one.allocated_s:.0%}" for seconds, cause in others[:-3:-1])
             energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.3g}"
-            hours = hours_text(one.allocated_s), percent(one.goodput, 1), _losses(one), hours_text(one.queue_s)
+            hours = hours_text(one.allocated_s), percent(one.goodput, 1), losses, hours_text(one.queue_s)
             rows.append((*key, *hours, energy))
         print_table(console(), (*groups, "unit", "hours", "goodput", "largest losses", "queue", "kWh"), rows)
     if without:
@@ -321,12 +322,6 @@ def cost(
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
     for note in (*notes, *problems):
         say(note, error=True)
-
-
-def _losses(one: Ledger) -> str:
-    """Return the two causes other than compute with the most time."""
-    others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
-    return ", ".join(f"{cause} {seconds / one.allocated_s:.0%}" for seconds, cause in reversed(others[-2:]))
 
 
 # `hpcdist export`: write the model of a checkpoint to a file that other programs load.

@@ -103,7 +103,10 @@ def run(
 
         if engine is not None:
             raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
-        sweeps.check_options(sweep, None, detach=not follow)
+        if not follow:
+            raise UserMistake(
+                "--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux"
+            )
         return sweeps.run_sweep(sweeps.read_sweep(config, words, sweep), dry_run=dry_run)
     unnamed = load_config(config, words)
     create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
@@ -130,10 +133,8 @@ def run_here(
     """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
     Args:
-        config: The config, with the name of the run.
-        found: An unfinished run of this config to continue.
-        origin: The config of the command line, which the run folder records.
-        restore: Writes the code of another run into the folder.
+        found: an unfinished run of this config to continue.
+        restore: writes the code of another run into the folder.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
@@ -161,10 +162,7 @@ def run_here(
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
-    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if the run cannot start here.
-
-    Prints a note if the run has fewer ranks than requested.
-    """
+    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here."""
     from hpcdist.environments.rank_environment import require_torch
     from hpcdist.host.machine import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan, note_on_fewer_ranks
@@ -257,7 +255,8 @@ def submit(
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    sweeps.check_options(sweep, array_parallelism, detach=False)
+    if array_parallelism is not None and not sweep:
+        raise UserMistake("--array-parallelism needs --sweep")
     if sweep:
         cells = sweeps.read_sweep(config, words, sweep, cluster)
         flags = submission_flags(cells.cells[0].config, dependency, begin)
@@ -289,10 +288,8 @@ def submit_run(
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
     Args:
-        config: The config, with the name of the run.
-        flags: Flags of sbatch for this submission alone.
-        origin: The config of the command line, which the run folder records.
-        restore: Writes the code of another run into the folder.
+        flags: flags of sbatch for this submission alone.
+        restore: writes the code of another run into the folder.
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir

@@ -41,12 +41,7 @@ def run_in_container(
     resume: bool | None,
     dry_run: bool,
 ) -> int:
-    """Print the engine's command line for a run and execute it; return its exit code.
-
-    Args:
-        source: the config as the user names it: a shipped config or a file.
-        config: the loaded config; the hpcdist in the container chooses the run's name.
-    """
+    """Print the engine's command line for a run and execute it; the hpcdist in the container names the run."""
     is_file = Path(source).expanduser().is_file()
     spec = _container(source, config, engine, image, is_file=is_file, dry_run=dry_run)
     overrides, variables = without_secrets(overrides)

@@ -110,11 +110,7 @@ def show_plan(
 
 
 def print_rows(console: Console, rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> None:
-    """Print names and values in two columns; a table of rich would cut long paths.
-
-    Args:
-        styles: style of a value, by the name of the row.
-    """
+    """Print names and values in two columns; a table of rich would cut long paths."""
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         text = " " * width + value.replace("\n", "\n" + " " * width)
@@ -414,10 +410,7 @@ POLL_S = 0.3
 
 
 def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
-    """Follow a run until it ends and upload it to MLflow where its job does not. Returns the exit code.
-
-    A run of another user is only shown.
-    """
+    """Follow a run until it ends, and upload an own one where its job does not. Returns the exit code."""
     from hpcdist.supervisor import children
 
     uploads = job_of(run) is not None and is_mine(run.path)
@@ -436,9 +429,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
     """Yield the text of a rank's log; with `follow`, until the run ends, through all its attempts.
 
     Args:
-        rank: None means the rank that failed first, and rank 0 of an attempt that did not fail.
-
-    Raises RunFolderError if the log does not exist.
+        rank: by default the rank that failed first, else rank 0.
     """
     number = attempt or run.read_state().attempt
     path = _log_of(run.attempt(number), rank)
@@ -480,10 +471,7 @@ def _log_of(attempt: Attempt, rank: int | None) -> Path:
 
 
 def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
-    """Show a run's state changes and, with `progress`, its progress. Returns its last state.
-
-    If the supervisor or the job died without recording a status, the run is closed with the reason that Slurm gives.
-    """
+    """Show a run's states and progress until its end, which is recorded if nobody else has. Returns its last state."""
     watch = StatusWatch()
     waiting = Event()
     shown_line, shown_error, num_shown = "", "", 0

@@ -54,12 +54,7 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
 
 
 def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
-    """Print a table of cells with status and newest metric. Returns the status of each cell.
-
-    Args:
-        cells: Label and run folder of each cell; the folder may not exist yet.
-        best: The metric that selects the best checkpoint.
-    """
+    """Print the label, status and newest metric of cells, some of which may not exist yet. Returns their statuses."""
     from hpcdist.review.description import common_metric
     from hpcdist.review.facts import last_beat
 
@@ -88,14 +83,6 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
 UPLOAD_EVERY_S = 5.0
-
-
-def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
-    """Raise UserMistake for options that exclude each other."""
-    if parallelism is not None and not sweep:
-        raise UserMistake("--array-parallelism needs --sweep")
-    if detach and sweep:
-        raise UserMistake("--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux")
 
 
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
@@ -218,8 +205,7 @@ def submit_sweep(
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command.
 
     Args:
-        flags: Flags of sbatch for this submission alone.
-        check: Checks a submission of this config before anything is written; raises UserMistake.
+        flags: flags of sbatch for this submission alone.
     """
     from hpcdist.slurm.components import is_het
     from hpcdist.slurm.job import submit
@@ -330,11 +316,7 @@ class Choice:
 
 
 def choose(sweep: Sweep) -> list[Choice]:
-    """Select the cells that are new, failed, stopped or lost. Changes nothing.
-
-    Raises:
-        RunFolderError: the folder of a cell belongs to a run outside this sweep.
-    """
+    """Select the cells that are new, failed, stopped or lost. Raises RunFolderError for folders of other runs."""
     runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
     snapshots = query_jobs(runs)
     found = []
@@ -363,12 +345,7 @@ def _is_new(run: RunDir, sweep: Sweep) -> bool:
 
 
 def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool, str]:
-    """Return whether an existing cell must run, and its status.
-
-    Args:
-        held: a supervisor holds the cell.
-        job: snapshot of its Slurm job; None for a local run.
-    """
+    """Return whether an existing cell must run, and its status; `job` is None for a local run."""
     if state.status == "finished":
         return False, "finished"
     if held:

@@ -131,7 +131,6 @@ def line_chart(
     """Return a chart of lines with a legend if there are several; empty without any point.
 
     Args:
-        lines: points in the order of x by the name of the line.
         marks: x of vertical lines, such as the first step of an attempt, with their titles.
     """
     lines = {name: points for name, points in lines.items() if points}
@@ -182,12 +181,7 @@ def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
 
 
 def heat_map(rows: Mapping[str, Sequence[float | None]], *, x_label: str, x_range: Point, unit: str = "") -> Markup:
-    """Return a row of shaded cells for each name; a darker shade is a higher value.
-
-    Args:
-        rows: equally many values for each name; None leaves a cell empty.
-        x_range: values of the axis at the left and at the right end.
-    """
+    """Return a row of shaded cells for each name, None left empty; a darker shade is a higher value."""
     known = [value for row in rows.values() for value in row if value is not None]
     if not known:
         return Markup()
@@ -442,10 +436,7 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 
 
 def step_times(series: Mapping[str, Series]) -> Chart | None:
-    """Return the heat map of step times by node; None for a run on one node.
-
-    A cell shows the longest step time in its range of steps. Of many nodes, those with the longest times are shown.
-    """
+    """Return the heat map of the longest step times by node; None for a run on one node."""
 
     def natural(key: str) -> list[tuple[int, str]]:  # `n2` before `n10`
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]

@@ -29,14 +29,7 @@ _OWN_ENVIRONMENT = ("command", "code.", "git_", "slurm.")
 def compare(
     runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]
 ) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs.
-
-    Args:
-        runs: by label.
-        series: metrics of the runs by label.
-
-    Raises RunFolderError if a run cannot be read, OSError if the file system fails.
-    """
+    """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs."""
     facts = {label: read_facts(run) for label, run in runs.items()}
     compared = [_sections(run, facts[label], series[label]) for label, run in runs.items()]
     # A key that one run has set is compared with the default of the other.
@@ -184,11 +177,9 @@ def compare_values(
     """Compare the values of a run with those of an earlier run of the same training.
 
     Args:
-        until: the last step of the second run if it was paused there; None if it has ended by itself. At that step the
-            second run may have logged less, since an evaluation follows a pause.
+        until: the last step of the second run if it was paused there, before the evaluation of this step.
         exact: whether `before` has every value of its run. Otherwise values of the second run alone do not count.
         tolerance: largest accepted relative difference; 0 compares exactly.
-        ignore: patterns of further metrics that are not compared.
     """
     measured = sorted(key for key in {*before, *after} if is_measured(key, ignore))
     first = {key: points for key, points in before.items() if key not in measured}
@@ -247,11 +238,7 @@ def data_differences(before: Collection[DatasetRecord], after: Collection[Datase
 
 
 def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, code_is_restored: bool) -> list[str]:
-    """Return differences between two machines by the content of `environment.json`, one sentence each.
-
-    Args:
-        code_is_restored: whether the code of hpcdist itself may come from the run, too.
-    """
+    """Return differences between two contents of `environment.json`, one sentence each."""
 
     def versions_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         named = facts.get("versions")

@@ -173,10 +173,7 @@ _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
 
 def run_again_command(facts: RunFacts) -> str:
-    """Return the command that starts a run with the same config in the same store; empty if it is not recorded.
-
-    A value that is a secret is `***`.
-    """
+    """Return the command that starts the same config in the same store, with `***` for secrets; empty if unknown."""
     if not facts.config_name or not facts.overrides_known:
         words = facts.command
     else:
@@ -260,11 +257,7 @@ _SILENT_S = 120.0
 
 
 def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | None = None) -> str:
-    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first.
-
-    Args:
-        now: seconds since the epoch, for the remaining times of a live run.
-    """
+    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first."""
     when = time.time() if now is None else now
     return _shortened(lambda num_kept: _sections(facts, ledger, num_kept, when), _KEPT_ATTEMPTS, max_chars)
 
@@ -430,10 +423,7 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
 
 
 def _load(facts: RunFacts) -> Iterator[str]:
-    """Yield the commands that load the final model, and the best checkpoint if that has other weights.
-
-    Without a best checkpoint, the newest one is loaded.
-    """
+    """Yield the commands that load the final model, and the best (else newest) checkpoint if it has other weights."""
     last_step = facts.attempts[-1].last_step if facts.attempts else None
     checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
     has_final = facts.has_model and bool(facts.run_id)
@@ -552,11 +542,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
-    """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged.
-
-    Args:
-        logged: the metrics of each run.
-    """
+    """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged."""
     counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
     most = [key for key, count in counts.items() if count == max(counts.values())]
     return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")

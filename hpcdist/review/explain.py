@@ -241,10 +241,7 @@ class Finding:
 
 
 def explain(run: RunDir) -> list[str]:
-    """Return one line for a healthy run, else lines with status, cause, evidence, fix and Slurm's job state.
-
-    Lines about stragglers come last.
-    """
+    """Return a healthy run's one line, else status, cause, evidence, fix and Slurm's job state, and stragglers last."""
     now = status_of(run, history=True)
     straggling = run.attempt(now.state.attempt).current_stragglers() if now.state.attempt else []
     return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
@@ -321,9 +318,8 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
 def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:
     """Explain the end of an attempt; None if nothing about it is known.
 
-    The supervisor's record names the rank that failed first. That rank's error is the cause, else what the logs say
-    about a rank that could not report one, else the record itself. If the preflight rejected the nodes, no rank was
-    started, and its failure is the cause.
+    The error of the rank that the supervisor's record names is the cause, else what the logs say about a rank that
+    could not report one, else the record itself.
 
     Args:
         reason: the sentence that ended the run; by default the one recorded for the attempt.

@@ -148,10 +148,7 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
 
 
 def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
-    """Return the starts of the job that Slurm has ended, by the number of the last attempt of each.
-
-    An attempt that finished has none.
-    """
+    """Return the starts of the job that Slurm has ended, by their last attempt, unless that finished."""
     starts = readable(lambda: all_job_starts(run)) or []
     last = {}
     for attempt in run.attempts():
@@ -327,10 +324,7 @@ class RunFacts:
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
-    """Return the facts of a run. Missing, damaged and older files give empty values.
-
-    Args:
-        state: the state to report; by default that of `state.json`.
+    """Return the facts of a run, or of a given state of it. Missing, damaged and older files give empty values.
 
     Raises RunFolderError if `state.json` or the list of attempts cannot be read, OSError if the file system fails.
     """

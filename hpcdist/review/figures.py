@@ -93,12 +93,7 @@ def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str
 
 
 def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = None) -> None:
-    """Write a figure atomically. A failure is logged, because a figure is not worth the end of a run.
-
-    Args:
-        artifacts: the folder of the run's artifacts.
-        step: steps done.
-    """
+    """Write a figure atomically. A failure is logged, because a figure is not worth the end of a run."""
     kind = next(key for key, known in KINDS.items() if isinstance(figure, known))
     content = {"kind": kind, **asdict(figure), "step": step or figure.step}
     path = artifacts / FOLDER / f"{name}.json"

@@ -263,10 +263,7 @@ def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
 
 
 def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
-    """Return the report of a run as HTML.
-
-    A part whose files are damaged is left out, and the report names the problem.
-    """
+    """Return the report of a run as HTML, without the parts whose files are damaged; it names the problems."""
     problems: list[str] = []
 
     def part(read: Callable[[RunDir], T]) -> T | None:

@@ -26,10 +26,7 @@ class Markdown(str):
 
 
 def escaped(text: str, limit: int = 300) -> Markdown:
-    """Return a text of the user as one line that is shown as it is, also in a table, without passwords.
-
-    The line is cut after `limit` characters.
-    """
+    """Return at most `limit` characters of a text as one line that Markdown shows as it is, without passwords."""
     line = " ".join(redact_text(text).split())
     line = line if len(line) <= limit else f"{line[: limit - 1]}…"
     # The backslashes first: those of the entities would be shown.
