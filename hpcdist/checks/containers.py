@@ -227,25 +227,12 @@ def container_checks(image: Mapping[str, str], root: Path = Path("/")) -> list[C
 
 # Checks of Python environments of ranks without containers (`cluster.environment`): programs, and those of a run.
 
-#: By program: what it does here, what is missing without it, and the fix.
-_PROGRAMS = {
-    "zstd": (
-        "copies of environments are packed (kind=venv, kind=uv)",
-        "environments are not copied to local disks (kind=venv, kind=uv)",
-        "install zstd here and on the nodes, or set cluster.environment.stage=false",
-    ),
-    "unsquashfs": (
-        "images are unpacked (kind=squashfs)",
-        "nodes need it for kind=squashfs",
-        "install squashfs-tools on the nodes",
-    ),
-}
 #: Versions in the record, with their names.
 _VERSIONS = {"python": "Python", "torch": "torch", "cuda": "CUDA"}
 
 
 def program_checks(env: Mapping[str, str]) -> list[Check]:
-    """Return which kinds of environments this machine can prepare; nodes need zstd, tar and unsquashfs, too."""
+    """Return which kinds of environments this machine can prepare; nodes need zstd and tar, too."""
     if (uv := uv_program(env)) is None:
         checks = [note("uv", "not installed: locked projects cannot be built (kind=uv)", "`pip install uv`")]
     elif (done := run_within([uv, "--version"], TIMEOUT_S, env=env)).returncode != 0:
@@ -253,9 +240,11 @@ def program_checks(env: Mapping[str, str]) -> list[Check]:
     else:
         version = done.stdout.removeprefix("uv ").split()[0]
         checks = [ok("uv", f"{version}: locked projects are built (kind=uv)")]
-    for program, (use, lack, fix) in _PROGRAMS.items():
-        found = shutil.which(program, path=env.get("PATH"))
-        checks.append(ok(program, f"installed: {use}") if found else note(program, f"not installed: {lack}", fix))
+    if shutil.which("zstd", path=env.get("PATH")):
+        checks.append(ok("zstd", "installed: copies of environments are packed (kind=venv, kind=uv)"))
+    else:
+        lack = "not installed: environments are not copied to local disks (kind=venv, kind=uv)"
+        checks.append(note("zstd", lack, "install zstd here and on the nodes, or set cluster.environment.stage=false"))
     if (modules := modules_version(env)) is None:
         return [*checks, note("modules", "the command `module` is not available: kind=module cannot be used")]
     return [*checks, ok("modules", f"{modules} (kind=module, cluster.environment.modules)")]

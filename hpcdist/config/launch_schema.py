@@ -112,10 +112,10 @@ def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S
 class EnvironmentConfig(ConfigSection):
     """The Python environment of the ranks of a submitted run. A copy of hpcdist is added to it."""
 
-    kind: Literal["none", "venv", "uv", "module", "squashfs"] = "none"
+    kind: Literal["none", "venv", "uv", "module"] = "none"
     """Source of the environment; `none` starts ranks with the Python that runs hpcdist."""
     path: str = field(default="", metadata=IS_PATH)
-    """A virtual environment (venv), a folder with a `uv.lock` (uv), or an image of an environment (squashfs)."""
+    """A virtual environment (venv), or a folder with a `uv.lock` (uv)."""
     modules: list[str] = field(default_factory=list)
     """Modules to load for the ranks, such as `cuda/13.0`; with `kind: module` they contain the ranks' Python."""
     python: str = "python3"
@@ -131,16 +131,13 @@ class EnvironmentConfig(ConfigSection):
 
     def problems(self) -> list[str]:
         found = one_line(self, "path", "modules", "python", "uv_args", "local_dir")
-        if self.kind in ("venv", "uv", "squashfs") and not self.path:
-            meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock", "squashfs": "an image file"}
+        if self.kind in ("venv", "uv") and not self.path:
+            meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock"}
             found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
         if self.kind == "module" and not self.modules:
             found.append("modules must name the modules that contain Python for kind=module")
         if self.kind == "none" and self.modules:
             found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
-        if self.kind == "squashfs" and not self.stage:
-            why = "which is unpacked on each node: set it to true"
-            found.append(f"stage=false is not possible with kind=squashfs, {why}")
         if self.uv_args and self.kind != "uv":
             found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
         for name in self.modules:

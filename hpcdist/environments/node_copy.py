@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ REQUIRED = ("numpy", "psutil", "torch")
 _CHUNK = 4 << 20
 #: Errors of a local folder that a retry does not solve.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_UNFIT_DISK = (
-    *_FULL_DISK, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
-)  # fmt: skip
+_UNFIT_DISK = (*_FULL_DISK, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _CODE = f"""
 import importlib.util, json, sys
 facts = {{"python": "%d.%d.%d" % sys.version_info[:3]}}
@@ -59,9 +57,6 @@ class NodeRequest:
     sha256: str = ""
     prefix: str = ""
     max_age_s: float = 0.0
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class CopyError(Exception):
@@ -121,7 +116,8 @@ def prepare(request: NodeRequest) -> bool:
             _copy(request, folder)
         sources = local_sources(request)
         if not _is_complete(folder, sources.name):
-            _finish(folder, sources.name, Path(shutil.copytree(request.sources, _partial(folder))))
+            partial = shutil.copytree(request.sources, folder / f".partial-{os.getpid()}")
+            _finish(folder, sources.name, partial)
         for name in (request.key, sources.name):
             os.utime(_listing(folder, name))
         _remove_unused(folder, request.max_age_s)
@@ -154,10 +150,6 @@ def _listing(folder: Path, name: str) -> Path:
     return folder / f"{name}.files"
 
 
-def _partial(folder: Path) -> Path:
-    return folder / f".partial-{os.getpid()}"
-
-
 def _is_complete(folder: Path, name: str) -> bool:
     """Return whether a copy has all its files; programs that clean up /tmp may have removed some."""
     return first_difference(folder / name, _listing(folder, name)) is None
@@ -175,13 +167,10 @@ def _finish(folder: Path, name: str, partial: Path) -> None:
 
 
 def _copy(request: NodeRequest, folder: Path) -> None:
-    partial = _partial(folder)
+    partial = folder / f".partial-{os.getpid()}"
     partial.mkdir()
     try:
-        if request.archive.endswith(".tar.zst"):
-            found = _unpack_tar(Path(request.archive), partial)
-        else:
-            found = _unpack_squashfs(Path(request.archive), partial)
+        found = _unpack(Path(request.archive), partial)
         if found != request.sha256:
             raise CopyError(
                 f"{request.archive} has another content (sha256 {found[:16]}…) than when the run was submitted"
@@ -193,9 +182,10 @@ def _copy(request: NodeRequest, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _unpack_tar(archive: Path, target: Path) -> str:
+def _unpack(archive: Path, target: Path) -> str:
     """Unpack an archive while it is read, once; returns its sha256."""
-    _require("zstd", "tar", fix="install it, or use cluster.environment.stage=false")
+    if missing := [name for name in ("zstd", "tar") if shutil.which(name) is None]:
+        raise CopyError(f"{missing[0]} is not installed: install it, or use cluster.environment.stage=false")
     digest = hashlib.sha256()
     command = ["tar", "--extract", "--no-same-owner", "--use-compress-program=zstd -dq", "--file=-"]
     with open(archive, "rb") as file, tempfile.TemporaryFile("w+") as errors:
@@ -208,39 +198,13 @@ def _unpack_tar(archive: Path, target: Path) -> str:
                 pipe.write(chunk)
         if process.wait() != 0:
             errors.seek(0)
-            raise _unpack_error(archive, errors.read())
+            lines = [line.strip() for line in errors if line.strip()]
+            # The last lines only say that the program gave up.
+            full = next((line for line in lines if "No space left" in line or "quota" in line.lower()), "")
+            fix = ": free space, or set cluster.environment.local_dir to a larger disk" if full else ""
+            reason = full or next(iter(lines), "no error message")
+            raise CopyError(f"cannot unpack {archive}: {reason}{fix}", may_pass=not full)
     return digest.hexdigest()
-
-
-def _unpack_squashfs(image: Path, target: Path) -> str:
-    """Unpack an image; returns its sha256.
-
-    It is not mounted: with proctrack/linuxproc and proctrack/pgid, Slurm signals every process of a step, and the
-    process of a FUSE mount would end while ranks are still saving.
-    """
-    _require("unsquashfs", fix="install squashfs-tools on the nodes, or use another cluster.environment.kind")
-    with open(image, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    command = ["unsquashfs", "-force", "-no-progress", "-no-xattrs", "-dest", str(target), str(image)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise _unpack_error(image, done.stderr or done.stdout)
-    return digest
-
-
-def _require(*programs: str, fix: str) -> None:
-    missing = [name for name in programs if shutil.which(name) is None]
-    if missing:
-        raise CopyError(f"{missing[0]} is not installed: {fix}")
-
-
-def _unpack_error(archive: Path, errors: str) -> CopyError:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # The last lines only say that the program gave up.
-    full = next((line for line in lines if "No space left" in line or "quota" in line.lower()), "")
-    reason = full or (lines[0] if lines else "no error message")
-    fix = ": free space, or set cluster.environment.local_dir to a larger disk" if full else ""
-    return CopyError(f"cannot unpack {archive}: {reason}{fix}", may_pass=not full)
 
 
 def relocate(copy: Path, prefix: str, target: Path) -> None:

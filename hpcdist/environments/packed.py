@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
@@ -27,10 +27,6 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import fill, long_lock, make_private, parse_object, read_json, write_json
 from hpcdist.host.machine import source_digest
 from hpcdist.run.folder import own_place
-
-if TYPE_CHECKING:
-    import tarfile
-
 
 # Listings of the files of an environment, to find out whether it has changed or a copy is incomplete.
 
@@ -73,8 +69,7 @@ def first_difference(folder: Path, listing: Path) -> str | None:
     """
     if not folder.is_dir() or not listing.is_file():
         return str(folder)
-    lines = listing.read_bytes().splitlines()
-    for line in lines:
+    for line in listing.read_bytes().splitlines():
         size, _, name = line.partition(b" ")
         try:
             status = os.lstat(os.path.join(os.fsencode(folder), name))
@@ -171,8 +166,8 @@ DAY_S = 86400.0
 class Packed:
     key: str = ""  #: name of its copy on the nodes
     kind: str = ""
-    path: str = ""  #: the archive or image; for an environment that is used in place, its folder
-    sha256: str = ""  #: of the archive or image
+    path: str = ""  #: the archive; for an environment that is used in place, its folder
+    sha256: str = ""  #: of the archive
     size_bytes: int = 0
     prefix: str = ""  #: folder of the environment that was packed, which its scripts name
 
@@ -196,7 +191,9 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
     form = "" if environment.stage else "-in-place"
     record = store / f"{environment.kind}-{digest[:16]}{form}.json"
     with long_lock(store / "lock"):
-        if (found := _read(record)) is None:
+        raw = read_json(record)
+        found = fill(Packed, raw, record) if raw is not None else None
+        if found is None or not Path(found.path).exists():
             began = time.monotonic()
             log.info("packing %s, once for all runs", source)
             found = _make(environment, store, record.stem, env)
@@ -216,42 +213,26 @@ def touch(packed: Packed, runs_dir: Path) -> bool:
     return Path(packed.path).exists()
 
 
-def _read(record: Path) -> Packed | None:
-    raw = read_json(record)
-    if raw is None:
-        return None
-    found = fill(Packed, raw, record)
-    return found if Path(found.path).exists() else None
-
-
 def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[str, str]) -> Packed:
-    source = Path(environment.path)
-    if environment.kind == "squashfs":
-        return _packed(environment.kind, name, source)
-    if not environment.stage:
-        target = store / name
-        shutil.rmtree(target, ignore_errors=True)
-        build(source, environment.uv_args, target, env)
-        return Packed(key=name, kind=environment.kind, path=str(target))
-
-    archive = store / f"{name}.tar.zst"
-    if environment.kind == "venv":
-        write_archive(source, interpreter(source, environment.python), archive)
-        return _packed(environment.kind, name, archive, prefix=source)
-    built = store / f".{name}.{os.getpid()}"
+    source, archive = Path(environment.path), store / f"{name}.tar.zst"
+    if environment.kind == "uv":
+        original = store / f".{name}.{os.getpid()}" if environment.stage else store / name
+        shutil.rmtree(original, ignore_errors=True)
+        build(source, environment.uv_args, original, env)
+        if not environment.stage:
+            return Packed(key=name, kind=environment.kind, path=str(original))
+    else:
+        original = source
     try:
-        build(source, environment.uv_args, built, env)
-        write_archive(built, interpreter(built, environment.python), archive)
+        write_archive(original, interpreter(original, environment.python), archive)
     finally:
-        shutil.rmtree(built, ignore_errors=True)
-    return _packed(environment.kind, name, archive, prefix=built)
-
-
-def _packed(kind: str, name: str, path: Path, *, prefix: Path | str = "") -> Packed:
-    with open(path, "rb") as file:
+        if original != source:
+            shutil.rmtree(original, ignore_errors=True)
+    with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    size_bytes = archive.stat().st_size
     return Packed(
-        key=name, kind=kind, path=str(path), sha256=digest, size_bytes=path.stat().st_size, prefix=str(prefix)
+        key=name, kind=environment.kind, path=str(archive), sha256=digest, size_bytes=size_bytes, prefix=str(original)
     )
 
 
@@ -314,11 +295,7 @@ def interpreter(environment: Path, python: str) -> Interpreter:
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         raise UserMistake(f"cluster.environment: {program} does not start: {' '.join(reason.split())}") from error
-    return Interpreter(
-        base=Path(found["base"]),
-        executable=Path(found["executable"]),
-        library=found["library"],
-    )
+    return Interpreter(base=Path(found["base"]), executable=Path(found["executable"]), library=found["library"])
 
 
 def write_archive(environment: Path, python: Interpreter, target: Path) -> None:
@@ -354,37 +331,24 @@ def _write_tar(environment: Path, python: Interpreter, output: IO[bytes]) -> Non
     with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         # The compiled modules are included: compiling them again takes longer than reading them.
         for name, _ in files_below(environment, skip=frozenset()):
-            if python.is_packed and _leads_to(environment / name, python.executable):
-                tar.addfile(_link_to_base(tar, environment, name, python))
+            path = environment / name
+            leads_out = path.is_symlink() and os.path.isabs(os.readlink(path))
+            if python.is_packed and leads_out and path.resolve() == python.executable:
+                # A relative link to the packed Python, in place of the absolute one to the installed Python.
+                entry = tar.gettarinfo(path, name)
+                packed = Path(BASE) / python.executable.relative_to(python.base)
+                entry.linkname = os.path.relpath(packed, Path(name).parent)
+                tar.addfile(entry)
             else:
-                tar.add(environment / name, name, recursive=False)
+                tar.add(path, name, recursive=False)
         if python.is_packed:
-            for path in _base_files(python):
+            library = python.base / "lib"
+            standard = library / python.library
+            # The interpreter's own shared libraries lie beside its standard library.
+            shared = [path for path in sorted(library.glob("*.so*")) if path.is_file()]
+            modules = (standard / name for name, _ in files_below(standard, skip=_NOT_NEEDED))
+            for path in (python.executable, *shared, *modules):
                 tar.add(path, f"{BASE}/{path.relative_to(python.base)}", recursive=False)
-
-
-def _leads_to(path: Path, program: Path) -> bool:
-    """Return whether a path is an absolute symbolic link to a program outside of the environment."""
-    return path.is_symlink() and os.path.isabs(os.readlink(path)) and path.resolve() == program
-
-
-def _link_to_base(tar: tarfile.TarFile, environment: Path, name: str, python: Interpreter) -> tarfile.TarInfo:
-    """Return a relative link to the packed Python, in place of the absolute one to the installed Python."""
-    entry = tar.gettarinfo(environment / name, name)
-    target = Path(BASE) / python.executable.relative_to(python.base)
-    entry.linkname = os.path.relpath(target, Path(name).parent)
-    return entry
-
-
-def _base_files(python: Interpreter) -> Iterator[Path]:
-    """Yield the files of a Python installation that a virtual environment uses."""
-    yield python.executable
-    library = python.base / "lib"
-    # The interpreter's own shared libraries lie beside its standard library.
-    yield from (path for path in sorted(library.glob("*.so*")) if path.is_file())
-    standard = library / python.library
-    for name, _ in files_below(standard, skip=_NOT_NEEDED):
-        yield standard / name
 
 
 # A copy of hpcdist for environments of ranks, so that ranks and supervisor have the same version.
@@ -395,6 +359,8 @@ def copy_sources(store: Path) -> Path:
 
     The copy includes the entry points, by which MLflow in a rank finds hpcdist's tracking store.
     """
+    from importlib import metadata  # slow to import
+
     package = Path(hpcdist.__file__).parent
     target = store / f"hpcdist-{source_digest(str(package))}"
     if target.is_dir():
@@ -403,7 +369,13 @@ def copy_sources(store: Path) -> Path:
     partial = Path(tempfile.mkdtemp(dir=store, prefix=f".{target.name}."))
     try:
         shutil.copytree(package, partial / "hpcdist", ignore=shutil.ignore_patterns("__pycache__"))
-        _copy_metadata(partial)
+        with suppress(metadata.PackageNotFoundError):
+            own = metadata.distribution("hpcdist")
+            target_info = partial / f"hpcdist-{hpcdist.__version__}.dist-info"
+            target_info.mkdir()
+            for name in ("METADATA", "entry_points.txt"):
+                if (text := own.read_text(name)) is not None:
+                    (target_info / name).write_text(text)
         os.rename(partial, target)
     except OSError:
         if not target.is_dir():  # otherwise another job has created it meanwhile
@@ -411,17 +383,3 @@ def copy_sources(store: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _copy_metadata(folder: Path) -> None:
-    from importlib import metadata  # slow to import
-
-    try:
-        own = metadata.distribution("hpcdist")
-    except metadata.PackageNotFoundError:
-        return
-    target = folder / f"hpcdist-{hpcdist.__version__}.dist-info"
-    target.mkdir()
-    for name in ("METADATA", "entry_points.txt"):
-        if (text := own.read_text(name)) is not None:
-            (target / name).write_text(text)

@@ -5,11 +5,11 @@ and the checks before a submission.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -67,7 +67,7 @@ exec env -0
 
 
 def has_modules(env: Mapping[str, str]) -> bool:
-    return _run([], env).returncode == 0
+    return run_within(["bash", "-c", _LOAD], LOAD_S, env=env).returncode == 0
 
 
 def modules_version(env: Mapping[str, str]) -> str | None:
@@ -86,7 +86,7 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
 
     Raises UserMistake if a module cannot be loaded, or this machine has no environment modules.
     """
-    done = _run(names, env)
+    done = run_within(["bash", "-c", _LOAD, "bash", *names], LOAD_S, env=env)
     output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
     if done.returncode == _NO_MODULES:
         raise UserMistake(
@@ -95,27 +95,11 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
         )
     if done.returncode != 0 or not mark:
         named = _ERROR.search(f"{done.stderr}\n{output}")  # Lmod prints advice after it
-        printed = last_line(done.stderr) or last_line(output)
-        reason = (
-            " ".join(named[0].split())[:_MAX_REASON]
-            if named
-            else printed or "module load changed nothing in LOADEDMODULES"
-        )
+        printed = " ".join(named[0].split())[:_MAX_REASON] if named else last_line(done.stderr) or last_line(output)
+        reason = printed or "module load changed nothing in LOADEDMODULES"
         raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
     pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
     return {name: value for name, _, value in pairs}
-
-
-def _run(names: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return run_within(["bash", "-c", _LOAD, "bash", *names], LOAD_S, env=env)
-
-
-def program(name: str, env: Mapping[str, str]) -> str:
-    """Return the path of a program in the environment of modules. Raises UserMistake if it does not exist."""
-    found = shutil.which(name, path=env.get("PATH", ""))
-    if found is None:
-        raise UserMistake(f"cluster.environment.python: no {name} on the PATH after loading the modules")
-    return found
 
 
 # The Python environment of a run's ranks on Slurm: from config to interpreter, variables and the nodes' work.
@@ -135,7 +119,7 @@ class RankEnvironment:
 
 def is_packed(environment: EnvironmentConfig) -> bool:
     """Return whether an environment is prepared in `runs_dir` before it is used."""
-    return environment.kind == "uv" or (environment.stage and environment.kind in ("venv", "squashfs"))
+    return environment.kind == "uv" or (environment.stage and environment.kind == "venv")
 
 
 def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str, str]) -> None:
@@ -169,7 +153,11 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
     if environment.modules:
         env = load_modules(environment.modules, env)
     if environment.kind == "module":
-        python = program(environment.python, env)
+        python = shutil.which(environment.python, path=env.get("PATH", "")) or ""
+        if not python:
+            raise UserMistake(
+                f"cluster.environment.python: no {environment.python} on the PATH after loading the modules"
+            )
         request = NodeRequest(python=python, sources=sources)
     elif not environment.stage:
         root = Path(packed.path if packed else environment.path)
@@ -274,7 +262,7 @@ def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, en
     """
     if environment.request is None:
         return
-    words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", environment.request.text()]
+    words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", json.dumps(asdict(environment.request))]
     answers, _, errors, _ = ask(nodes_command(nodes, words), nodes.names, COPY_S, env=env)
     check_answers(nodes.names, answers, environment.python, last_line(errors))
     copied = [answer for answer in answers.values() if answer["copied"]]
@@ -339,17 +327,14 @@ def torch_problems(config: Config, env: Mapping[str, str], *, on_slurm: bool) ->
     Scripts are not checked: they import the packages that they need themselves. In containers and with
     `cluster.environment`, ranks on Slurm have a Python of their own.
     """
-    if config.trainer.script or (on_slurm and _have_own_python(config)) or _has_torch({**env, **config.launch.env}):
+    has_own_python = on_slurm and (config.container.runtime != "none" or config.cluster.environment.kind != "none")
+    if config.trainer.script or has_own_python or _has_torch({**env, **config.launch.env}):
         return []
     others = ", or set container.image or cluster.environment" if on_slurm else ""
     return [
         f"trainer.target={config.trainer.target} needs torch, which {sys.executable} does not have: run"
         f" {install_command('train')}{others}"
     ]
-
-
-def _have_own_python(config: Config) -> bool:
-    return config.container.runtime != "none" or config.cluster.environment.kind != "none"
 
 
 def _has_torch(env: Mapping[str, str]) -> bool:
@@ -360,8 +345,6 @@ def _has_torch(env: Mapping[str, str]) -> bool:
 
 
 # Checks of `cluster.environment` before a submission.
-
-_SQUASHFS = b"hsqs"
 
 
 def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
@@ -375,8 +358,6 @@ def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
             found.append(f"cluster.environment.path: {path} is not a virtual environment: no program {program}")
     elif environment.kind == "uv":
         found += uv_problems(path, env)
-    elif environment.kind == "squashfs":
-        found += _image_problems(path)
     if environment.kind in ("venv", "uv") and environment.stage and shutil.which("zstd", path=env.get("PATH")) is None:
         found.append("cluster.environment: packing needs the program zstd: install it, or set stage=false")
     return found
@@ -397,13 +378,3 @@ def module_problems(config: Config, env: Mapping[str, str]) -> list[str]:
     except UserMistake as error:
         return [str(error)]
     return []
-
-
-def _image_problems(image: Path) -> list[str]:
-    try:
-        with open(image, "rb") as file:
-            if file.read(len(_SQUASHFS)) == _SQUASHFS:
-                return []
-    except OSError as error:
-        return [f"cluster.environment.path: {image} cannot be read: {error.strerror}"]
-    return [f"cluster.environment.path: {image} is not a squashfs image: create it by `mksquashfs ENVIRONMENT {image}`"]

@@ -55,16 +55,6 @@ def venv_settings(folder: Path) -> list[str]:
     return ["kind=venv", f"path={make_venv(folder)}"]
 
 
-def squashfs_settings(folder: Path) -> list[str]:
-    """Return the config of an image of a virtual environment."""
-    if shutil.which("mksquashfs") is None:
-        pytest.skip("needs mksquashfs: apt-get install squashfs-tools")
-    image = folder / "environment.sqsh"
-    subprocess.run(["mksquashfs", make_venv(folder), image, "-quiet", "-no-progress"], check=True)
-    shutil.rmtree(folder / "venv")
-    return ["kind=squashfs", f"path={image}"]
-
-
 def uv_settings(folder: Path) -> list[str]:
     """Return the config of a project whose only locked package leads to the packages of the tests."""
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
@@ -96,7 +86,7 @@ tests-packages = {{ path = "{wheel.name}" }}
 
 @pytest.mark.faults
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
-@pytest.mark.parametrize("settings", [venv_settings, squashfs_settings, uv_settings])
+@pytest.mark.parametrize("settings", [venv_settings, uv_settings])
 def test_requeued_run_uses_the_copy_again(
     slurm_runs: SlurmRuns,
     devcluster: DevCluster,

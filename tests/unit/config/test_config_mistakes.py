@@ -121,11 +121,9 @@ from hpcdist.errors import ConfigError, shown
             for environment, expected in (
                 ("kind: venv", "path must name a virtual environment for kind=venv"),
                 ("kind: uv", "path must name a folder with a uv.lock for kind=uv"),
-                ("kind: squashfs", "path must name an image file for kind=squashfs"),
                 ("kind: module", "modules must name the modules that contain Python for kind=module"),
                 ("modules: [a]", "modules are not loaded with kind=none: set kind, or use cluster.setup"),
                 ("kind: module, modules: [--force]", "modules must hold names such as cuda/13.0, got '--force'"),
-                ("kind: squashfs, path: /a, stage: false", "stage=false is not possible with kind=squashfs, which is"),
                 (
                     "kind: venv, path: /a, uv_args: [--extra=x]",
                     "uv_args are options of `uv sync`, but kind=venv: remove",
