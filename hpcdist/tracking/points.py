@@ -273,13 +273,9 @@ class JournalTail:
         """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
         self.names.clear()
-        if self._nodes is not None:
-            for attempt, record in self._nodes.reduce(chunks, self._sent.closing):
-                self._add(attempt, record, points)
-        else:
-            for name, chunk in chunks.items():
-                for record in chunk.records:
-                    self._add(attempt_of(name), record, points)
+        records = ((attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
+        for attempt, record in records if self._nodes is None else self._nodes.reduce(chunks, self._sent.closing):
+            self._add(attempt, record, points)
         self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 

@@ -73,6 +73,7 @@ def test_schema_has_one_key_with_the_name_of_a_secret() -> None:
         ("http://me:s3cret@host:5000", "http://me:***@host:5000"),
         ("http://a:s3cret@h/x http://b:s3cret@h,ftp://c:s3cret@h", "http://a:***@h/x http://b:***@h,ftp://c:***@h"),
         ("https://s3cret@host/x", "https://***@host/x"),
+        ("postgresql://me:s3@cret:w@host/db", "postgresql://me:***@host/db"),
         ("ssh://git@host/x", "ssh://git@host/x"),
         ("postgresql://ada@host/x", "postgresql://ada@host/x"),
         ("http://h/?token=s3cret&page=2", "http://h/?token=***&page=2"),

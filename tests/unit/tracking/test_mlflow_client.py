@@ -18,7 +18,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.rest_utils import MlflowHostCreds, http_request
 from tracking_scene import Scene
 
-from hpcdist.config.redaction import redact_text
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import open_client
@@ -164,21 +163,6 @@ def test_no_server() -> None:
 # --- Resolution and redaction of the tracking URI.
 
 
-@pytest.mark.parametrize(
-    ("text", "redacted"),
-    [
-        ("http://me:secret@host:5000", "http://me:***@host:5000"),
-        ("postgresql://me:p@ss:w@host/db", "postgresql://me:***@host/db"),
-        ("http://host:5000/a@b", "http://host:5000/a@b"),
-        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
-        ("API request to http://me:secret@host/api failed", "API request to http://me:***@host/api failed"),
-    ],
-)
-def test_password_in_a_uri_is_redacted(text: str, redacted: str) -> None:
-    assert redact_text(text) == redacted
-    assert redact_text(redacted) == redacted
-
-
 def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -> None:
     assert choose_uri({"HPCDIST_TRACKING_URI": "http://a"}, "http://b", tmp_path) == "http://a"
     assert choose_uri({"HPCDIST_TRACKING_URI": ""}, "http://b", tmp_path) == "http://b"
@@ -242,12 +226,6 @@ def test_failure_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 # --- An invalid response of a server or a proxy raises a one-line error and neither loses nor duplicates points.
-
-
-Response = tuple[str, dict[str, str], bytes]
-
-
-PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
 
 
 INVALID: dict[str, tuple[Response, str]] = {

@@ -410,16 +410,10 @@ def make(root: Path, name: str, **ids: Any) -> RunDir:
     return run
 
 
-@pytest.mark.parametrize(
-    ("uri", "address"),
-    [
-        ("http://mlflow:5000", "http://mlflow:5000"),
-        ("https://ada:***@mlflow.org/team/", "https://mlflow.org/team"),
-        ("http://ada@[::1]:5000/", "http://[::1]:5000"),
-    ],
-)
-def test_address_has_no_credentials(uri: str, address: str) -> None:
-    assert links.web_address(uri) == address
+def test_address_has_no_credentials() -> None:
+    assert links.web_address("http://mlflow:5000") == "http://mlflow:5000"
+    assert links.web_address("https://ada:***@mlflow.org/team/") == "https://mlflow.org/team"
+    assert links.web_address("http://ada@[::1]:5000/") == "http://[::1]:5000"
 
 
 def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None:
@@ -434,18 +428,10 @@ def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        {},
-        IDS | {"uri": "sqlite:////runs/mlflow.db"},
-        IDS | {"run_id": 5},
-        {"uri": "http://mlflow:5000", "run_id": "ab"},
-    ],
-    ids=["no record", "database", "damaged", "incomplete"],
-)
-def test_run_without_an_address_has_no_links(tmp_path: Path, ids: dict[str, Any]) -> None:
-    assert links.end_of_run(make(tmp_path, "exp/run", **ids)) == []
+def test_run_without_an_address_has_no_links(tmp_path: Path) -> None:
+    database, damaged = IDS | {"uri": "sqlite:////runs/mlflow.db"}, IDS | {"run_id": 5}
+    for number, ids in enumerate(({}, database, damaged, {"uri": "http://mlflow:5000", "run_id": "ab"})):
+        assert links.end_of_run(make(tmp_path, f"exp/run-{number}", **ids)) == []
 
 
 def test_link_to_the_newest_run_opens_the_view_with_metrics(tmp_path: Path) -> None:

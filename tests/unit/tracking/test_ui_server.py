@@ -182,15 +182,13 @@ def test_unwritable_token_file_is_a_user_error(tmp_path: Path) -> None:
         ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})
 
 
-OLDER = EntryPoint("hpcdist-token", "hpcdist.former_module:create_app", "mlflow.app")
-
-
-@pytest.mark.parametrize("declared", [(), (OLDER,)], ids=["none", "in another module"])
-def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch, declared: tuple[EntryPoint, ...]) -> None:
+def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     ui.require_app()
-    monkeypatch.setattr(ui, "entry_points", lambda **_: declared)
-    with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
-        ui.require_app()
+    older = EntryPoint("hpcdist-token", "hpcdist.former_module:create_app", "mlflow.app")
+    for declared in ((), (older,)):
+        monkeypatch.setattr(ui, "entry_points", lambda declared=declared, **_: declared)
+        with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
+            ui.require_app()
 
 
 def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
