@@ -191,10 +191,7 @@ class RequestReader:
         self._next = 1
 
     def poll(self) -> bool:
-        """Look for the next command, and return whether a stop is requested. Raises OSError.
-
-        It finds one command at most, so that each number is part of a round of the ranks' agreement.
-        """
+        """Return whether a stop is requested; finds one command at most: each number has its own round of the ranks."""
         if self.attempt.command(self._next).exists():
             command = read_command(self.attempt, self._next, within_s=0)
             if command is not None:  # else it is half written

@@ -50,11 +50,7 @@ def plain_name(text: str) -> str:
 
 
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
-    """Raise ConfigError if a new run cannot start, before any rank tries to load its trainer.
-
-    Args:
-        own_python: whether the ranks have a Python of their own, whose syntax may be another.
-    """
+    """Raise ConfigError if a new run cannot start; with `own_python`, the ranks have a Python with another syntax."""
     if problems := new_run_problems(config):
         raise ConfigError(problems)
     check_code(config, cwd, own_python=own_python)
@@ -116,12 +112,7 @@ def create_run(
     origin: Origin | None = None,
     restore: Callable[[RunDir], snapshot.CodeState] | None = None,
 ) -> RunDir:
-    """Create the run folder with everything that a start or a later resume needs; remove it on errors.
-
-    Args:
-        cwd: folder of the user's code.
-        restore: writes the code of another run into the folder, instead of that in `cwd`; its trainer is checked.
-    """
+    """Create the run folder with the code in `cwd`, or that which `restore` writes into it; remove it on errors."""
     run = RunDir.create(config.folder)
     try:
         records.keep(run, secrets_of(config))

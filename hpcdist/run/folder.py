@@ -187,10 +187,7 @@ class Attempt:
         write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
 
     def read_request(self, *, within_s: float | None = None) -> StopRequest | None:
-        """Return the request to this attempt, or None.
-
-        A damaged file is a request to stop, because ranks only check whether the file exists.
-        """
+        """Return the request, if any. A damaged file is one to stop, because ranks only check whether it exists."""
         if not retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
         try:
@@ -223,10 +220,7 @@ DATABASE = "mlflow.db"
 
 
 def claim(runs_dir: Path) -> None:
-    """Create the folder of runs, mode 0700, if it is missing.
-
-    Raises RunFolderError if another user owns the folder or the database in it, or could replace them.
-    """
+    """Create the folder of runs (mode 0700). Raises RunFolderError if others could replace it, or own its database."""
     files.require_safe(runs_dir)  # nothing is created if it is refused
     # The mode applies to the last folder only.
     retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
@@ -237,10 +231,7 @@ def claim(runs_dir: Path) -> None:
 
 
 def own_place(runs_dir: Path) -> Path:
-    """Return the folder of the database, its artifacts and packed environments.
-
-    It is a folder of this user in `runs_dir` if others may write there and could make one of the files first.
-    """
+    """Return the folder of database and environments: one of this user in `runs_dir` if others may write there."""
     try:
         is_shared = files.is_shared(runs_dir.stat())
     except OSError:  # `claim` will make it
@@ -295,11 +286,7 @@ _REPAIRS = {
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file that is always replaced atomically, or None if there is no such file.
-
-    Raises:
-        RunFolderError: the file is damaged, unreadable, or written by a newer hpcdist; the message proposes a repair.
-    """
+    """Return the object in a file that is always replaced atomically, or None. RunFolderErrors propose a repair."""
     repair = _REPAIRS.get(path.name, "remove it")
     try:
         found = read_json(path)

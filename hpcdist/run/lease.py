@@ -109,10 +109,7 @@ class Held:
         self._failed = False
 
     def check(self) -> None:
-        """Raise LeaseLostError if another process has taken over the lease.
-
-        Reads the lease only if the last renewal is late, for example because this process was stopped.
-        """
+        """Raise LeaseLostError if another process has the lease, which is read only if the last renewal is late."""
         if not self._lost and _now_s() - self._tried > 2 * RENEW_S:
             self.renew()
         if self._lost:

@@ -248,10 +248,7 @@ def script_files(run: RunDir) -> list[str]:
 
 
 def newest_step(run: RunDir) -> int | None:
-    """Return the step of the newest checkpoint with a readable manifest, or None; hashes are not verified.
-
-    Raises RunFolderError if a newer hpcdist has written it, OSError if the file system fails.
-    """
+    """Return the step of the newest checkpoint with a readable manifest, or None; hashes are not verified."""
     for step, folder in reversed(complete_checkpoints(run)):
         if read_json(folder / MANIFEST_FILE) is not None:
             return step
@@ -295,10 +292,7 @@ def continuation(run: RunDir) -> str:
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
-    """Return how a run has stopped; for a plain script also the files saved since `began` and the effect of a resume.
-
-    A trainer, whose `script` is empty, saves before it stops.
-    """
+    """Return how a run has stopped; of a script also the files saved since `began` and the effect of a resume."""
     if not script:
         return "everything saved"
     ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
@@ -335,10 +329,7 @@ def keep(run: RunDir, values: Mapping[str, str]) -> None:
 
 
 def kept(run: RunDir) -> dict[str, str]:
-    """Return the secrets by variable name; empty if there is no such file or it belongs to another user.
-
-    Raises RunFolderError if other users can read the file, or it is damaged.
-    """
+    """Return the secrets by variable name; empty if there is no such file or it belongs to another user."""
 
     def read() -> tuple[os.stat_result, bytes]:
         # Without O_NONBLOCK, a pipe that nobody writes to would block.
@@ -417,11 +408,7 @@ def read_origin(run: RunDir) -> Origin | None:
 
 
 def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
-    """Return the keys whose values differ from the config of origin, without those that only locate the run.
-
-    Args:
-        values: redacted values of the run's config by dotted key.
-    """
+    """Return the keys whose values differ from the config of origin, without those that only locate the run."""
     if not origin.values:
         return {}
     return {

@@ -73,10 +73,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
-    """Return the script of a user, or the file or folder of the trainer's top-level module.
-
-    None if it is not found, first in `path`, or if it is installed in a folder of packages.
-    """
+    """Return the script, or file or folder of the trainer's module, first in `path`; None if installed or missing."""
     script = config.trainer.script
     if script and script[0] != "-m":
         return Path(script[0]).parent.resolve() / Path(script[0]).name
@@ -185,8 +182,7 @@ def is_secret_file(name: str) -> bool:
 def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
     """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
 
-    Args:
-        new: files that git does not track. The content of others is in git's history, so only their names are checked.
+    Only the names of files that are not in `new` are checked: their content is in git's history.
     """
     kept, left_out = [], []
     for path in files:
@@ -540,10 +536,7 @@ class CodeSource:
     missing: tuple[str, ...] = ()  #: what cannot be restored, one sentence each
 
     def restore(self, run: RunDir, config: Config) -> CodeState:
-        """Write code and patch into the folder of a new run. Returns the origin of the code, that of the recorded run.
-
-        A commit is checked out, with the patch, in a temporary clone, of which a snapshot is taken.
-        """
+        """Write code and patch, from the copy or a temporary clone, into the folder of a run. Returns their origin."""
         if self.copy is not None:
             shutil.copytree(self.copy, run.code, symlinks=True)
         elif self.repository is not None and self.recorded.git_commit is not None:
@@ -562,12 +555,7 @@ class CodeSource:
 
 
 def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: Sequence[Path]) -> CodeSource:
-    """Return the source of a recorded run's code: the copy in its folder, else the first place with its commit.
-
-    Args:
-        folder: its run folder, if that can be read here.
-        places: folders in git work trees.
-    """
+    """Return the source of a recorded run's code: the copy in its `folder`, else the first place with its commit."""
     if not recorded.copied:
         return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
     kind = "likely secrets, which the run's record left out"

@@ -97,10 +97,7 @@ def keep_job(run: RunDir) -> None:
 
 
 def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
-    """Record, from inside a job, its nodes, its begin and its queue time in `job.json`.
-
-    Accounting completes the records of earlier starts and of earlier jobs.
-    """
+    """Record, from inside a job, its nodes, begin and queue time; accounting completes earlier starts and jobs."""
     job_id = job_id_of(env)
     facts = client.take_snapshot(JobRef(id=job_id)).info
     if facts is None or facts.started is None:
@@ -112,10 +109,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
 
 
 def update_job_starts(run: RunDir) -> None:
-    """Complete the records of all jobs of a run with begin, end, cores, GPUs and energy from Slurm's accounting.
-
-    Without accounting, or if it does not answer, the records remain as they are.
-    """
+    """Complete the records of all jobs of a run from Slurm's accounting; without an answer they remain as they are."""
     job = job_of(run)
     record = _read(run)
     names = record.names | ({job.id: job.name} if job is not None and job.name else {})
@@ -272,11 +266,7 @@ def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
 
 
 def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path, JobSnapshot]:
-    """Query Slurm for the jobs of several runs in one call. Returns snapshots by run folder, without local runs.
-
-    Args:
-        skip_ended: leave out runs whose state file records an end.
-    """
+    """Query Slurm for the jobs of several runs in one call. Returns snapshots by run folder, without local runs."""
     jobs: dict[Path, tuple[JobRef, bool]] = {}
     for run in runs:
         with suppress(RunFolderError, OSError):  # reported when the caller reads the run's state
@@ -380,12 +370,7 @@ class StatusWatch:
 
 
 def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> State:
-    """Return the state of a sweep, derived from the folders of its cells. Does not query Slurm.
-
-    Args:
-        cells: folders of all cells; some may not exist yet.
-        active: whether a process holds the sweep and starts its cells one after the other.
-    """
+    """Return the state of a sweep, which a process holds if it is `active`, from its cells. Does not query Slurm."""
     states: list[State] = []
     num_live, num_unreadable = 0, 0
     existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
@@ -420,10 +405,7 @@ def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> Sta
 
 
 def close_if_lost(run: RunDir) -> str:
-    """Record the end of a run whose supervisor or job died without recording one.
-
-    Returns the recorded reason; empty if the run is alive, waits, or has ended by itself.
-    """
+    """Record the end of a run whose supervisor or job died without recording one. Returns the reason; "" for others."""
     if run.read_state().status in ENDED:
         return ""  # without a query to Slurm: there may be many old runs
     snapshot = query_job(run)

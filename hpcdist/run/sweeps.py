@@ -64,11 +64,7 @@ class Sweep:
 
 
 def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the values of each key in `key=v1,v2` arguments; a comma inside brackets or quotes belongs to its value.
-
-    Args:
-        overrides: `key=value` arguments, which must not contain a swept key.
-    """
+    """Return the values of each key in arguments `key=v1,v2`; a comma inside brackets or quotes is part of a value."""
     problems: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
     given = [text.partition("=")[0] for text in overrides]

@@ -35,11 +35,7 @@ _LEAVE_S = 5.0
 
 
 class RankParent:
-    """A parent process of ranks, which is started at once and imports torch.
-
-    Args:
-        init_timeout_s: time limit in seconds for the imports, and for the answer to a request, which may import, too.
-    """
+    """A parent process of ranks, which is started at once and imports torch within `init_timeout_s`."""
 
     def __init__(
         self, run: Path, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path, init_timeout_s: float
@@ -62,10 +58,7 @@ class RankParent:
             raise
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Wait until the parent has imported everything, and return whether it has.
-
-        Raises NoParentError if it cannot fork, or has not imported everything in time.
-        """
+        """Wait until the parent has imported everything. Raises NoParentError if it cannot fork, or is too late."""
         if self.was_ready:
             return True
         with suppress(TimeoutError):
@@ -80,11 +73,7 @@ class RankParent:
         return self._process.poll() is None
 
     def fork(self, env: Mapping[str, str], log: int) -> ForkedRank:
-        """Fork a rank with a complete environment, and a descriptor for its standard output and error.
-
-        Raises NoParentError if the parent does not answer or cannot fork the rank, and RankRefusedError if no rank may
-        start.
-        """
+        """Fork a rank with a complete environment. Raises NoParentError, or RankRefusedError if no rank may start."""
         connection, self._next = self._next, self._connect()
         try:
             outputs = [log, log, self._guard.fileno()]
@@ -121,10 +110,7 @@ class RankParent:
 
 
 class ForkedRank:
-    """A rank that the parent has forked, with the interface of `subprocess.Popen`.
-
-    The parent reaps it when its connection is closed, so that its process id stays valid until then.
-    """
+    """A forked rank, like a `Popen`; its id stays valid until the connection closes and the parent reaps it."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -182,11 +168,7 @@ class ShipperProcess:
             _set_nice(self._process.pid, min(os.nice(0) + 10, 19))
 
     def drain(self, timeout_s: float, note: Callable[[str], None] = lambda text: None) -> bool:
-        """Wait until MLflow has all records of an ended run, at most `timeout_s`. Returns whether it has.
-
-        Args:
-            note: called with the progress of a longer upload.
-        """
+        """Wait until MLflow has all records of an ended run; a longer upload is noted. Returns whether it has."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
@@ -209,10 +191,7 @@ class ShipperProcess:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Ship the current records of a run in a child process, and return a sentence on the result.
-
-    The process has normal priority, because the caller waits for it. An unavailable server is not an error.
-    """
+    """Ship the records of a run in a child process with normal priority. Returns a sentence, also without a server."""
     try:
         uri = resolve_uri(config, env)
     except TrackingError as error:

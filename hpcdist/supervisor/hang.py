@@ -198,11 +198,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
-    """Return a rank's collectives by group, in the order of the groups' last calls.
-
-    Args:
-        recorders: JSON of the flight recorder (`_dump_fr_trace_json`), by backend.
-    """
+    """Return a rank's collectives by group, in the order of the last calls, from `_dump_fr_trace_json` by backend."""
     by_group: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for backend, recorded in recorders.items():
         for entry in recorded.get("entries", []):
@@ -416,11 +412,7 @@ class Summary:
 
 
 def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str]) -> Summary:
-    """Group ranks by the location of their stacks, and find the suspects.
-
-    Args:
-        missing_ranks: hosts of the ranks that were not found, by rank.
-    """
+    """Group ranks by the location of their stacks, and find the suspects; `missing_ranks` are hosts by rank."""
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
     groups = _by_location(by_rank, own=False)
     if len(groups) > max(_NAMED, len(by_rank) / 2):  # too many, as of computing ranks
@@ -524,11 +516,7 @@ _COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
 
 
 def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]) -> Summary | None:
-    """Collect the stacks of all running ranks in the attempt's folder; None if no stack could be collected.
-
-    Args:
-        limit_s: nodes that have not answered by then are left out.
-    """
+    """Collect the stacks of the running ranks whose nodes answer within `limit_s`; None if there are none."""
     began = time.monotonic()
     # faulthandler prints the stacks to the logs, and `rank/telemetry.py` writes the collectives.
     ranks.signal(signal.SIGUSR1)

@@ -45,11 +45,7 @@ class Ranks(Protocol):
         """Send a signal to the running ranks."""
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command once on each node of the ranks, and wait for its end.
-
-        The command is ended after `limit_s`, or soon after `interrupted` returns true. Its output is appended to
-        `output`.
-        """
+        """Run a command on each node of the ranks until its end, `limit_s`, or soon after `interrupted` is true."""
 
     def close(self) -> None:
         """Kill the remaining ranks and their children, and release all resources."""
@@ -63,10 +59,7 @@ class NodeChanges:
         return None
 
     def replace_lost(self) -> str:
-        """Choose the nodes of the next attempt after a failure.
-
-        Return a sentence if they differ from those of the last attempt, which explains the failure; otherwise "".
-        """
+        """Choose the nodes after a failure; returns a sentence that explains it by their change, or ""."""
         return ""
 
     def detect_returned(self) -> str:
@@ -144,12 +137,7 @@ class Guard:
         output: Path,
         control: socket.socket | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a child in a new session.
-
-        Args:
-            output: file to which standard output and error are appended.
-            control: takes the place of standard output.
-        """
+        """Start a child in a new session; `output` gets its standard output, unless `control` does, and its errors."""
         with open(output, "ab") as file:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],

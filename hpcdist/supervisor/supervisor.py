@@ -107,10 +107,7 @@ _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 
 
 class Notifier(AbstractContextManager["Notifier"]):
-    """Delivers the events of a run in order, if the config has a `notify` section.
-
-    A failure is passed to `note`: the run continues without notifications.
-    """
+    """Delivers the events of a run in order, if the config has a `notify` section. A failure is passed to `note`."""
 
     def __init__(
         self, run: RunDir, settings: NotifyConfig, env: Mapping[str, str], note: Callable[[str], None]
@@ -257,11 +254,7 @@ class Supervisor:
         self._began = time.time()
 
     def run(self) -> State:
-        """Start attempts until the run ends. Returns its last state, which is also in `state.json`.
-
-        Raises LeaseLostError if another supervisor has taken over the run. The ranks are killed, and nothing is
-        written.
-        """
+        """Start attempts until the run ends, and return its last state. After a lost lease nothing more is written."""
         patience_s = retry.UNATTENDED_S
         if self._allocation is not None:
             patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))

@@ -73,10 +73,7 @@ class Watch:
         self.cancelled = False
 
     def until_over(self) -> Failure | None:
-        """Wait until all ranks have ended, or return the failure of ranks that hang or were not started.
-
-        The caller kills the remaining ranks.
-        """
+        """Wait for the end of all ranks, or return the failure of ranks that hang or were not started."""
         while self.ranks.running:
             began = time.monotonic()
             self.ranks.wait(POLL_S)
