@@ -1,7 +1,7 @@
 """Detection and redaction of secrets in configs, messages, patches and logs.
 
-detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/run/test_secret_corpus.py`, reports 4 of the
-100 other lines, and its import alone takes 0.3 s.
+detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/run/test_secret_corpus.py`, reports 4 of
+the 100 other lines, and its import alone takes 0.3 s.
 """
 
 from __future__ import annotations
