@@ -58,8 +58,16 @@ def idx_file(folder: Path, name: str) -> Path | None:
 
 def find(name: str, root: Path) -> Path | None:
     """Return the folder of the dataset, or None unless it has all files."""
-    folders = [root / FOLDERS[name], *SYSTEM_FOLDERS.get(name, [])]
-    return next((folder for folder in folders if _is_complete(name, folder)), None)
+    for folder in (root / FOLDERS[name], *SYSTEM_FOLDERS.get(name, [])):
+        if name == "image_folder":
+            is_complete = folder.is_dir()
+        elif name == "cifar10":
+            is_complete = all((folder / file).is_file() for file in CIFAR10_MD5)
+        else:
+            is_complete = all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
+        if is_complete:
+            return folder
+    return None
 
 
 def find_or_raise(name: str, root: Path) -> Path:
@@ -69,14 +77,6 @@ def find_or_raise(name: str, root: Path) -> Path:
         advice = "" if name == "image_folder" else ", or set data.download=true"
         raise DataError(f"{_not_found(name, root)}: {_FIX}{advice}")
     return folder
-
-
-def _is_complete(name: str, folder: Path) -> bool:
-    if name == "image_folder":
-        return folder.is_dir()
-    if name == "cifar10":
-        return all((folder / file).is_file() for file in CIFAR10_MD5)
-    return all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
 
 
 def digits_path() -> Path:

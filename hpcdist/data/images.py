@@ -317,11 +317,6 @@ def read_cifar10_batch(path: Path) -> tuple[Tensor, Tensor]:
 def read_digits() -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 digits: uint8 [1797, 1, 8, 8] with values 0 … 16, labels int64 [1797]."""
     path = digits_path()
-    if not path.is_file():  # the path may differ in other versions of scikit-learn
-        from sklearn.datasets import load_digits
-
-        values, targets = load_digits(return_X_y=True)
-        return torch.tensor(values).to(torch.uint8).reshape(-1, 1, 8, 8), torch.tensor(targets).long()
     try:
         table = torch.tensor([[int(v) for v in line.split(b",")] for line in read_bytes(path).split()])
     except ValueError as error:

@@ -46,14 +46,6 @@ FLOAT_TABLE_MAX_BYTES = 256 << 20
 Batch = tuple[Tensor, Tensor]
 
 
-def eval_indices(num_samples: int, rank: int, world_size: int) -> Tensor:
-    """Return this rank's share of 0 … num_samples - 1, int64: each sample once over all ranks, without padding.
-
-    A share may be smaller than others, and empty: reduce sums and counts over ranks, not means.
-    """
-    return torch.arange(num_samples)[rank::world_size]
-
-
 class Normalize:
     """Converts uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel, with the same memory format."""
 
@@ -267,10 +259,23 @@ def load_datasets(data: DataConfig, seed: int) -> ImageData:
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
     names: tuple[str, ...] = ()
+    train: ImageSource
+    test: ImageSource
     if data.name == "synthetic":
-        train, test = _synthetic_images(data, spec, size, seed)
+        common = {"num_classes": data.num_classes, "image_size": size, "in_channels": spec.in_channels, "seed": seed}
+        train = SyntheticImages(num_samples=data.num_samples, split=0, **common)
+        test = SyntheticImages(num_samples=max(data.num_classes, data.num_samples // 5), split=1, **common)
     elif data.name == "image_folder":
-        train, test, names = _folder_images(data, size)
+        folder = find_or_raise(data.name, Path(data.root).expanduser())
+        root = folder.parent
+        test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+        if test_folder is None:
+            raise DataError(f"image_folder needs {root}/val or {root}/test beside {folder}, found neither")
+        names = tuple(class_names(folder))
+        train, test = (
+            FolderImages(*list_images(each, names), image_size=size, num_threads=data.num_workers)
+            for each in (folder, test_folder)
+        )
     else:
         train, test = (TensorImages(*arrays, image_size=size, flip=spec.flip) for arrays in _arrays(data))
     return ImageData(
@@ -302,7 +307,13 @@ _Arrays = tuple[Tensor, Tensor]  # images uint8 [N, C, H, W], labels int64 [N]
 
 def _arrays(data: DataConfig) -> tuple[_Arrays, _Arrays]:
     if data.name == "digits":
-        return _digits_arrays()
+        images, labels = read_digits()
+        pixels = (images.float() * (255 / 16)).round().to(torch.uint8)
+        # Every fifth image of each class is for testing, independent of random numbers.
+        is_test = torch.zeros(len(labels), dtype=torch.bool)
+        for label in range(10):
+            is_test[(labels == label).nonzero().flatten()[::5]] = True
+        return (pixels[~is_test], labels[~is_test]), (pixels[is_test], labels[is_test])
     folder = find_or_raise(data.name, Path(data.root).expanduser())
     if data.name == "cifar10":
         *train, test = [read_cifar10_batch(folder / name) for name in CIFAR10_MD5]
@@ -312,38 +323,6 @@ def _arrays(data: DataConfig) -> tuple[_Arrays, _Arrays]:
         for split in ("train", "test")
     )
     return first, second
-
-
-def _digits_arrays() -> tuple[_Arrays, _Arrays]:
-    """Return both splits; every fifth image of each class is for testing, independent of random numbers."""
-    images, labels = read_digits()
-    pixels = (images.float() * (255 / 16)).round().to(torch.uint8)
-    is_test = torch.zeros(len(labels), dtype=torch.bool)
-    for label in range(10):
-        is_test[(labels == label).nonzero().flatten()[::5]] = True
-    return (pixels[~is_test], labels[~is_test]), (pixels[is_test], labels[is_test])
-
-
-def _folder_images(data: DataConfig, size: int) -> tuple[FolderImages, FolderImages, tuple[str, ...]]:
-    """Return both splits and the names of the classes."""
-    train = find_or_raise(data.name, Path(data.root).expanduser())
-    root = train.parent
-    test = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if test is None:
-        raise DataError(f"image_folder needs {root}/val or {root}/test beside {train}, found neither")
-    names = class_names(train)
-    first, second = (
-        FolderImages(*list_images(folder, names), image_size=size, num_threads=data.num_workers)
-        for folder in (train, test)
-    )
-    return first, second, tuple(names)
-
-
-def _synthetic_images(data: DataConfig, spec: DatasetSpec, size: int, seed: int) -> tuple[ImageSource, ImageSource]:
-    """Return both splits; the test split has a fifth of the size and the same patterns."""
-    common = {"num_classes": data.num_classes, "image_size": size, "in_channels": spec.in_channels, "seed": seed}
-    test = SyntheticImages(num_samples=max(data.num_classes, data.num_samples // 5), split=1, **common)
-    return SyntheticImages(num_samples=data.num_samples, split=0, **common), test
 
 
 # Digests of datasets, by which reviewers see whether two runs read the same data.
@@ -380,22 +359,15 @@ def digest_of(*parts: Any) -> str:
 
 def _digest_of_split(images: Split, seed: int, split: str) -> str:
     """Return a digest of all labels and of evenly spaced images, or of what determines the images."""
-    return digest_of(images.labels, *_content(images, seed, split))
-
-
-def _content(images: Split, seed: int, split: str) -> Iterator[Any]:
     source = images if isinstance(images, PreloadedSplit) else images.source
+    content: list[Any]
     if isinstance(source, FolderImages):
-        yield [f"{path.parent.name}/{path.name}" for path in source.files]
-        yield [source.files[index].stat().st_size for index in _spread(len(source.files), _MAX_FILES)]
+        spaced = source.files[:: -(-len(source.files) // _MAX_FILES) or 1]
+        names = [f"{path.parent.name}/{path.name}" for path in source.files]
+        content = [names, [path.stat().st_size for path in spaced]]
     elif isinstance(source, SyntheticImages):
-        yield [seed, split, list(source.shape)]
-    elif isinstance(source, TensorImages | PreloadedSplit):
-        image_bytes = max(1, source.images[:1].numel())
-        chosen = _spread(len(source.images), min(_MAX_IMAGES, max(1, _MAX_BYTES // image_bytes)))
-        yield source.images[torch.tensor(chosen, dtype=torch.int64)]
-
-
-def _spread(length: int, limit: int) -> range:
-    """Return at most `limit` evenly spaced indices."""
-    return range(0, length, max(1, -(-length // limit)))
+        content = [[seed, split, list(source.shape)]]
+    else:
+        num_images = min(_MAX_IMAGES, max(1, _MAX_BYTES // max(1, source.images[:1].numel())))
+        content = [source.images[:: -(-len(source.images) // num_images) or 1]]
+    return digest_of(images.labels, *content)

@@ -43,20 +43,16 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
     if problems := model_name_problems(name):
         raise ConfigError(problems)
     if name in RESNET_NAMES:
-        return _resnet(name, num_classes=num_classes, in_channels=in_channels)
+        from torchvision.models import resnet  # imported here because it takes 0.9 s, which simple_cnn does not need
+
+        model: nn.Module = getattr(resnet, name)(weights=None, num_classes=num_classes)
+        if in_channels != 3:
+            stem = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+            nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
+            model.conv1 = stem
+        return model
     if image_size < SIMPLE_CNN_MIN_SIZE:
         raise ConfigError(
             [f"data.image_size must be >= {SIMPLE_CNN_MIN_SIZE} for model.name=simple_cnn, got {image_size}"]
         )
     return SimpleCNN(num_classes=num_classes, in_channels=in_channels, image_size=image_size)
-
-
-def _resnet(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
-    from torchvision.models import resnet  # imported here because it takes 0.9 s, which simple_cnn does not need
-
-    model: nn.Module = getattr(resnet, name)(weights=None, num_classes=num_classes)
-    if in_channels != 3:
-        stem = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
-        model.conv1 = stem
-    return model

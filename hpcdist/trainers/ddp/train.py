@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import Batch, ImageData, eval_indices, load_datasets, log_image_data
+from hpcdist.data.loading import Batch, ImageData, load_datasets, log_image_data
 from hpcdist.data.models import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
@@ -267,7 +267,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
     num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
-    indices = eval_indices(len(data.test), ctx.rank, ctx.world_size)
+    indices = torch.arange(len(data.test))[ctx.rank :: ctx.world_size]  # without padding; shares may be empty
     batches = data.test.batches(
         indices.split(cfg.data.eval_batch_size), device=ctx.device, channels_last=cfg.model.channels_last
     )

@@ -176,18 +176,6 @@ def test_split_is_preloaded_or_streamed_by_preload_and_size(
         assert data.train.num_workers == 2
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_preloaded_and_streamed_batches_are_equal(augment: bool) -> None:
-    samples = torch.arange(20).split(8)
-    epochs = []
-    for preload in ("always", "never"):
-        data = load_datasets(params("synthetic", preload=preload, augment=augment), seed=3)
-        epochs.append(list(data.train.batches(samples, device=CPU, epoch=1)))
-    for (images, labels), (other_images, other_labels) in zip(*epochs, strict=True):
-        assert torch.equal(images, other_images)
-        assert torch.equal(labels, other_labels)
-
-
 @pytest.mark.parametrize(("name", "flip"), [("digits", False), ("fashion_mnist", True)])
 def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allow_it(
     name: str, flip: bool, tmp_path: Path
@@ -310,9 +298,3 @@ def test_digest_depends_on_type_shape_and_values() -> None:
     assert len({digest_of(tensor) for tensor in tensors}) == 4
     assert digest_of({"b": 1, "a": 2}, "x") == digest_of({"a": 2, "b": 1}, "x")
     assert len(digest_of(1)) == 8
-
-
-def test_large_splits_are_sampled_evenly() -> None:
-    assert list(loading._spread(10, 3)) == [0, 4, 8]
-    assert list(loading._spread(3, 10)) == [0, 1, 2]
-    assert list(loading._spread(0, 10)) == []
