@@ -89,21 +89,18 @@ class TorchTransport:
             rpc.init_rpc(
                 endpoint.names[ctx.rank], rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options
             )
-        self._check_signatures(unsigned)
-        api._default_pickler = signed
-
-    def _check_signatures(self, unsigned: Any) -> None:
-        """Raise HpcdistError unless this rank refuses an unsigned pickle from itself."""
         api._default_pickler = unsigned
         try:
-            rpc.rpc_sync(self._endpoint.names[self._endpoint.ctx.rank], _accept)
+            rpc.rpc_sync(endpoint.names[ctx.rank], _accept)
         except RuntimeError as error:
-            if "is not signed with this attempt's key" in str(error):
-                return
-            raise
-        raise HpcdistError(
-            f"launch.rpc=torch: torch {torch.__version__} loads pickles without hpcdist's signature: use launch.rpc=zmq"
-        )
+            if "is not signed with this attempt's key" not in str(error):
+                raise
+        else:
+            raise HpcdistError(
+                f"launch.rpc=torch: torch {torch.__version__} loads pickles without hpcdist's signature: use"
+                " launch.rpc=zmq"
+            )
+        api._default_pickler = signed
 
     def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         content, tensors = _packed(arguments, to_gpu=self._has_gpu[rank])

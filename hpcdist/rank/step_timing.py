@@ -136,7 +136,12 @@ class StepTimer:
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
-                self._count_finished()
+                while self._pending and (seconds := self._clock.measure(*self._pending[0][:3])) is not None:
+                    *_, waited_s, was_redone = self._pending.popleft()
+                    data_s = max(0.0, seconds[0] - waited_s)
+                    self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
+                    if not was_redone:
+                        self.account.move(data_s, seconds[2])
             elif self._is_computing:
                 for model in self._models:
                     model.search()
@@ -222,18 +227,6 @@ class StepTimer:
         graded = self._graded
         if graded is not None and (not self._exchange or self._exchange[-2] is not graded):
             self._exchange += (graded, self._mark())
-
-    def _count_finished(self) -> None:
-        """Add the steps that the device has finished to the sums."""
-        while self._pending:
-            *parts, waited_s, is_redone = self._pending[0]
-            if (seconds := self._clock.measure(*parts)) is None:
-                return
-            self._pending.popleft()
-            data_s = max(0.0, seconds[0] - waited_s)
-            self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
-            if not is_redone:
-                self.account.move(data_s, seconds[2])
 
 
 class NodeTimes:
