@@ -39,6 +39,7 @@ from hpcdist.rank import private_network
 from hpcdist.rank.forked_task import MESSAGE_BYTES, address, peer_uid
 from hpcdist.rank.processes import (
     CANNOT_FORK,
+    FILE_TIMEOUT_S,
     IGNORED,
     PARENT_MODULE,
     RANK_MODULE,
@@ -49,17 +50,8 @@ from hpcdist.rank.processes import (
 )
 from hpcdist.run.folder import RunDir, require_same
 
-#: Modules that every rank with a trainer imports.
-_OF_TRAINERS = (
-    "hpcdist.rank.system_metrics",
-    "hpcdist.rank.collective_check",
-    "hpcdist.rank.context",
-    "hpcdist.rank.stopping",
-    "hpcdist.rank.process_group",
-    "hpcdist.rank.telemetry",
-)
-#: How long the parent retries to read the config, as a rank does.
-FILE_TIMEOUT_S = 120.0
+#: Modules that every rank with a trainer imports; `context` imports the others.
+_OF_TRAINERS = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check", "hpcdist.rank.context")
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step: none of the parent's.
 OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 

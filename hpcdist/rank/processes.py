@@ -27,6 +27,8 @@ PARENT_MODULE = "hpcdist.rank.parent"
 TASK_MODULE = "hpcdist.rank.forked_task"
 #: Exit code of the process that forks ranks if it cannot fork.
 CANNOT_FORK = 69
+#: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
+FILE_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _PLACE = re.compile(r"rank-(\d+)/(\d+)")
 

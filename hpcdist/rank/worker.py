@@ -39,7 +39,7 @@ from hpcdist.host import log_files, retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import cache_environment
 from hpcdist.rank import script_api
-from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.status import system_interval_s
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 #: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
-#: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
-FILE_TIMEOUT_S = 120.0
 #: Maximum soft limit of open files: old programs close all descriptors below the limit, which may be 2**30.
 MAX_OPEN_FILES = 2**20
 
