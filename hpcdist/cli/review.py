@@ -131,7 +131,6 @@ def sync(
     experiment: Experiment = None,
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
-    all_runs: Annotated[bool, typer.Option("--all", help="All runs, which is the default.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Repeat until Ctrl-C or SIGTERM, with a log line per change.")
     ] = False,
@@ -146,14 +145,14 @@ def sync(
     Examples:
         hpcdist sync
         hpcdist sync ddp-2026
-        hpcdist sync --all --watch --interval 30
+        hpcdist sync --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
     from hpcdist.tracking.sync_runs import watch as watch_runs
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
-    if runs and (all_runs or watch):
-        raise UserMistake("names of runs exclude --all and --watch, which upload all runs: use one of both")
+    if runs and watch:
+        raise UserMistake("names of runs exclude --watch, which uploads all runs: use one of both")
     if watch:
         log_files.configure()
         return watch_runs(runs_dir, os.environ, lambda run: experiment in (None, run.experiment), interval_s)
@@ -172,11 +171,7 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
     """Upload the records that MLflow does not have, and print a line for each run that has some.
 
     Args:
-        verbose: print a line for each run.
         quick: send no request for complete runs, and none after the store has failed once.
-
-    Returns:
-        The exit code, and the number of runs by result.
     """
     from hpcdist.tracking.points import is_complete
     from hpcdist.tracking.sync_runs import sync_run

@@ -219,12 +219,12 @@ def test_run_with_a_wrong_password_arrives_once_after_its_correction(tmp_path: P
         overrides = ("name=first", "stop.max_epochs=1", "launch.num_ranks=1", "tracking.drain_timeout_s=1")
         run = hpcdist("run", "ddp_digits", *overrides, cwd=tmp_path, **env)
         assert run.returncode == 0, run.stdout + run.stderr
-        failed = hpcdist("sync", "--all", cwd=tmp_path, **env)
+        failed = hpcdist("sync", cwd=tmp_path, **env)
         refused = "the server does not accept user ada with this password (401)"
         assert (failed.returncode, failed.stderr) == (1, f"first: MLflow at {address}: {refused}: check {saved}\n")
         saved.write_text(f"{text}a long password\n")
         for _ in range(2):
-            done = hpcdist("sync", "--all", cwd=tmp_path, **env)
+            done = hpcdist("sync", cwd=tmp_path, **env)
             assert done.returncode == 0, done.stdout + done.stderr
         folder = RunDir.open(runs_dir / "digits" / "first")
         run_id = json.loads(folder.mlflow.read_text())["run_id"]

@@ -428,7 +428,9 @@ def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervise
     assert supervised["config"].experiment == "second"
 
 
-def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: Seen) -> None:
+def test_module_instead_of_a_script(
+    hpcdist: Cli, tmp_path: Path, supervised: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/train.py").touch()
     result = hpcdist("run", "-m", "package.train", "-m", "x")
@@ -440,9 +442,6 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: Se
     assert (result.code, "SyntaxError" in result.err) == (2, True)
     assert hpcdist("run", "-m").err.startswith("hpcdist: command line: trainer.script needs a module after -m, as in")
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
-
-
-def test_module_without_a_spec_is_a_mistake_of_the_user(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the command, which pytest is not
     assert one_line(hpcdist("run", "-m", "__main__")).startswith("trainer.script: no module '__main__' in ")
 

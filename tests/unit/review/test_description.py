@@ -19,7 +19,7 @@ from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFac
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.text import Markdown, duration, escaped, table
 from hpcdist.run.folder import State
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override, RerunRecord
 
 GAP = " &ensp;|"
 FIRST = AttemptFacts(
@@ -171,6 +171,7 @@ def test_models_that_a_finished_run_offers(changes: dict[str, Any], text: str) -
 ON_LOGIN = {"versions": {"torch": "2.15.0", "hpcdist": "1", "python": "3.11.7", "numpy": "2"}, "host": "login1"}
 BUILT = {"image_build": "0123456789abcdef", "image_base": "debian:12", "container_runtime": "docker"}
 CLEAN = {"git_dirty": False}
+RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run, 3 here"])
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,10 @@ CLEAN = {"git_dirty": False}
         ({"stored": StoredConfig(problem="config.yaml has …")}, "Not read", ["config.yaml has …"]),
         ({}, "Config", ["mine.yaml, cluster profile site"]),
         ({"overrides": {}}, "Overrides", ["none"]),
+        ({"rerun": RERUN}, "Repeats", ["original (MLflow run 0a1b)"]),
+        ({"rerun": RERUN}, "Not restored", ["torch 2 in the run, 3 here"]),
+        ({"rerun": replace(RERUN, missing=[])}, "Not restored", ["nothing"]),
+        ({"rerun": RERUN}, "Values", ["not compared yet"]),
         ({}, "Model", ["12,345 trainable parameters"]),
         ({}, "Data", ["digits (train), 1,437 samples, digest ab12"]),
         ({}, "Image", ["none, without a container"]),

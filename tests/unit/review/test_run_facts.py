@@ -222,38 +222,24 @@ def test_mean_throughput_counts_the_steps_of_all_attempts_without_repeated_ones(
     assert facts.metric_steps == {"samples": 198}
 
 
-def test_versions_of_the_host_and_of_the_container(folder: Folder) -> None:
-    write_json(folder.run.environment, {"python": "3.11.7", "versions": {"torch": "2.15.0", "numpy": 3}})
-    write_json(folder.run.container, {"python": "3.12.2", "image": "a.sif", "cuda": None})
-    facts = folder.facts()
-    assert (facts.versions, facts.rank_python, facts.rank_versions) == (
-        {"python": "3.11.7", "torch": "2.15.0"},
-        "container",
-        {"python": "3.12.2"},
-    )
-
-
-def test_versions_of_the_ranks_are_those_of_their_environment(tmp_path: Path) -> None:
+def test_versions_and_image_are_those_of_the_ranks(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "cluster.environment.kind=module", "cluster.environment.modules=[python/3.12]")
-    write_json(folder.run.environment, {"launcher": "slurm", "python": "3.11.7"})
-    facts = folder.facts()
-    assert (facts.rank_python, facts.rank_versions) == ("environment", {}), "the job has not started"
-    write_json(folder.run.rank_environment, {"kind": "module", "python": "3.12.2", "torch": "2.14.0"})
-    facts = folder.facts()
-    assert (facts.rank_python, facts.rank_versions) == ("environment", {"python": "3.12.2", "torch": "2.14.0"})
-    write_json(folder.run.environment, {"launcher": "local", "python": "3.11.7"})
-    facts = folder.facts()
-    assert (facts.rank_python, facts.rank_versions, facts.versions) == ("", {}, {"python": "3.11.7"})
+    own = {"python": "3.11.7", "versions": {"torch": "2.15.0", "numpy": 3}}
+    inside = {"python": "3.12.2", "torch": "2.14.0"}
 
+    def found() -> tuple[Any, ...]:
+        facts = folder.facts()
+        assert facts.versions == {"python": "3.11.7", "torch": "2.15.0"}
+        return facts.rank_python, facts.rank_versions, facts.image, facts.image_build
 
-def test_image_is_that_of_the_ranks_else_that_of_the_run(folder: Folder) -> None:
-    write_json(folder.run.environment, {"image_build": "abc", "image_base": "sha256:1", "container_runtime": "docker"})
-    facts = folder.facts()
-    assert (facts.image, facts.image_build, facts.image_base) == ("", "abc", "sha256:1")
-    assert facts.container_runtime == "docker"
-    write_json(folder.run.container, {"image": "a.sif", "image_digest": None})
-    facts = folder.facts()
-    assert (facts.image, facts.image_digest, facts.image_build, facts.container_runtime) == ("a.sif", "", "", "")
+    write_json(folder.run.environment, {"launcher": "slurm", **own})
+    assert found() == ("environment", {}, "", ""), "the job has not started"
+    write_json(folder.run.rank_environment, {"kind": "module", **inside})
+    assert found() == ("environment", inside, "", "")
+    write_json(folder.run.environment, {"launcher": "local", "image_build": "abc", **own})
+    assert found() == ("", {}, "", "abc")
+    write_json(folder.run.container, {**inside, "image": "a.sif", "image_digest": None, "cuda": None})
+    assert found() == ("container", inside, "a.sif", "")
 
 
 def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
@@ -334,16 +320,6 @@ def test_steps_of_a_script_are_those_that_it_reports(folder: Folder) -> None:
 # --- Thinning of metric series, and reading them from a journal.
 
 
-def test_short_series_are_exact() -> None:
-    series = Series()
-    for step in (3, 1, 2):
-        series.add(step, step / 2)
-    assert series.points == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert (series.lowest, series.last, series.highest) == (0.5, 1.5, 1.5)
-    assert Series().points == []
-    assert (Series().lowest, Series().last, Series().highest) == (None, None, None)
-
-
 def test_long_series_keep_ends_and_extremes_everywhere() -> None:
     generator = random.Random(1)
     values = [generator.random() for _ in range(100_000)]
@@ -361,12 +337,14 @@ def test_long_series_keep_ends_and_extremes_everywhere() -> None:
         assert len([step for step, _ in points if low <= step < low + 2000]) >= 2000 * NUM_BINS // 100_000
 
 
-def test_values_that_are_not_finite_are_counted() -> None:
+def test_short_series_are_exact_and_count_values_that_are_not_finite() -> None:
     series = Series()
-    for step, value in ((1, 0.5), (7, math.nan), (4, math.inf)):
+    for step, value in ((3, 1.5), (1, 0.5), (2, 1.0), (7, math.nan), (4, math.inf)):
         series.add(step, value)
-    assert series.points == [(1, 0.5)]
-    assert (series.num_points, series.num_not_finite, series.first_not_finite) == (3, 2, 4)
+    assert series.points == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert (series.lowest, series.last, series.highest) == (0.5, 1.5, 1.5)
+    assert (series.num_points, series.num_not_finite, series.first_not_finite) == (5, 2, 4)
+    assert (Series().lowest, Series().last, Series().highest, Series().points) == (None, None, None, [])
 
 
 def test_thinned_points_are_the_extremes_of_ranges_of_steps() -> None:

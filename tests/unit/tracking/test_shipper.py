@@ -343,7 +343,7 @@ def test_wait_has_a_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_polls(run, Parent()) == 0
 
 
-# --- `hpcdist sync --all --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
+# --- `hpcdist sync --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
 
 
 WAIT_S = 240.0
@@ -355,7 +355,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     started = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hpcdist", "sync", "--all", "--watch", "--interval", "1"]
+        command = [sys.executable, "-m", "hpcdist", "sync", "--watch", "--interval", "1"]
         with open(tmp_path / "watch.log", "ab") as log:
             process = subprocess.Popen(
                 [*command, "--runs-dir", str(tmp_path / "runs")],
