@@ -239,7 +239,8 @@ def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
     current = opened.current().data.tags.get(NOTE_TAG, "")
     above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
-    opened.set_tags({NOTE_TAG: whole})  # a long text of the user is kept, the end of the description is left out
+    with translated(opened.uri):  # a long text of the user is kept unchanged, and the end of the description left out
+        opened.client.set_tag(opened.run_id, NOTE_TAG, whole.encode(errors="replace").decode()[:MAX_TAG])
 
 
 def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:

@@ -89,10 +89,10 @@ def test_nothing_is_sent_twice_for_the_page(scene: Scene, monkeypatch: pytest.Mo
 def test_text_of_the_user_is_kept(scene: Scene) -> None:
     scene.shipper().ship_once()
     run_id = scene.entity.info.run_id
-    scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*\n{MARK}\n\nold")
+    scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*, api_key=mine\n{MARK}\n\nold")
     scene.state(status="stopped", reason="why")
     scene.shipper().ship_once()
-    assert note(scene).startswith(f"see the *wiki*\n\n{MARK}\n\n**stopped**: why")
+    assert note(scene).startswith(f"see the *wiki*, api_key=mine\n\n{MARK}\n\n**stopped**: why")
     scene.client.set_tag(run_id, NOTE_TAG, "only my text" + "x" * 7900)
     scene.state(status="running", reason="")
     scene.shipper().ship_once()
