@@ -11,7 +11,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hpcdist.devcluster.settings import (
     CLUSTER,
     HEAD,
     HOST,
+    HOST_PORT,
     LINK,
     NODE_PORT,
     Daemon,
@@ -41,13 +42,6 @@ from hpcdist.host.files import write_atomic
 
 #: The kernel may hold a mount for a moment after its last process has ended.
 UNMOUNT_ATTEMPTS = 50
-
-
-def begin(settings: Settings, layout: Layout) -> None:
-    """Create the state folder with its settings file, after removing the remains of a crash."""
-    remove(layout)
-    layout.state.mkdir()
-    write_atomic(layout.settings_file, settings.to_json())
 
 
 def write_files(settings: Settings, layout: Layout) -> None:
@@ -99,12 +93,6 @@ def _write_secret(path: Path, content: bytes, owner: str) -> None:
     temporary.rename(path)
 
 
-def network_is_ready(settings: Settings, layout: Layout) -> bool:
-    """Return whether all namespaces and links exist: no crash during creation, no reboot since."""
-    mounted = host.mounted_namespaces(layout)
-    return layout.network_ready.exists() and all(name in mounted for name in (HEAD, *settings.nodes))
-
-
 def make_network(settings: Settings, layout: Layout) -> None:
     """Create all namespaces and links, after removing the remains of a crash or reboot."""
     remove_network(layout)
@@ -112,10 +100,13 @@ def make_network(settings: Settings, layout: Layout) -> None:
     for name in (HEAD, *settings.nodes):
         layout.namespace(name).touch()
         run(["unshare", f"--net={layout.namespace(name)}", "true"])
-    run(["ip", "-batch", "-"], stdin=files.host_batch(settings, layout))
+    link = f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
+    run(["ip", "-batch", "-"], stdin=link + settings.batch(HOST, LINK))
     run(inside(layout, HEAD, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
     for node in settings.nodes:
-        run(inside(layout, node, ["ip", "-batch", "-"]), stdin=files.node_batch(settings, node))
+        # Without a default route, DNS lookups fail at once instead of after seconds.
+        own = "link set lo up\n" + settings.batch(node, "eth0")
+        run(inside(layout, node, ["ip", "-batch", "-"]), stdin=own)
     layout.network_ready.touch()
 
 
@@ -199,7 +190,9 @@ def up(
         DevClusterError: a requirement is missing, or something conflicts with the cluster.
     """
     host.require_root("up")
-    with exclusive(), _readable_to_all():
+    with exclusive(), ExitStack() as stack:
+        # Users and daemons read the configuration; secrets have stricter modes.
+        stack.callback(os.umask, os.umask(0o022))
         host.refuse_beside_slurm(layout)
         if install:
             host.install(env)
@@ -211,8 +204,12 @@ def up(
         host.require_free_network(settings, layout)
         programs = host.find_programs(settings, layout, env)
         if recorded_settings(layout) != settings:
-            begin(settings, layout)
-        if not network_is_ready(settings, layout):
+            remove(layout)  # the remains of a crash
+            layout.state.mkdir()
+            write_atomic(layout.settings_file, settings.to_json())
+        mounted = host.mounted_namespaces(layout)
+        # After a crash during creation or a reboot some are missing.
+        if not layout.network_ready.exists() or not mounted.keys() >= {HEAD, *settings.nodes}:
             make_network(settings, layout)
         write_files(settings, layout)
         host.write_files(settings, layout, programs)
@@ -220,16 +217,6 @@ def up(
         host.write_hosts(files.with_hosts_block(host.HOSTS.read_text(), settings))
         _start_daemons(settings, layout, list(users))
     return settings
-
-
-@contextmanager
-def _readable_to_all() -> Iterator[None]:
-    """Set a umask that lets users and daemons read the configuration; secrets have stricter modes."""
-    previous = os.umask(0o022)
-    try:
-        yield
-    finally:
-        os.umask(previous)
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
@@ -253,14 +240,6 @@ def recorded_settings(layout: Layout) -> Settings | None:
         return Settings.from_json(layout.settings_file.read_text())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def require_settings(layout: Layout) -> Settings:
-    """Return the settings of the cluster. Raises DevClusterError without one."""
-    settings = recorded_settings(layout)
-    if settings is None:
-        raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` creates one")
-    return settings
 
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
@@ -435,19 +414,14 @@ def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None) -> N
             _full_speed(layout, node)
             return
         shape = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
-        for name, device in _ends(node):
+        for name, device in ((node, "eth0"), (HEAD, node)):  # both ends
             run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
 
 
 def _full_speed(layout: Layout, node: str) -> None:
-    for name, device in _ends(node):
+    for name, device in ((node, "eth0"), (HEAD, node)):
         # Fails if there is nothing to delete.
         succeeds(inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
-
-
-def _ends(node: str) -> list[tuple[str, str]]:
-    """Return namespace and device of both ends of a node's link."""
-    return [(node, "eth0"), (HEAD, node)]
 
 
 def _set_link(layout: Layout, node: str, state: str) -> None:
@@ -456,7 +430,9 @@ def _set_link(layout: Layout, node: str, state: str) -> None:
 
 def _require_node(layout: Layout, node: str) -> Settings:
     """Return the settings of the cluster. Raises DevClusterError if it has no such node."""
-    settings = require_settings(layout)
+    settings = recorded_settings(layout)
+    if settings is None:
+        raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` creates one")
     if node not in settings.nodes:
         raise DevClusterError(f"no node {node!r} in the dev cluster: it has {', '.join(settings.nodes)}")
     if node not in host.mounted_namespaces(layout):

@@ -91,13 +91,6 @@ def kill_members(namespaces: Iterable[Namespace]) -> int:
     return len(killed)
 
 
-def foreign_slurm(layout: Layout) -> list[tuple[int, str]]:
-    """Return process id and name of Slurm daemons outside the cluster in `layout`."""
-    own = set(members(mounted_namespaces(layout).values()))
-    named = ((pid, _name(pid)) for pid in psutil.pids() if pid not in own)
-    return [(pid, name) for pid, name in named if name in SLURM_DAEMONS]
-
-
 def _name(pid: int) -> str:
     """Return the name of a running process, else an empty string."""
     try:
@@ -298,12 +291,13 @@ def _is_installed(command: str) -> bool:
 
 def refuse_beside_slurm(layout: Layout) -> None:
     """Raise DevClusterError if another Slurm runs on this machine."""
-    if found := foreign_slurm(layout):
-        pid, name = found[0]
-        raise DevClusterError(
-            f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in {layout.state}:"
-            " a dev cluster cannot run beside another Slurm"
-        )
+    own = set(members(mounted_namespaces(layout).values()))
+    for pid in psutil.pids():
+        if pid not in own and (name := _name(pid)) in SLURM_DAEMONS:
+            raise DevClusterError(
+                f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in"
+                f" {layout.state}: a dev cluster cannot run beside another Slurm"
+            )
 
 
 def require_namespaces() -> None:

@@ -418,13 +418,3 @@ def head_batch(settings: Settings, layout: Layout) -> str:
     ]
     own = f"link set lo up\nlink add {BRIDGE} type bridge\n{settings.batch(HEAD, BRIDGE)}"
     return own + f"link set {HOST_PORT} master {BRIDGE} up\n" + "".join(ports)
-
-
-def host_batch(settings: Settings, layout: Layout) -> str:
-    link = f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
-    return link + settings.batch(HOST, LINK)
-
-
-def node_batch(settings: Settings, node: str) -> str:
-    """Return the addresses of a node. Without a default route, DNS lookups fail at once instead of after seconds."""
-    return "link set lo up\n" + settings.batch(node, "eth0")
