@@ -15,8 +15,8 @@ from hpcdist.host.retry import retry
 from hpcdist.review.charts import is_hidden, number
 from hpcdist.review.facts import RunFacts, Series, read_facts
 from hpcdist.review.ledger import percent, read_ledger
-from hpcdist.review.report import read_environment, text_of, utc
-from hpcdist.review.text import duration
+from hpcdist.review.report import read_environment, text_of
+from hpcdist.review.text import clock, duration
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord
 
@@ -72,7 +72,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     found = {
         "state": state.status,
         "reason": text_of(state.reason),
-        "created": utc(state.created),
+        "created": clock(state.created),
         "attempts": str(state.attempt),
         "steps lost": "not measured" if None in lost else str(sum(one or 0 for one in lost)),
     }

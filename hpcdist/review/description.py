@@ -17,7 +17,7 @@ from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
 from hpcdist.review.facts import RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
 from hpcdist.review.ledger import Ledger, hours_text, percent
-from hpcdist.review.text import PATCH, TRAINING_PAGES, Markdown, duration, escaped, link, run_page, table
+from hpcdist.review.text import PATCH, TRAINING_PAGES, Markdown, clock, duration, escaped, link, run_page, table
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT
 from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
@@ -73,7 +73,7 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, list[str]]]:
         yield "Versions", [versions]
     started = facts.attempts[0].started if facts.attempts else None
     by = f" by {facts.user}" if facts.user else ""
-    yield "Created" if started is None else "Started", [_clock(started or facts.state.created) + by]
+    yield "Created" if started is None else "Started", [clock(started or facts.state.created) + by]
     yield "Folder", [f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder)]
 
 
@@ -84,10 +84,6 @@ def more(number: int) -> list[str]:
 
 def _nodes(nodes: Sequence[str]) -> str:
     return ", ".join([*nodes[:_MAX_NODES], *more(len(nodes) - _MAX_NODES)])
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _code(facts: RunFacts) -> str:
@@ -147,7 +143,7 @@ def attempt_rows(facts: RunFacts) -> list[tuple[str, ...]]:
     return [
         (
             str(one.number),
-            _clock(one.started).removesuffix(" UTC"),
+            clock(one.started).removesuffix(" UTC"),
             "" if one.ended is None else duration(max(0.0, one.ended - one.started)),
             _nodes(one.nodes),
             ("not reported" if facts.is_script else "")
@@ -284,7 +280,7 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield _progress(facts, now)
     elif facts.is_live:
         is_running = facts.state.status == "running"
-        yield f"State at {_clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
+        yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
     rows = [
         (Markdown(f"**{name}**"), Markdown("<br>".join(escaped(line, 600) for line in lines)))
         for name, lines in setup_rows(facts)
@@ -349,19 +345,19 @@ def _progress(facts: RunFacts, now: float) -> str:
         words[0] += f" of {progress.total_steps:,} ({100 * progress.step / progress.total_steps:.0f} %)"
     words.append(f"last heartbeat {duration(age_s)} before")
     if progress.eta is not None and not is_silent:
-        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({_clock(progress.eta)})")
+        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({clock(progress.eta)})")
     if facts.checkpoints:
         last = facts.checkpoints[-1]
-        at = f" ({_clock(last.created)})" if last.created is not None else ""
+        at = f" ({clock(last.created)})" if last.created is not None else ""
         words.append(f"last save at step {last.step:,}{at}")
     elif facts.script_files:
         words.append(f"last save {facts.script_files[-1]}")
     else:
         words.append("nothing is saved yet")
     if progress.time_limit is not None:
-        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({_clock(progress.time_limit)})")
+        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({clock(progress.time_limit)})")
     warning = f"**No heartbeat for {duration(age_s)}**: a long step, a hang, or a node that has failed.\n\n"
-    return warning * is_silent + f"Progress at {_clock(now)}: {'; '.join(words)}."
+    return warning * is_silent + f"Progress at {clock(now)}: {'; '.join(words)}."
 
 
 def _result(facts: RunFacts) -> Iterator[str]:

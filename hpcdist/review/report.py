@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -218,7 +217,6 @@ def environment() -> jinja2.Environment:
         "marked": marked_code,
         "percent": lambda share: percent(share, 1),
         "text": text_of,
-        "time": utc,
     }
     found.filters |= filters
     found.globals |= {
@@ -234,11 +232,6 @@ def environment() -> jinja2.Environment:
         "patch_name": PATCH,
     }
     return found
-
-
-def utc(seconds: float | None) -> str:
-    """Return a time such as `2026-11-22 12:05:09 UTC`; empty for None."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
 
 
 def marked_code(text: str) -> Markup:

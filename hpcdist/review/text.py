@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
@@ -53,6 +54,11 @@ def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
         return ""
     page = f"#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
     return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + f"?{TRAINING_PAGES}"
+
+
+def clock(seconds: float) -> str:
+    """Return a time as `2026-11-22 12:30 UTC`."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def duration(seconds: float) -> str:
