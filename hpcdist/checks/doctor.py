@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checks import containers
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import storage as checks_storage
 from hpcdist.checks.machine import trial_checks
@@ -114,8 +113,8 @@ def machine_sections(request: Request) -> list[Section]:
         return checks_machine.host_name_checks(host, found, is_node=is_node)
 
     def runtimes() -> list[Check]:
-        host = containers.Host.inspect(user, has_gpus, slurm().proctrack)
-        return containers.runtime_checks(host, expected=not inside)
+        host = checks_machine.Host.inspect(user, has_gpus, slurm().proctrack)
+        return checks_machine.runtime_checks(host, expected=not inside)
 
     sections = [
         Section(
@@ -144,12 +143,10 @@ def machine_sections(request: Request) -> list[Section]:
         Section(title="Slurm", run=lambda: client_checks(slurm(), user, in_container=inside), timeout_s=SLURM_S),
         Section(title="Partitions", run=lambda: partition_checks(slurm()), timeout_s=SLURM_S),
         Section(title="End of jobs", run=lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
-        Section(title="Containers", run=runtimes, timeout_s=3 * containers.TIMEOUT_S + SLURM_S),
+        Section(title="Containers", run=runtimes, timeout_s=3 * checks_machine.TIMEOUT_S + SLURM_S),
     ]
-    if on_cluster:
-        sections.append(Section(title="Environments", run=lambda: containers.program_checks(env), timeout_s=SLOW_S))
     if inside:
-        sections.insert(0, Section(title="Container", run=lambda: containers.container_checks(image_facts(env))))
+        sections.insert(0, Section(title="Container", run=lambda: checks_machine.container_checks(image_facts(env))))
     return sections
 
 
@@ -203,7 +200,6 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
         return sections
     return [
         *sections,
-        Section(title="Environment", run=lambda: containers.run_checks(run)),
         Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=SLOW_S),
         Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
     ]

@@ -37,12 +37,10 @@ _MARK = "hpcdist-modules"
 #: Lmod breaks an error into lines, and ends it by an empty line.
 _ERROR = re.compile(r"(?im)^.*\berror:.*(?:\n.*\S.*)*")
 _MAX_REASON = 300
-#: Version of Lmod ("Modules based on Lua: Version 8.6.19") or Environment Modules ("Modules Release 5.2.0").
-_VERSION = re.compile(r"(Version|Release) +v?(\d[\w.]*)")
 _NO_MODULES = 3
 #: Batch scripts of a non-interactive shell may lack the function `module`; sites install its definition in one of
 #: these places. `module load` of old versions returns 0 although it has failed, so the list of loaded modules counts.
-_DEFINE = f"""
+_LOAD = f"""
 if ! type module >/dev/null 2>&1; then
   for file in "${{LMOD_PKG:-/nowhere}}/init/bash" "${{MODULESHOME:-/nowhere}}/init/bash" \\
       /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /etc/profile.d/z00_lmod.sh \\
@@ -51,8 +49,6 @@ if ! type module >/dev/null 2>&1; then
   done
 fi
 type module >/dev/null 2>&1 || exit {_NO_MODULES}
-"""
-_LOAD = f"""{_DEFINE}
 for name in "$@"; do
   before=$LOADEDMODULES
   module load "$name" || exit 1
@@ -68,17 +64,6 @@ exec env -0
 
 def has_modules(env: Mapping[str, str]) -> bool:
     return run_within(["bash", "-c", _LOAD], LOAD_S, env=env).returncode == 0
-
-
-def modules_version(env: Mapping[str, str]) -> str | None:
-    """Return the name and version of this machine's environment modules; None if it has none."""
-    done = run_within(["bash", "-c", f"{_DEFINE}module --version 2>&1"], LOAD_S, env=env)
-    if done.returncode == _NO_MODULES:
-        return None
-    found = _VERSION.search(done.stdout)
-    if found is None:
-        return "of unknown version"
-    return f"{'Lmod' if found[1] == 'Version' else 'Environment Modules'} {found[2]}"
 
 
 def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:

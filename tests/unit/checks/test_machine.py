@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpcdist.checks import containers, machine
-from hpcdist.checks.containers import Host, container_checks, program_checks, run_checks
+from hpcdist.checks import machine
 from hpcdist.checks.machine import (
+    Host,
     ResourceLimits,
     all_gpu_checks,
+    container_checks,
     host_name_checks,
     resource_checks,
     trial_checks,
 )
 from hpcdist.checks.storage import GIB
-from hpcdist.host.files import write_json
 from hpcdist.host.machine import Check, Gpu
-from hpcdist.run.folder import RunDir
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:
@@ -297,9 +295,7 @@ WORKING = {
 def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.CompletedProcess[str]) -> list[Check]:
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
-    return containers.runtime_checks(
-        host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
-    )
+    return machine.runtime_checks(host, which=lambda name: name in installed, query=lambda command: answers[command[0]])
 
 
 def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() -> None:
@@ -319,7 +315,7 @@ def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() 
 def test_missing_and_old_runtimes_are_reported() -> None:
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
-    assert containers.runtime_checks(ADA, expected=False, which=lambda name: None) == []
+    assert machine.runtime_checks(ADA, expected=False, which=lambda name: None) == []
     (check,) = checks_of_runtimes(ADA, "podman", podman=answer("podman version 3.4.4\n"))
     assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
     (check,) = checks_of_runtimes(ADA, "singularity")
@@ -405,63 +401,9 @@ def test_failing_and_hanging_runtimes_are_reported(tmp_path: Path, monkeypatch: 
     (tmp_path / "enroot").write_text("#!/bin/sh\nread -r line\n")
     (tmp_path / "enroot").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(containers, "TIMEOUT_S", 0.01)
-    hanging = containers.run_command(["/bin/sleep", "60"])
+    monkeypatch.setattr(machine, "TIMEOUT_S", 0.01)
+    hanging = machine.run_command(["/bin/sleep", "60"])
     assert (hanging.returncode, hanging.stderr.strip()) == (-1, "no answer within 0.01 s")
-    assert containers.run_command(["podman"]).returncode == -1
+    assert machine.run_command(["podman"]).returncode == -1
     (check,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer(errors="libsubid.so.4: cannot open\n", code=127))
     assert (check.level, check.text) == ("warning", "installed, but fails: libsubid.so.4: cannot open")
-
-
-# --- Doctor's checks of Python environments of ranks without containers.
-
-
-MODULES = "module() { echo 'Modules Release 5.2.0 (2022-11-08)' >&2; }"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "exp" / "first")
-
-
-@pytest.mark.processes
-def test_programs_of_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python3")
-    env = {"PATH": str(tmp_path), "MODULESHOME": str(tmp_path)}
-    bash = tmp_path / "bash"
-    bash.symlink_to("/bin/bash")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "init").mkdir()
-    (tmp_path / "init" / "bash").write_text(MODULES)
-    levels = {check.name: check.level for check in program_checks(env)}
-    assert levels == {"uv": "note", "zstd": "note", "modules": "ok"}
-    for name, text in {"uv": "echo 'uv 0.13.9 (x86_64)'", "zstd": ""}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    found = program_checks(env)
-    assert {check.level for check in found} == {"ok"}
-    assert found[0].text == "0.13.9: locked projects are built (kind=uv)"
-    assert found[-1].text == "Environment Modules 5.2.0 (kind=module, cluster.environment.modules)"
-    (tmp_path / "uv").write_text("#!/bin/sh\necho broken >&2; exit 1\n")
-    assert program_checks(env)[0].text == "installed, but fails: broken"
-
-
-def test_environment_of_a_run(run: RunDir, tmp_path: Path) -> None:
-    assert run_checks(run) == []
-    archive = tmp_path / "venv-1.tar.zst"
-    archive.touch()
-    record = {"kind": "venv", "path": str(archive), "key": "venv-1", "modules": ["cuda/13.0"]}
-    write_json(run.rank_environment, record)
-    (check,) = run_checks(run)
-    assert check.sentence() == f"environment: kind=venv, {archive}, modules cuda/13.0, no node has prepared it yet"
-    write_json(run.rank_environment, {**record, "python": "3.12.3", "torch": "2.15.0"})
-    assert run_checks(run)[0].text.endswith("modules cuda/13.0, Python 3.12.3, torch 2.15.0")
-    archive.unlink()
-    for kind, path, effect in (
-        ("venv", archive, "packs the present content"),
-        ("venv", tmp_path / "venv", "fails"),
-    ):
-        write_json(run.rank_environment, {"kind": kind, "path": str(path)})
-        _, check = run_checks(run)
-        assert check.level == "warning"
-        assert check.text.startswith(f"{path} does not exist any more: the next start of the job {effect}")

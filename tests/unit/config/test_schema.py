@@ -163,22 +163,11 @@ def test_new_run_without_a_number_of_micro_batches_needs_a_global_batch_that_its
     assert problem.startswith(
         "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set"
     )
+    assert cross_check(three) == [], "its checkpoint has the number of the first start"
     assert new_run_problems(of(256)) == []
     assert len(new_run_problems(of(256), num_ranks=3)) == 1
     assert new_run_problems(of(None, launch=LaunchConfig(num_ranks=3))) == []
     assert new_run_problems(dataclasses.replace(three, elastic=ElasticConfig(micro_batches=8))) == []
-
-
-def test_run_without_a_number_of_micro_batches_may_continue_on_any_number_of_ranks() -> None:
-    """Its checkpoint has the number of the first start, which 256 samples need not have with 3 ranks."""
-    assert cross_check(of(256, launch=LaunchConfig(num_ranks=3))) == []
-
-
-def test_numbers_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"^min_ranks must be >= 1, got 0\nmicro_batches must be >= 1, got -1$"):
-        ElasticConfig(min_ranks=0, micro_batches=-1)
-    with pytest.raises(ValueError, match="global_batch_size must be >= 1, got 0"):
-        DataConfig(global_batch_size=0)
 
 
 def test_largest_world_size_is_that_of_any_machine() -> None:

@@ -32,12 +32,10 @@ from hpcdist.supervisor.plan import rank_command
 # --- The command lines of all runtimes
 
 RUN = RunDir(Path("/shared/runs/digits/my first"))
-
 MOUNTS = (
     Mount(source="/shared", target="/shared"),
     Mount(source="/scratch/imagenet", target="/data", read_only=True),
 )
-
 SPEC = ContainerSpec(
     runtime="podman",
     image="localhost/hpcdist:0.1.0",
@@ -49,13 +47,9 @@ SPEC = ContainerSpec(
     python="/opt/hpcdist/bin/python3",
     extra_args=("--cgroups=disabled",),
 )
-
 NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
-
 WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
-
 PID1 = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
-
 IGNORE_USR2 = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
 
 SRUN = [
@@ -212,9 +206,8 @@ def test_commands_other_than_ranks_run_without_pid1(runtime: str, command: list[
 
 
 def test_remove_command_selects_containers_by_label() -> None:
-    assert remove_command(SPEC, "7") == [
-        "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
-    ]  # fmt: skip
+    label = "hpcdist.run=/shared/runs/digits/my first"
+    assert remove_command(SPEC, "7") == ["sh", str(SCRIPT), "remove", "podman", label]
 
 
 ENV = {

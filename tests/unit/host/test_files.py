@@ -292,12 +292,8 @@ def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None) -> None:
     with exclusive(path):
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
-        with (
-            pytest.raises(
-                RunFolderError, match=r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
-            ),
-            exclusive(path, within_s=0.1),
-        ):
+        message = r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
+        with pytest.raises(RunFolderError, match=message), exclusive(path, within_s=0.1):
             pytest.fail("held twice")
     assert not held.exists()
     with exclusive(path):
@@ -307,10 +303,8 @@ def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None)
 def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
     with exclusive(path):
         assert not held.exists()
-        expected = pytest.raises(
-            RunFolderError, match=r"\.lock has been locked by another process for more than 0\.1 s"
-        )
-        with expected, exclusive(path, within_s=0.1):
+        message = r"\.lock has been locked by another process for more than 0\.1 s"
+        with pytest.raises(RunFolderError, match=message), exclusive(path, within_s=0.1):
             pytest.fail("held twice")
 
 
