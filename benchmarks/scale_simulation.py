@@ -27,7 +27,7 @@ from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.status import system_interval_s, times_interval_s
-from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job.batch_step import JobLog
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.supervisor.supervisor import Supervisor

@@ -21,8 +21,7 @@ from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record, sentence_of
 from hpcdist.run.lease import hold, holder
 from hpcdist.slurm import client
-from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
-from hpcdist.slurm.current_job import job_id_of
+from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, job_id_of
 from hpcdist.slurm.output import JobInfo
 
 # The Slurm job of a run: its id in `slurm.json`, and a record of its starts in `job.json`.

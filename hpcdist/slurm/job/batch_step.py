@@ -31,9 +31,8 @@ from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept, with_restored_config
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.components import rank_table_lines
-from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.supervisor.launcher import NodeChanges

@@ -18,16 +18,13 @@ from hpcdist.config.topology import port_for
 from hpcdist.containers.spec import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json
-from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import newest_step
-from hpcdist.slurm import client
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.components import with_nodes
-from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
-from hpcdist.slurm.output import parse_text
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
@@ -302,7 +299,7 @@ class ElasticNodes(FixedNodes):
             raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
         self.pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
         self._run = run
-        self._job_id = job.id
+        self._job = job
         self._tasks_per_node = cluster.tasks_per_node
         self._env = env
         self._may_grow = config.elastic.grow == "restart"
@@ -382,9 +379,9 @@ class ElasticNodes(FixedNodes):
 
     def end_ranks(self, attempt: Attempt) -> bool:
         # A step with nodes that Slurm has taken out of the job does not start on any node.
-        allocated: list[str] = []
+        allocated: tuple[str, ...] = ()
         with suppress(HpcdistError):
-            allocated = self._allocated_nodes()
+            allocated = self._job.allocated()
         removed = [node for node in self.pool.present if node not in allocated] if allocated else []
         self._lost = tuple(dict.fromkeys((*self._lost, *(node for node in removed if node in self.pool.used))))
         if idle := [node for node in removed if node not in self.pool.used]:
@@ -404,11 +401,6 @@ class ElasticNodes(FixedNodes):
     def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:
         """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""
         return ranks_on_nodes(self._run, "kill", JobNodes([nodes], chosen=True), self._env, patient=False)
-
-    def _allocated_nodes(self) -> list[str]:
-        records = client.job_records(self._job_id)
-        names = parse_text(records[0].get("NodeList")) if records else ""
-        return expand(names) if names else []
 
     def replace_lost(self) -> str:
         lost, before = self._lost, self.pool.used
@@ -460,7 +452,7 @@ class ElasticNodes(FixedNodes):
         """Check lost nodes, in another thread."""
         if newest_step(self._run) == step_at_start:
             return _Examined()
-        allocated = self._allocated_nodes()
+        allocated = self._job.allocated()
         gone = [node for node in missing if node not in allocated] if allocated else []
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.

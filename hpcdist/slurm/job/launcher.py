@@ -30,14 +30,14 @@ from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
-from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
-from hpcdist.slurm.current_job import (
+from hpcdist.slurm.client import (
     CurrentJob,
     UnkillableSteps,
     end_orphaned_steps,
     running_steps,
     signal_named_steps,
 )
+from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_parents import ParentSteps
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes

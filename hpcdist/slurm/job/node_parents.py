@@ -16,8 +16,8 @@ from hpcdist.containers.spec import ContainerSpec
 from hpcdist.host import retry
 from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.run.folder import RunDir
+from hpcdist.slurm.client import signal_named_steps
 from hpcdist.slurm.components import components
-from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.srun import PARENTS_STEP, ended_tasks, parents_command
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command, rank_command

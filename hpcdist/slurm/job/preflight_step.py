@@ -22,8 +22,8 @@ from hpcdist.host.machine import Check, warning
 from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
+from hpcdist.slurm.client import CurrentJob, signal_named_steps
 from hpcdist.slurm.components import components
-from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.preflight_checks import check_nodes

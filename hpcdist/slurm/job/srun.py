@@ -50,26 +50,13 @@ def step_command(
     if is_het(config):
         return _het_command(config, parts, attempt, command, box)
     (whole,) = allocations(config)
-    cluster = component_cluster(config.cluster, whole)
+    flags = _flags(component_cluster(config.cluster, whole), attempt)
     if len(parts) == 1:
-        return srun_command(cluster, attempt, command, box, chosen, overlap=overlap)
-    # The file that SLURM_HOSTFILE names has the node of each rank.
-    flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
-    flags |= {"ntasks": sum(part.num_ranks for part in parts), "distribution": "arbitrary"}
-    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
-
-
-def srun_command(
-    cluster: ClusterConfig,
-    attempt: Attempt,
-    command: Sequence[str],
-    box: ContainerSpec | None = None,
-    chosen: Sequence[str] = (),
-    *,
-    overlap: bool = False,
-) -> list[str]:
-    """Return the step with the same number of ranks on each node."""
-    flags = _flags(cluster, attempt) | {"nodelist": ",".join(chosen) or None, "overlap": overlap or None}
+        flags |= {"nodelist": ",".join(chosen) or None, "overlap": overlap or None}
+    else:
+        # The file that SLURM_HOSTFILE names has the node of each rank.
+        num_ranks = sum(part.num_ranks for part in parts)
+        flags |= {"nodes": None, "ntasks-per-node": None, "ntasks": num_ranks, "distribution": "arbitrary"}
     return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 

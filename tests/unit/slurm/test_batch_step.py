@@ -20,8 +20,7 @@ from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, Cause, RunDir, State, Status, StopRequest
 from hpcdist.run.lease import Held
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.job import batch_step, submitit_entry
 from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.slurm.job.launcher import SlurmLauncher

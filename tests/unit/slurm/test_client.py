@@ -13,14 +13,16 @@ from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.errors import HpcdistError
 from hpcdist.slurm import client
-from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, take_snapshot
-from hpcdist.slurm.current_job import (
+from hpcdist.slurm.client import (
     CurrentJob,
-    component_job_ids,
+    JobRef,
+    JobSnapshot,
+    SlurmError,
     job_id_of,
     running_steps,
     signal_named_steps,
     signal_steps,
+    take_snapshot,
 )
 from hpcdist.slurm.output import JobInfo, NodeState, parse_time
 
@@ -61,18 +63,19 @@ def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytes
     assert caught.value.timed_out
 
 
-def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) -> None:
+def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     commands.add_script(
         "squeue", "read -r number < tries; echo $((number + 1)) > tries; test $number -ge 2 && echo '7.0 a'"
     )
     (commands.folder / "tries").write_text("0\n")
     with pytest.raises(SlurmError):
-        client.running_steps(["7"])
-    assert client.running_steps(["7"], retry_s=60) == {"7.0": "a"}
+        running_steps()
+    assert running_steps(retry_s=60) == {"7.0": "a"}
     assert len(commands.calls()) == 3
     commands.add("squeue", error=NO_CONTROLLER, code=1)
     with pytest.raises(SlurmError, match="Unable to contact"):
-        client.running_steps(["7"], retry_s=0.1)
+        running_steps(retry_s=0.1)
 
 
 # --- jobs
@@ -148,21 +151,6 @@ def test_requeue(commands: FakeCommands) -> None:
     commands.add("scontrol", error="Requested operation is presently disabled for job 41\n", code=1)
     with pytest.raises(SlurmError, match=r"^scontrol: Requested operation is presently disabled for job 41$"):
         client.requeue_job("41")
-
-
-# --- steps
-
-
-def test_steps(commands: FakeCommands) -> None:
-    commands.add("squeue", "41.0 attempt-001\n  41.batch batch\n")
-    assert client.running_steps(["41", "42"]) == {"41.0": "attempt-001", "41.batch": "batch"}
-    commands.add("scancel")
-    client.signal_steps(["41.0", "41.1"], "KILL")
-    client.signal_steps([], "KILL")
-    assert commands.calls() == [
-        "squeue --steps --jobs=41,42 --noheader --format=%i %j",
-        "scancel --signal=KILL 41.0 41.1",
-    ]
 
 
 # --- cluster
@@ -335,15 +323,9 @@ def test_without_a_job_or_an_answer(of_job: FakeCommands) -> None:
 def test_array_task_has_the_arrays_id_and_its_index() -> None:
     """The last task of an array has the array's id in SLURM_JOB_ID."""
     task = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}
-    assert (job_id_of(ENV), job_id_of(task), component_job_ids(task)) == ("41", "41_2", ["41_2"])
+    assert (job_id_of(ENV), job_id_of(task)) == ("41", "41_2")
     with pytest.raises(HpcdistError, match="SLURM_JOB_ID is not set"):
         job_id_of({"SLURM_ARRAY_TASK_ID": "2"})
-
-
-def test_job_ids_of_components() -> None:
-    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "41", "SLURM_JOB_ID_HET_GROUP_1": "42"}
-    assert component_job_ids(ENV | het) == ["41", "42"]
-    assert component_job_ids(ENV) == ["41"]
 
 
 # --- steps
@@ -351,12 +333,17 @@ def test_job_ids_of_components() -> None:
 
 def test_steps_are_those_of_the_current_job(of_job: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    of_job.add("squeue", "41.0 attempt-001\n41.1 preflight\n")
+    of_job.add("squeue", "41.0 attempt-001\n  41.1 preflight\n")
     of_job.add("scancel")
     assert running_steps() == {"41.0": "attempt-001", "41.1": "preflight"}
     assert signal_named_steps("preflight", "KILL")
     assert not signal_named_steps("attempt-002", "KILL")
-    assert [line for line in of_job.calls() if "scancel" in line] == ["scancel --signal=KILL 41.1"]
+    query = "squeue --steps --jobs=41 --noheader --format=%i %j"
+    assert of_job.calls() == [query, query, "scancel --signal=KILL 41.1", query]
+    for name, value in (("SIZE", "2"), ("GROUP_0", "41"), ("GROUP_1", "42")):
+        monkeypatch.setenv(f"SLURM_HET_{name}" if name == "SIZE" else f"SLURM_JOB_ID_HET_{name}", value)
+    running_steps()
+    assert of_job.calls()[-1] == query.replace("41", "41,42"), "those of all components"
 
 
 def test_a_controller_that_hangs_costs_the_time_limit_once(

@@ -18,7 +18,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
-from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import elastic
 from hpcdist.slurm.job.elastic import (
     MAX_LOSSES,

@@ -31,7 +31,7 @@ from hpcdist.host.machine import Check
 from hpcdist.run import folder as attempts
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import preflight_probe as mesh
-from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command

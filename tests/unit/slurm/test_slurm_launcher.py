@@ -23,8 +23,8 @@ from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.slurm import client, current_job
-from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm import client
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import launcher
 from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher, nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -292,7 +292,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the time limits for the end of steps to 0."""
     for name in ("END_S", "UNKILLABLE_S"):
-        monkeypatch.setattr(current_job, name, 0.0)
+        monkeypatch.setattr(client, name, 0.0)
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
 
 
@@ -390,7 +390,7 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
     (slurm / "srun").write_text(
         f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) cat ranks; rm stubborn;; *) cat nodes;; esac\n'
     )
-    monkeypatch.setattr(current_job, "UNKILLABLE_S", 30.0)
+    monkeypatch.setattr(client, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 
@@ -441,6 +441,9 @@ class FakeJob:
         self.id = "7"
         self.nodes = ("n1", "n2")
         self.queries: list[tuple[list[str], bool]] = []
+
+    def allocated(self) -> tuple[str, ...]:
+        return self.nodes
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
         self.queries.append((list(nodes), idle_only))

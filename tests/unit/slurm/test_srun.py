@@ -25,7 +25,6 @@ from hpcdist.slurm.job.node_ranks import kill_ranks, main
 from hpcdist.slurm.job.srun import (
     parents_command,
     rank_env,
-    srun_command,
     step_command,
     watchdog_command,
 )
@@ -55,13 +54,13 @@ WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
     ],
 )
 def test_command_of_a_step(cluster: dict[str, Any], words: str) -> None:
-    found = srun_command(ClusterConfig(**cluster), Attempt(Path("/e/r/attempts/012")), RANK)
+    found = step_command(Config(cluster=ClusterConfig(**cluster)), Attempt(Path("/e/r/attempts/012")), RANK)
     assert found == ["srun", "--job-name=attempt-012", *words.split(), *WRAPPED]
 
 
 def test_output_flag_agrees_with_the_paths_of_rank_logs() -> None:
     attempt = Attempt(Path("/a/001"))
-    (output,) = [word for word in srun_command(ClusterConfig(), attempt, RANK) if word.startswith("--output=")]
+    (output,) = [word for word in step_command(Config(), attempt, RANK) if word.startswith("--output=")]
     for rank in (0, 7, 31999):
         assert output.removeprefix("--output=").replace("%5t", f"{rank:05d}") == str(attempt.log(rank))
 
@@ -75,10 +74,9 @@ def roles(**cluster: Any) -> Config:
 
 
 def test_roles_without_requests_do_not_change_the_step() -> None:
-    plain = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2))
-    attempt = Attempt(Path("/a/001"))
-    for config in (plain, Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)):
-        assert step_command(config, attempt, RANK) == srun_command(plain.cluster, attempt, RANK)
+    plain, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/001"))
+    shared = Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)
+    assert step_command(shared, attempt, RANK) == step_command(plain, attempt, RANK)
 
 
 def test_step_of_a_heterogeneous_job() -> None:
