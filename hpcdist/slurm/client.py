@@ -152,10 +152,6 @@ def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
     return parse_records(text)
 
 
-def batch_script(job_id: str) -> str:
-    return run("scontrol", "write", "batch_script", job_id, "-", timeout_s=JOB_TIMEOUT_S)
-
-
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
     """Cancel a job, a running one only without `pending_only`. A job that has ended is not changed."""
     run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)

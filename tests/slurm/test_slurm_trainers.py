@@ -48,66 +48,42 @@ class Case:
     shards: tuple[int, ...] = field(default=())
 
 
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 CASES = {
     case.trainer: case
     for case in (
         Case(
-            "rl_cartpole",
-            "rl",
-            "cartpole",
-            5,
-            80,
-            (
-                "rl.num_envs=4",
-                "rl.num_rollout_steps=16",
-                "rl.num_eval_episodes=2",
-                "stop.max_steps=80",
-                "stop.threshold=1e9",
-            ),
-            ("cluster.roles.agent.nodes=1", "cluster.roles.observer.nodes=1", "cluster.het=off"),
+            *("rl_cartpole", "rl", "cartpole", 5, 80),
+            words("rl.num_envs=4 rl.num_rollout_steps=16 rl.num_eval_episodes=2 stop.max_steps=80 stop.threshold=1e9"),
+            words("cluster.roles.agent.nodes=1 cluster.roles.observer.nodes=1 cluster.het=off"),
         ),
         Case(
-            "rnn_lm",
-            "rnn",
-            "language",
-            5,
-            80,
-            (
-                "rnn.max_corpus_mb=0.1",
-                "rnn.vocab_size=300",
-                "rnn.embedding_size=16",
-                "rnn.hidden_size=16",
-                "stop.max_steps=80",
-                "rnn.num_sample_tokens=0",
+            *("rnn_lm", "rnn", "language", 5, 80),
+            words(
+                "rnn.max_corpus_mb=0.1 rnn.vocab_size=300 rnn.embedding_size=16 rnn.hidden_size=16 stop.max_steps=80"
+                " rnn.num_sample_tokens=0"
             ),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1", "cluster.het=on"),
+            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1 cluster.het=on"),
             shards=(1,),
         ),
         Case(
-            "pipeline_resnet50",
-            "pipeline",
-            "pipeline",
-            2,
-            16,
-            (
-                "model.name=resnet18",
-                "data.batch_size=8",
-                "data.eval_batch_size=360",
-                "stop.max_steps=16",
-                "pipeline.split_points=[layer2]",  # measured splits of two runs differ on a busy machine
+            *("pipeline_resnet50", "pipeline", "pipeline", 2, 16),
+            # Measured split points of two runs differ on a busy machine.
+            words(
+                "model.name=resnet18 data.batch_size=8 data.eval_batch_size=360 stop.max_steps=16"
+                " pipeline.split_points=[layer2]"
             ),
-            ("cluster.nodes=2", "cluster.tasks_per_node=1"),
+            words("cluster.nodes=2 cluster.tasks_per_node=1"),
             num_stepping=2,
             shards=(0, 1),
         ),
         Case(
-            "hybrid_clicks",
-            "hybrid",
-            "clicks",
-            5,
-            80,
-            ("hybrid.batch_size=32", "stop.max_steps=80"),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1", "cluster.het=off"),
+            *("hybrid_clicks", "hybrid", "clicks", 5, 80),
+            words("hybrid.batch_size=32 stop.max_steps=80"),
+            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1 cluster.het=off"),
             num_stepping=2,
             shards=(2, 3),
         ),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import signal
 import time
@@ -30,7 +29,6 @@ from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir,
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept, with_restored_config
 from hpcdist.run.status import record_job_start
-from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.job.launcher import SlurmLauncher
@@ -258,10 +256,10 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
         if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
             shutil.rmtree(run.path)
         cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
-        if cluster.outlives_nodes and not _has_no_kill(job, env):
-            log.warning(
-                "cluster.min_nodes and cluster.spare_nodes have no effect in this job once Slurm notices a failed node:"
-                " Slurm then kills the job, unless the batch script has `#SBATCH --no-kill`"
+        if cluster.outlives_nodes:  # Slurm does not show whether a job has the flag
+            log.info(
+                "cluster.min_nodes and cluster.spare_nodes need `#SBATCH --no-kill` in the batch script: without it"
+                " Slurm kills the job when it notices a failed node"
             )
         config = replace(config, cluster=cluster)
         create.check_trainer(config, cwd)
@@ -303,17 +301,3 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         mem=env.get("SLURM_MEM_PER_NODE"),
         time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
     )
-
-
-def _has_no_kill(job: CurrentJob, env: Mapping[str, str]) -> bool:
-    """Return whether the job's script or environment requests `--no-kill`, which Slurm does not show of a job.
-
-    True if Slurm does not return the script.
-    """
-    if "SBATCH_NO_KILL" in env:
-        return True
-    try:
-        lines = client.batch_script(job.id).splitlines()
-    except HpcdistError:
-        return True
-    return any(re.match(r"#SBATCH\b.*\s(--no-kill|-k)\b(?!=off)", line) for line in lines)

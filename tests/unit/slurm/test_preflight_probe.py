@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hpcdist_runs import wait_for
 
 from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig, RoleRequest
 from hpcdist.config.schema import Config, DataConfig
@@ -97,13 +98,6 @@ def probes() -> Iterator[Probes]:
     found.end()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def listens(request: ProbeRequest, node: str) -> bool:
     with suppress(ConnectionRefusedError), socket.create_connection((request.addresses[node], request.port)):
         return True
@@ -114,7 +108,7 @@ def listens(request: ProbeRequest, node: str) -> bool:
 def test_healthy_nodes_measure_each_other_although_one_starts_first(tmp_path: Path, probes: Probes) -> None:
     request = request_for(tmp_path, 4)
     probes.start(request, "n2")
-    wait_for(lambda: listens(request, "n2"))
+    wait_for(lambda: listens(request, "n2"), "the probe to listen")
     for node in ("n1", "n3", "n4"):
         probes.start(request, node)
     answers = probes.answers()
@@ -198,7 +192,7 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
     """Idle connections, garbage, deeply nested JSON, a hello without the token, and a reflected hello."""
     request = request_for(tmp_path, 2)
     probes.start(request, "n1")
-    wait_for(lambda: listens(request, "n1"))
+    wait_for(lambda: listens(request, "n1"), "the probe to listen")
     address = request.addresses["n1"], request.port
     deep = b"[" * 1000
     forged = b"hpf3" + bytes(16) + struct.pack(">H32s", len(deep), bytes(32)) + deep
@@ -244,7 +238,7 @@ def test_connections_without_a_proof_are_limited_in_number_and_time(
     with ExitStack() as opened:
         opened.callback(running.join)
         opened.callback(leave.set_result, None)
-        wait_for(lambda: "ephemeral" in tested._hello)
+        wait_for(lambda: "ephemeral" in tested._hello, "the probe to listen")
         idle = [opened.enter_context(socket.create_connection(address, LIMIT_S)) for _ in range(mesh.MAX_UNKNOWN + 9)]
         for sock in idle[: len(idle) - num_kept]:
             with suppress(ConnectionError):
