@@ -541,13 +541,8 @@ def test_followed_log_continues_through_all_attempts(make: Make, monkeypatch: py
     Events(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
     with hold(run):
         assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
-
-
-def test_followed_log_ends_with_a_lost_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(status="running", attempt=1)
-    run.attempt(1).log(0).write_text("the whole log")
-    Events(monkeypatch, [])
-    assert "".join(stream_log(run, 0, None, follow=True)) == "the whole log"
+    run.write_state(replace(run.read_state(), status="running"))  # a lost run
+    assert "".join(stream_log(run, 0, 1, follow=True)) == "abc"
 
 
 # --- jobs of Slurm
@@ -654,16 +649,20 @@ def test_follow_without_progress_prints_states_only(
     assert rows_of(console) == ["running: job 7"]
 
 
-def test_follow_closes_a_run_whose_job_died_without_a_status(
+def test_follow_closes_a_run_that_died_without_a_status(
     make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two answers of Slurm must agree, since a network file system may show changes of the folder later."""
-    run = submitted(make(status="queued"))
+    job_died, supervisor_died = submitted(make(status="queued")), make("second", status="running", attempt=1)
     slurm(job("FAILED", exit_code=1, nodes="n1"))
-    Events(monkeypatch, [lambda: None])
-    state = follow(console, run)
-    assert (state.status, state.reason) == ("failed", "job 7 ended as FAILED with exit code 1 on n1")
-    assert run.read_state() == state
+    for run, pauses, reason in (
+        (job_died, [lambda: None], "job 7 ended as FAILED with exit code 1 on n1"),
+        (supervisor_died, [], "its supervisor died"),
+    ):
+        Events(monkeypatch, pauses)
+        state = follow(console, run)
+        assert (state.status, state.reason) == ("failed", reason)
+        assert run.read_state() == state
 
 
 def test_follow_prints_a_note_if_slurm_is_unavailable(
@@ -677,15 +676,6 @@ def test_follow_prints_a_note_if_slurm_is_unavailable(
         "running",
         "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
     ]
-
-
-def test_follow_closes_a_local_run_without_a_lease(
-    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(status="running", attempt=1)
-    Events(monkeypatch, [])
-    state = follow(console, run)
-    assert (state.status, state.reason) == ("failed", "its supervisor died")
 
 
 def test_end_of_the_job_of_a_lost_run_is_shown_once(make: Make, slurm: SetJob) -> None:
