@@ -45,7 +45,10 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
         if (done := _dequeue(run, request, snapshot)) is not None:
             return done
-        _wait_for_supervisor(run)
+        # The job has just started, and its supervisor holds the run soon; no event shows that on another host.
+        deadline, before = time.monotonic() + SUPERVISOR_WITHIN_S, run.read_state().attempt
+        while time.monotonic() < deadline and (holder(run) is None or run.read_state().attempt <= before):
+            time.sleep(POLL_S)
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
         raise UserMistake(
@@ -113,16 +116,6 @@ def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | 
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
     return f"job {job.id} of {run.name} was taken out of the queue; `hpcdist resume {run.name}` submits it again"
-
-
-def _wait_for_supervisor(run: RunDir) -> None:
-    """Wait until the supervisor of a job that has just started holds the run, at most SUPERVISOR_WITHIN_S."""
-    deadline = time.monotonic() + SUPERVISOR_WITHIN_S
-    before = run.read_state().attempt
-    while time.monotonic() < deadline:
-        if holder(run) is not None and run.read_state().attempt > before:
-            return
-        time.sleep(POLL_S)  # no event shows the start of a process on another host
 
 
 # Commands to the ranks of a running attempt that do not end it: `save` and `profile`. `RequestReader` also finds a

@@ -569,7 +569,7 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
             f"the code of the run cannot be restored: it was not in git, and its run folder is not here: {advice}"
         )
     for place in places:
-        if (root := git_root(place)) is not None and _has_commit(root, recorded.git_commit):
+        if (root := git_root(place)) and git_output(root, "cat-file", "-t", f"{recorded.git_commit}^{{commit}}"):
             text = f"commit {recorded.git_commit[:SHORT]} of {root}{' with code.patch' if patch else ''}"
             new = _missing("files that were not in git", recorded.untracked, recorded.num_untracked)
             return CodeSource(recorded=recorded, patch=patch, repository=root, text=text, missing=(*new, *left_out))
@@ -586,14 +586,6 @@ def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
     return (f"{kind}: {', '.join(names[:_SHOWN])}{more}",) if number else ()
 
 
-def _has_commit(root: Path, commit: str) -> bool:
-    try:
-        _git(["-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"])
-    except UserMistake:
-        return False
-    return True
-
-
 def _git(arguments: Sequence[str], data: bytes = b"") -> None:
     """Run a git command. Raises UserMistake with the last line of its message if it fails."""
     # Variables such as GIT_DIR, which a hook of git sets, would name another repository.
@@ -606,5 +598,5 @@ def _git(arguments: Sequence[str], data: bytes = b"") -> None:
         raise UserMistake("the code of the run is in git, and git is not installed here: install it") from None
     if done.returncode != 0:
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        command = next(word for word in arguments if word in ("clone", "checkout", "apply", "cat-file"))
+        command = next(word for word in arguments if word in ("clone", "checkout", "apply"))
         raise UserMistake(f"git {command} failed: {' '.join((lines or ['no message'])[-1].split())}")
