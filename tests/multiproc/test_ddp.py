@@ -157,14 +157,10 @@ def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path
     assert pair[0]["evaluations"] == pair[1]["evaluations"]
 
 
-def test_evaluation_uses_the_running_statistics_of_rank_0(pair: list[dict[str, Any]]) -> None:
+def test_ranks_have_equal_weights_and_the_running_statistics_of_rank_0(pair: list[dict[str, Any]]) -> None:
     assert [results["running mean"] for results in pair] == [0.0, 0.0]
-
-
-def test_ranks_have_equal_weights(pair: list[dict[str, Any]]) -> None:
     for name in VARIANTS:
-        for key, value in pair[0][name]["model"].items():
-            assert torch.equal(value, pair[1][name]["model"][key]), (name, key)
+        assert_states_equal(pair[0][name]["model"], pair[1][name]["model"])
 
 
 def test_two_ranks_equal_one_rank_with_twice_the_batch_size(pair: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -181,24 +177,19 @@ def test_accumulated_micro_batches_equal_the_whole_batch(pair: list[dict[str, An
         assert results["accumulated"]["num_exchanges"] == 3, "one exchange per step"
 
 
-def test_clipping_limits_the_length_of_a_step(pair: list[dict[str, Any]]) -> None:
-    assert min(pair[0]["plain"]["distances"]) > 2 * 0.1 * 0.01
+def test_clipping_and_warm_up_limit_the_length_of_a_step(pair: list[dict[str, Any]]) -> None:
+    plain = pair[0]["plain"]["distances"]
+    assert min(plain) > 2 * 0.1 * 0.01
     assert pair[0]["clipped"]["distances"] == pytest.approx([0.1 * 0.01] * 3, rel=1e-3)
+    assert pair[0]["warm-up"]["distances"][0] == pytest.approx(plain[0] / 4, rel=1e-3)
 
 
-def test_warm_up_scales_the_first_steps(pair: list[dict[str, Any]]) -> None:
-    assert pair[0]["warm-up"]["distances"][0] == pytest.approx(pair[0]["plain"]["distances"][0] / 4, rel=1e-3)
-
-
-def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(pair: list[dict[str, Any]]) -> None:
+def test_precision_and_memory_format_change_rounding_only(pair: list[dict[str, Any]]) -> None:
     plain, half = pair[0]["plain"]["model"], pair[0]["bf16"]["model"]
     assert {value.dtype for value in half.values()} == {torch.float32}
     assert not is_close(half, plain, 1e-6)
     assert is_close(half, plain, 0.02)
-
-
-def test_channels_last_changes_the_memory_format_only(pair: list[dict[str, Any]]) -> None:
-    assert is_close(pair[0]["channels_last"]["model"], pair[0]["plain"]["model"])
+    assert is_close(pair[0]["channels_last"]["model"], plain)
 
 
 def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:

@@ -42,20 +42,17 @@ def test_missing_dataset_without_download_raises_an_error_with_advice(name: str,
     assert not any(tmp_path.iterdir())
 
 
-def test_image_folder_is_not_downloaded(tmp_path: Path) -> None:
+def test_datasets_that_are_not_downloaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"image_folder was not found in .* at it$"):
         prepare(DataConfig(name="image_folder", root=str(tmp_path)))
     (tmp_path / "train").mkdir()
-    prepare(DataConfig(name="image_folder", root=str(tmp_path)))
-    assert missing(DataConfig(name="image_folder", root=str(tmp_path))) == ""
-
-
-@pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_datasets_without_files_are_not_missing_and_prepare_writes_nothing(name: str, tmp_path: Path) -> None:
-    data = DataConfig(name=name, root=str(tmp_path / "none"))
-    prepare(data)
-    assert not (tmp_path / "none").exists()
-    assert missing(data) == ""
+    for data in (
+        DataConfig(name="image_folder", root=str(tmp_path)),
+        *(DataConfig(name=name, root=str(tmp_path / "none")) for name in ("digits", "synthetic")),
+    ):
+        prepare(data)
+        assert missing(data) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train"]
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
@@ -97,13 +94,7 @@ def test_failed_download_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
 
 
-def test_root_that_cannot_be_created_raises_data_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"could not be downloaded \(.*Not a directory"):
-        prepare(DataConfig(name="mnist", root=str(tmp_path / "file" / "root")))
-
-
-def test_download_without_network_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_without_network_or_folder_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         assert socket.getdefaulttimeout() == download.SOCKET_TIMEOUT_S
         raise OSError("Network is unreachable")
@@ -115,6 +106,8 @@ def test_download_without_network_raises_data_error(tmp_path: Path, monkeypatch:
         prepare(DataConfig(name="cifar10", root=str(tmp_path)))
     assert socket.getdefaulttimeout() is None
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    with pytest.raises(DataError, match=r"could not be downloaded \(.*Not a directory"):
+        prepare(DataConfig(name="mnist", root=str(tmp_path / LOCK_NAME / "root")))
 
 
 def test_concurrent_process_waits_and_does_not_download_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
