@@ -21,6 +21,7 @@ from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
 from hpcdist.config.schema import Config
+from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.host.files import write_json
 from hpcdist.host.nodelist import expand
 from hpcdist.rank.telemetry import Heartbeat
@@ -129,7 +130,8 @@ def run_supervisor(root: Path, num_ranks: int, seconds: float) -> None:
     run = run_of(config)
     signal.signal(signal.SIGUSR1, lambda *_: counter.measure(seconds, root / "supervisor.json"))
     job = CurrentJob(id=os.environ["SLURM_JOB_ID"], restart_count=0, end_time=None)
-    launcher = SlurmLauncher(run, config, job, env=os.environ, import_path=[], cwd=root)
+    environment = RankEnvironment(python=sys.executable, env=dict(os.environ))
+    launcher = SlurmLauncher(run, config, job, environment, import_path=[], cwd=root)
     with hold(run, job_id=os.environ["SLURM_JOB_ID"]), launcher:
         state = Supervisor(run, config, launcher, JobLog(), tracking_uri=None, env=os.environ).run()
     print(json.dumps({"reason": state.reason, "cpu_s": time.process_time()}))

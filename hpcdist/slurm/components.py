@@ -239,10 +239,6 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
     return rank_table(Roles.of(config.roles, first), groups, devices)
 
 
-def with_nodes(config: Config, num_nodes: int) -> Config:
-    return replace(config, cluster=replace(config.cluster, nodes=num_nodes))
-
-
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
     values = {name: getattr(part, name) for name in ("nodes", "tasks_per_node", *_INHERITED)}
     return replace(cluster, sbatch={**cluster.sbatch, **part.sbatch}, **values)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hpcdist.config.schema import Config
@@ -21,7 +21,6 @@ from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.components import with_nodes
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
@@ -331,7 +330,7 @@ class ElasticNodes(FixedNodes):
         return tuple(node for node in self.pool.present if node not in self._lost)
 
     def sized(self, config: Config) -> Config:
-        return with_nodes(config, len(self.pool.used))
+        return replace(config, cluster=replace(config.cluster, nodes=len(self.pool.used)))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -26,7 +26,6 @@ from hpcdist.slurm.components import (
     is_het,
     merged,
     rank_table_lines,
-    with_nodes,
 )
 
 
@@ -227,11 +226,6 @@ KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "
 def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))
-
-
-def test_config_of_fewer_nodes_has_fewer_ranks() -> None:
-    config = Config(cluster=ClusterConfig(nodes=4, min_nodes=2, tasks_per_node=2))
-    assert components(with_nodes(config, 3))[0].num_ranks == 6
 
 
 def test_nodes_are_assigned_in_order() -> None:
