@@ -1,4 +1,4 @@
-"""Trainers and parameter servers: equal to one process with every lookup plan, and exact after a stop or a kill."""
+"""Trainers and parameter servers: equal to one process with every form of lookups."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_states_equal, finish, rank_of
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -265,104 +261,3 @@ def test_no_rank_holds_a_whole_table(tmp_path: Path) -> None:
     shards = sorted(path.stat().st_size for path in (large.checkpoints / "step-00000002").glob("shard-*.pt"))
     assert len(shards) == 3
     assert shards[-1] < LARGE_TABLE_BYTES / 3 + 1e6
-
-
-# --- whole runs
-
-RUN = [
-    "experiment=digits",  # the folder in which `Runs` expects runs
-    "hybrid.tables={user: 60, item: 30, tag: 5}",
-    "hybrid.num_samples=12800",
-    "hybrid.batch_size=128",
-    "checkpoint.every_steps=20",
-    "hybrid.table_lr=0.1",
-    "optim.lr=0.01",
-    "launch.num_threads=1",
-    "tracking.drain_timeout_s=180",
-]
-LAST_STEP = 90
-HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
-TRAINING_METRICS = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
-
-
-def arguments(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
-    return ["hybrid_clicks", *runs.config(name, *RUN, *overrides, export=export)[1:]]
-
-
-def final_results(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int], float]]:
-    """Return the last checkpoint with all shards, and the metrics that do not depend on the clock."""
-    folder = runs.run_dir(name).checkpoints / f"step-{LAST_STEP:08d}"
-    state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
-    points = runs.points(name)
-    assert len({(key, step) for key, step, _ in points}) == len(points), "duplicate points in MLflow"
-    return state, {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
-
-
-@pytest.fixture(scope="module")
-def control(runs: Runs) -> str:
-    """Return the name of an uninterrupted run."""
-    code, output = runs.command("run", *arguments(runs, "hybrid-control", export=True))
-    assert code == 0, output
-    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
-    assert "Warning" not in output + runs.attempt("hybrid-control").log(0).read_text()
-    return "hybrid-control"
-
-
-@pytest.mark.slow
-def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
-    _, series = final_results(runs, control)
-    assert {key for key, _ in series} == set(TRAINING_METRICS)
-    assert series["eval/auc", LAST_STEP] > series["eval/best_auc", LAST_STEP] - 0.01
-    model = runs.run_dir(control).model
-    code = (
-        "import sys, torch, mlflow\n"
-        "from hpcdist.checkpoint.state import load_weights\n"
-        "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
-        "assert {name: tuple(value.shape) for name, value in weights.items()} == "
-        "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"
-        "assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())\n"
-        "samples = torch.full((5, 4 + 3 * 3), -1.0, dtype=torch.float64)\n"
-        "print(model(samples).shape[0])\n"
-    )
-    checkpoint = runs.run_dir(control).checkpoints / f"step-{LAST_STEP:08d}"
-    result = subprocess.run(
-        [sys.executable, "-c", code, model, checkpoint], capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stdout.split()[-1:]) == (0, ["5"]), result.stderr
-
-
-def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
-    name = "hybrid-stopped"
-    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES, "params.pace_s=0.1"))
-    runs.wait_until_held(name)
-    os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # the server forwards the signal to rank 0
-    runs.release(name)
-    code, output = finish(process)
-    assert code == 0, output
-    assert "stopped: everything saved" in output
-    assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
-    code, output = runs.command("resume", name)
-    assert code == 0, output
-    assert_states_equal(final_results(runs, name), final_results(runs, control))
-
-
-def rank_pid(supervisor: int, rank: int) -> int:
-    for process in psutil.Process(supervisor).children(recursive=True):
-        if rank_of(process) == rank:
-            return process.pid
-    raise AssertionError(f"no rank {rank} below {supervisor}")
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(("rank", "role"), [(0, "trainer:0"), (2, "parameter_server:0")])
-def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, control: str, rank: int, role: str) -> None:
-    name = f"hybrid-killed-{rank}"
-    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
-    runs.wait_until_held(name)
-    os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
-    runs.release(name)
-    code, output = finish(process)
-    assert code == 0, output
-    assert f"rank {rank} ({role}) on {os.uname().nodename} was killed by SIGKILL" in output
-    assert "restart 1 of 3\n" in output
-    assert_states_equal(final_results(runs, name), final_results(runs, control))

@@ -1,18 +1,14 @@
-"""The RL trainer on several ranks: equal to one process, exact after a stop or a kill, and able to solve CartPole."""
+"""The RL trainer on several ranks: equal to one process."""
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_states_equal, finish, rank_of
 from spawn import Rank, spawn_ranks
 
 from hpcdist.checkpoint.state import load_weights
@@ -109,112 +105,3 @@ def test_other_numbers_of_observers_learn_the_same_weights(tmp_path: Path) -> No
     weights, expected = load_weights(newest.path), train_in_one_process(config(**values))
     for key, value in weights.items():
         assert torch.equal(value, expected[key]), key
-
-
-# --- whole runs
-
-#: Two evaluations per run, checkpoints between them, and no early end.
-SHORT = [
-    "rl.num_envs=8",
-    "rl.updates_per_epoch=10",
-    "stop.max_epochs=2",
-    "stop.threshold=1000",
-    "checkpoint.every_steps=4",
-    "rl.num_eval_episodes=10",
-]
-HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
-#: Box actions, environments in a loop, and a pending rollout at each checkpoint.
-ASYNC = ["rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16"]
-
-
-@pytest.fixture(scope="module")
-def rl_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rl"), empty_database, experiment="cartpole")
-
-
-def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
-    overrides = ("tracking.drain_timeout_s=180", *overrides)
-    return ["run", "rl_cartpole", *runs.config(name, *overrides, export=export)[1:]]
-
-
-def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
-    """Return the metrics that do not depend on the clock."""
-    points = [point for point in runs.points(name) if point[0].startswith(("train/", "eval/"))]
-    deterministic = [point for point in points if point[0] != "train/env_steps_per_s"]
-    found = {(key, step): value for key, step, value in deterministic}
-    assert len(found) == len(deterministic), "duplicate points in MLflow"
-    return found
-
-
-def assert_as_control(runs: Runs, name: str, control: str) -> None:
-    assert_states_equal(runs.final_state(name), runs.final_state(control))
-    assert series(runs, name) == series(runs, control)
-    assert runs.mlflow_status(name) == "FINISHED"
-
-
-@pytest.fixture(scope="module")
-def control(rl_runs: Runs) -> str:
-    code, output = finish(rl_runs.start(*command(rl_runs, "control", *SHORT)))
-    assert code == 0, output
-    assert "finished: trained 20 steps, 2 epochs, " in output
-    assert {key for key, _ in series(rl_runs, "control")} >= {"train/return", "train/entropy", "eval/return"}
-    return "control"
-
-
-@pytest.mark.faults  # test_hybrid.py stops and resumes a run with roles
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> None:
-    name, more = f"stopped-{kind}", ASYNC if kind == "async" else []
-    if kind == "async":
-        control = "control-async"
-        code, output = finish(rl_runs.start(*command(rl_runs, control, *SHORT, *more)))
-        assert code == 0, output
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HOLD_OVERRIDES))
-    rl_runs.wait_until_held(name, num_ranks=1)
-    code, output = rl_runs.command("stop", name)
-    assert code == 0, output
-    code, output = finish(process)
-    assert code == 0, output
-    assert "stopped: everything saved" in output
-    at = rl_runs.checkpoint_steps(name)[-1]
-    assert 14 <= at < 20
-    code, output = rl_runs.command("resume", name)
-    assert code == 0, output
-    assert f"resumed at step {at} from" in rl_runs.attempt(name, 2).log(0).read_text()
-    assert_as_control(rl_runs, name, control)
-
-
-@pytest.mark.parametrize(("victim", "role"), [pytest.param(0, "agent:0", marks=pytest.mark.faults), (2, "observer:1")])
-def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
-    name = f"killed-{victim}"
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HOLD_OVERRIDES))
-    (agent,) = rl_runs.wait_until_held(name, num_ranks=1)
-    ranks = {
-        number: rank
-        for rank in psutil.Process(process.pid).children(recursive=True)
-        if (number := rank_of(rank)) is not None
-    }
-    assert ranks[0].pid == agent
-    assert len(ranks) == 3
-    others = [rank for rank in ranks.values() if rank.pid != ranks[victim].pid]
-    os.kill(ranks[victim].pid, signal.SIGKILL)
-    rl_runs.release(name)
-    _, alive = psutil.wait_procs(others, timeout=50)
-    assert alive == [], "the other ranks end before a call of RPC times out after 60 s"
-    code, output = finish(process)
-    assert code == 0, output
-    assert f"rank {victim} ({role}) on " in output
-    assert "was killed by SIGKILL" in output
-    assert "restart 1 of 3\n" in output
-    assert_as_control(rl_runs, name, control)
-
-
-@pytest.mark.slow
-def test_cartpole_is_solved(rl_runs: Runs) -> None:
-    code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
-    assert code == 0, output
-    assert "finished: eval/return reached " in output
-    assert "(solved: CartPole-v1's reward_threshold=475) at step " in output
-    assert "Warning" not in "".join(rl_runs.attempt("solved").log(rank).read_text() for rank in range(3))
-    run = rl_runs.run_dir("solved")
-    assert (run.model / "MLmodel").is_file()

@@ -1,20 +1,16 @@
-"""The language model on several ranks: equal to one process, and exact after a stop, an attack or a kill."""
+"""The language model on several ranks: equal to one process."""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening, rank_of
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -29,10 +25,6 @@ from hpcdist.trainers.rnn import train as rnn
 from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.train import LanguageModel
 
-TESTS = Path(__file__).resolve().parents[1]
-ATTACKER = str(TESTS / "support" / "attacker.py")
-HOLD_STEP, LAST_STEP = 12, 36
-HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_STEP}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
@@ -198,137 +190,3 @@ def test_async_replicas_stay_equal_and_learn_nearly_as_much(tmp_path: Path) -> N
     _, expected, losses = in_one_process(replace(cfg, optim=replace(cfg.optim, max_grad_norm=None)), steps)
     assert expected < 50 < math.exp(losses[0]), "the task can be learned"
     assert reached < 1.15 * expected
-
-
-# --- whole runs
-
-
-def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
-    return [
-        "rnn_lm",
-        f"name={name}",
-        f"tracking.uri=sqlite:///{runs.database}",
-        "tracking.register_as=null",
-        "tracking.log_every_steps=2",
-        "tracking.drain_timeout_s=200",
-        "launch.device=cpu",
-        f"launch.env.PYTHONPATH={os.pathsep.join(runs._import_path())}",
-        "roles.trainer=2",
-        "rnn.max_corpus_mb=0.05",
-        "rnn.vocab_size=300",
-        "rnn.embedding_size=16",
-        "rnn.hidden_size=16",
-        "rnn.batch_size=8",
-        "rnn.bptt=16",
-        "checkpoint.every_steps=5",
-        "stop.max_epochs=1",
-        f"stop.max_steps={LAST_STEP}",
-        *overrides,
-    ]
-
-
-@pytest.fixture(scope="module")
-def language_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rnn"), empty_database, experiment="language")
-
-
-@pytest.fixture(scope="module")
-def control(language_runs: Runs) -> str:
-    code, output = language_runs.command("run", *arguments(language_runs, "control"))
-    assert code == 0, output
-    assert "finished: trained" in output
-    for rank in range(3):
-        assert "Warning" not in language_runs.attempt("control").log(rank).read_text()
-    return "control"
-
-
-def final_files(runs: Runs, name: str) -> dict[str, Any]:
-    folder = runs.run_dir(name).checkpoints / f"step-{runs.checkpoint_steps(name)[-1]:08d}"
-    return {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
-
-
-def assert_equals_control(runs: Runs, name: str, control: str) -> None:
-    assert_states_equal(final_files(runs, name), final_files(runs, control))
-    assert len(final_files(runs, name)) == 3, "model, trainer, and shard of the server"
-    series = runs.series(control)
-    assert {key for key, _ in series} == {"train/loss", "train/lr", "train/epoch", "eval/loss"}
-    assert runs.series(name) == series
-
-
-@pytest.mark.faults  # test_slurm_trainers.py stops and resumes this trainer as well
-def test_stopped_run_resumes_exactly(language_runs: Runs, control: str) -> None:
-    runs, name = language_runs, "stopped"
-    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
-    runs.wait_until_held(name)
-    code, output = runs.command("stop", name)
-    assert code == 0, output
-    code, output = finish(process)
-    assert code == 0, output
-    at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_STEP <= at < LAST_STEP
-
-    code, output = runs.command("resume", name)
-    assert code == 0, output
-    assert_equals_control(runs, name, control)
-    text = (runs.run_dir(name).artifacts / "sample.txt").read_text()
-    assert text.startswith("def")
-    assert len(text) > 300
-
-
-def test_ranks_of_a_local_run_have_no_port(language_runs: Runs) -> None:
-    """Store and RPC use Unix sockets in the run folder, and gloo's listening sockets are closed."""
-    runs, name = language_runs, "listening"
-    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
-    held = runs.wait_until_held(name)
-    assert_no_ports([listening(pid) for pid in (*held, server_pid(held))])
-    runs.release(name)
-    code, output = finish(process)
-    assert code == 0, output
-
-
-def server_pid(held: list[int]) -> int:
-    """Return the process id of the server, the only rank that is not held, since it has no steps."""
-    (found,) = {
-        child.pid
-        for child in psutil.Process(psutil.Process(held[0]).ppid()).children()
-        if rank_of(child) is not None and child.pid not in held
-    }
-    return found
-
-
-@pytest.mark.parametrize(
-    "victim",
-    [
-        *(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)),
-        pytest.param("parameter_server:0", marks=pytest.mark.slow),
-    ],
-)
-def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, control: str, victim: str) -> None:
-    runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
-    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
-    held = runs.wait_until_held(name)
-    rank = {"trainer:0": 0, "trainer:1": 1, "parameter_server:0": 2}[victim]
-    pid = held[rank] if rank < 2 else server_pid(held)
-    os.kill(pid, signal.SIGKILL)
-    runs.release(name)
-    code, output = finish(process)
-    assert code == 0, output
-    assert f"rank {rank} ({victim}) on {os.uname().nodename} was killed by SIGKILL" in output
-    assert "restart 1 of 3\n" in output
-    assert_equals_control(runs, name, control)
-
-
-@pytest.mark.slow
-def test_run_restarts_exactly_after_the_server_is_stopped(language_runs: Runs, control: str) -> None:
-    """It keeps its connections, so only the hang detection can find it; the trainers wait for it."""
-    runs = language_runs
-    process = runs.start("run", *arguments(runs, "frozen", *HOLD_OVERRIDES, "launch.hang_timeout_s=15"))
-    server = psutil.Process(server_pid(runs.wait_until_held("frozen")))
-    server.suspend()
-    runs.release("frozen")
-    code, output = finish(process)
-    assert code == 0, output
-    assert f"rank 2 (parameter_server:0) on {os.uname().nodename} made no progress for" in output
-    assert "restart 1 of 3\n" in output
-    assert not server.is_running()
-    assert_equals_control(runs, "frozen", control)

@@ -1,0 +1,177 @@
+"""Whole runs of trainers with roles: exact after a stop, a kill or a hang of a rank, no ports, and able to learn."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening, rank_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A short run with checkpoints before and after the step at which `gated.py` can hold it."""
+
+    config: str
+    overrides: tuple[str, ...]
+    hold_at: int
+    last_step: int
+    epochs: str
+    num_held: int  #: ranks that have steps; they are the first ones
+
+
+#: Two evaluations per run, and no early end.
+RL = (
+    *("rl.num_envs=8", "rl.updates_per_epoch=10", "rl.num_eval_episodes=10"),
+    *("stop.max_epochs=2", "stop.threshold=1000", "checkpoint.every_steps=4"),
+)
+#: Box actions, environments in a loop, and a pending rollout at each checkpoint.
+ASYNC = ("rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16")
+RNN = (
+    *("roles.trainer=2", "rnn.max_corpus_mb=0.05", "rnn.vocab_size=300", "rnn.embedding_size=16"),
+    *("rnn.hidden_size=16", "rnn.batch_size=8", "rnn.bptt=16"),
+    *("checkpoint.every_steps=5", "stop.max_epochs=1", "stop.max_steps=36"),
+)
+HYBRID = (
+    *("hybrid.tables={user: 60, item: 30, tag: 5}", "hybrid.num_samples=12800", "hybrid.batch_size=128"),
+    *("hybrid.table_lr=0.1", "optim.lr=0.01", "checkpoint.every_steps=20", "launch.num_threads=1"),
+)
+CASES = {
+    "rl": Case(config="rl_cartpole", overrides=RL, hold_at=14, last_step=20, epochs="2 epochs", num_held=1),
+    "rl-async": Case(config="rl_cartpole", overrides=RL + ASYNC, hold_at=14, last_step=20, epochs="2", num_held=1),
+    "rnn": Case(config="rnn_lm", overrides=RNN, hold_at=12, last_step=36, epochs="0.", num_held=2),
+    "hybrid": Case(config="hybrid_clicks", overrides=HYBRID, hold_at=50, last_step=90, epochs="2 epochs", num_held=2),
+}
+
+
+def arguments(runs: Runs, kind: str, name: str, *overrides: str) -> list[str]:
+    case = CASES[kind]
+    settings = (f"experiment={runs.experiment}", *case.overrides, *overrides)
+    return ["run", case.config, *runs.config(name, *settings)[1:]]
+
+
+def start_held(runs: Runs, kind: str, name: str, *overrides: str) -> tuple[Any, dict[int, psutil.Process]]:
+    """Start a run that waits at `hold_at`; return its process, and those of its ranks."""
+    case = CASES[kind]
+    gate = ("trainer=gated:train", f"params.gated={kind.partition('-')[0]}", f"params.hold_at={case.hold_at}")
+    process = runs.start(*arguments(runs, kind, name, *gate, *overrides))
+    runs.wait_until_held(name, num_ranks=case.num_held)
+    found = psutil.Process(process.pid).children(recursive=True)
+    return process, {number: rank for rank in found if (number := rank_of(rank)) is not None}
+
+
+@cache
+def control(runs: Runs, kind: str) -> str:
+    """Return the name of an uninterrupted run."""
+    name, case = f"control-{kind}", CASES[kind]
+    code, output = runs.command(*arguments(runs, kind, name))
+    assert code == 0, output
+    assert f"finished: trained {case.last_step} steps, {case.epochs}" in output
+    logs = "".join(path.read_text() for path in runs.attempt(name).path.glob("rank-*.log"))
+    assert "Warning" not in output + logs
+    return name
+
+
+def results(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int], float]]:
+    """Return the last checkpoint with all shards, and the metrics that do not depend on the clock."""
+    folder = runs.run_dir(name).checkpoints / f"step-{runs.checkpoint_steps(name)[-1]:08d}"
+    state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+    points = [one for one in runs.points(name) if one[0].startswith(("train/", "eval/")) and "per_s" not in one[0]]
+    found = {(key, step): value for key, step, value in points}
+    assert len(found) == len(points), "duplicate points in MLflow"
+    return state, found
+
+
+def assert_as_control(runs: Runs, kind: str, name: str) -> None:
+    assert_states_equal(results(runs, name), results(runs, control(runs, kind)))
+    assert runs.mlflow_status(name) == "FINISHED"
+
+
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.faults) for kind in [*CASES][:3]), "hybrid"])
+def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
+    name, case = f"stopped-{kind}", CASES[kind]
+    process, ranks = start_held(runs, kind, name, "params.pace_s=0.1")
+    if kind == "hybrid":
+        ranks[3].send_signal(signal.SIGTERM)  # the server forwards the signal to rank 0
+        runs.release(name)
+    else:
+        code, output = runs.command("stop", name)
+        assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped: everything saved" in output
+    at = runs.checkpoint_steps(name)[-1]
+    assert case.hold_at <= at < case.last_step
+    code, output = runs.command("resume", name)
+    assert code == 0, output
+    assert f"resumed at step {at} from" in runs.attempt(name, 2).log(0).read_text()
+    assert_as_control(runs, kind, name)
+
+
+KILLED = [
+    *(("rl", 0, "agent:0"), ("rnn", 0, "trainer:0"), ("rnn", 1, "trainer:1")),
+    *(("rnn", 2, "parameter_server:0"), ("hybrid", 0, "trainer:0"), ("hybrid", 2, "parameter_server:0")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "role"),
+    [("rl", 2, "observer:1"), *(pytest.param(*one, marks=pytest.mark.faults) for one in KILLED)],
+)
+def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, kind: str, victim: int, role: str) -> None:
+    name = f"killed-{kind}-{victim}"
+    process, ranks = start_held(runs, kind, name)
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    runs.release(name)
+    _, alive = psutil.wait_procs([rank for number, rank in ranks.items() if number != victim], timeout=50)
+    assert alive == [], "the other ranks end before a call of RPC times out after 60 s"
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank {victim} ({role}) on {os.uname().nodename} was killed by SIGKILL" in output
+    assert "restart 1 of 3\n" in output
+    assert_as_control(runs, kind, name)
+
+
+@pytest.mark.slow
+def test_run_restarts_exactly_after_a_server_is_suspended(runs: Runs) -> None:
+    """It keeps its connections, so only the hang detection can find it; the trainers wait for it."""
+    process, ranks = start_held(runs, "rnn", "frozen", "launch.hang_timeout_s=15")
+    ranks[2].suspend()
+    runs.release("frozen")
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank 2 (parameter_server:0) on {os.uname().nodename} made no progress for" in output
+    assert "restart 1 of 3\n" in output
+    assert not ranks[2].is_running()
+    assert_as_control(runs, "rnn", "frozen")
+
+
+def test_ranks_of_a_local_run_have_no_port(runs: Runs) -> None:
+    """Store and RPC use Unix sockets in the run folder, and gloo's listening sockets are closed."""
+    process, ranks = start_held(runs, "rnn", "listening")
+    assert_no_ports([listening(ranks[number].pid) for number in range(3)])
+    runs.release("listening")
+    code, output = finish(process)
+    assert code == 0, output
+    text = (runs.run_dir("listening").artifacts / "sample.txt").read_text()
+    assert text.startswith("def")
+    assert len(text) > 300
+
+
+@pytest.mark.slow
+def test_tables_and_policies_learn(runs: Runs) -> None:
+    _, series = results(runs, control(runs, "hybrid"))
+    assert series["eval/auc", 90] > series["eval/best_auc", 90] - 0.01
+    settings = runs.config("solved", f"experiment={runs.experiment}", export=True)[1:]
+    code, output = runs.command("run", "rl_cartpole", *settings)
+    assert code == 0, output
+    assert "finished: eval/return reached " in output
+    assert "(solved: CartPole-v1's reward_threshold=475) at step " in output
+    assert "Warning" not in "".join(runs.attempt("solved").log(rank).read_text() for rank in range(3))
+    assert (runs.run_dir("solved").model / "MLmodel").is_file()
