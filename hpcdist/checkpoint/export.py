@@ -107,7 +107,7 @@ _MAX_ONNX_BYTES = 1 << 30
 
 
 def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Manifest:
-    """Return a checkpoint of a run. Raises ExportError if there is none.
+    """Return a checkpoint of a run.
 
     Args:
         which: `best` (by the monitored metric), `final` (the newest one), or a step; None for the best, or the final
@@ -150,10 +150,7 @@ def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -
     """Write the model of a checkpoint to a file. Returns the written files, all in the folder of `output`.
 
     Files appear under their names when they are complete. The weights of all ranks are merged, and names are those of
-    the bare model.
-
-    Raises ExportError if the model cannot be written in this format or a file exists, and CheckpointError if the
-    checkpoint has changed since it was saved.
+    the bare model. Raises CheckpointError if the checkpoint has changed since it was saved.
     """
     require_packages(kind)
     if output.exists():

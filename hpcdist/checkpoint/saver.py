@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 class BackgroundWriter:
     """Copies a state to reused host memory, and passes the copy to a function that runs in a second thread.
 
-    The next `submit()`, `wait()` or `close()` raises an error of that thread and does nothing else. The thread starts
-    at the first `submit()`.
-
-    Args:
-        target: name of the destination in error messages.
+    The next `submit()`, `wait()` or `close()` raises an error of that thread and does nothing else.
     """
 
     def __init__(self, target: str) -> None:
@@ -42,15 +38,12 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the state and start to write it; later changes of the state are not written.
-
-        Returns after the copy (on CUDA after queueing it, see `HostBuffers.copy`). Waits for the previous write first,
-        because there is only one set of buffers.
+        """Copy the state (on CUDA, queue the copy) and start to write it; later changes of the state are not written.
 
         Raises CheckpointError if the previous write has failed permanently, and for a value that a checkpoint cannot
         contain.
         """
-        self.settle()
+        self.settle()  # there is only one set of buffers
         host, events = self._buffers.copy(state)
 
         def work() -> None:
@@ -78,10 +71,7 @@ class BackgroundWriter:
             ) from error
 
     def settle(self) -> None:
-        """Wait for the write in progress, but only log an error caused by an unreachable file system.
-
-        The next save writes the complete state anyway.
-        """
+        """Wait for the write in progress; only log an unreachable file system, since the next save is complete."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -95,7 +85,7 @@ class BackgroundWriter:
             self.settle()
 
     def close(self) -> None:
-        """Wait for the write in progress, then stop the thread and free the buffers. May be called again."""
+        """Wait for the write in progress, then stop the thread and free the buffers."""
         try:
             self.wait()
         finally:
@@ -113,8 +103,7 @@ class AsyncSaver(BackgroundWriter):
 
     Args:
         store: destination of the checkpoints; it is pruned after each of them.
-        before_publish: called in the background before a checkpoint is renamed to its final name, for example to make
-            other files durable that must not be older than the checkpoint.
+        before_publish: called in the background before a checkpoint is renamed to its final name.
     """
 
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
@@ -134,10 +123,9 @@ class AsyncSaver(BackgroundWriter):
         collect_shards: CollectShards | None = None,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the state to host memory and write it in the background; later changes of the state are not saved.
+        """Save as `submit`. If the step is saved already, the call only adds the metrics.
 
-        Waits for the previous save first. If the step is saved already, the call only adds the metrics. `on_written` is
-        called once it is on disk. The other arguments are the fields of `Snapshot`.
+        `on_written` is called once the checkpoint is on disk. The other arguments are the fields of `Snapshot`.
 
         Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, and for a
         value that a checkpoint cannot contain.
@@ -169,7 +157,6 @@ class AsyncSaver(BackgroundWriter):
         self.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
 
     def close(self) -> None:
-        """Write what is pending, and end the writer's thread; later saves are refused."""
         self._closed = True
         super().close()
 
@@ -207,13 +194,10 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
         """Return `state` with every tensor copied to the host, and the CUDA events to wait for before reading it.
 
-        Tensors that are the same view of the same memory (tied weights) share one buffer; a view of a larger storage
-        copies only its own bytes. Memory formats (`channels_last`) are kept. Containers are returned as plain dict,
-        OrderedDict, Counter, list, tuple and set. A buffer is reused if the tensor at the same position in the state
-        has the same shape, strides and dtype; a call therefore overwrites the result of the previous call.
-
-        CUDA copies are queued on the current stream. Kernels that are queued later, such as the next optimizer step,
-        run after the copies. After `event.synchronize()` on every returned event the host copy can be read.
+        Tied weights share one buffer; a view of a larger storage copies only its own bytes. Memory formats are kept. A
+        buffer is reused if the tensor at the same position in the state has the same shape, strides and dtype; a call
+        therefore overwrites the result of the previous call. CUDA copies are queued on the current stream, before
+        later kernels such as the next optimizer step.
 
         Raises CheckpointError for a value that `torch.load(weights_only=True)` would refuse.
         """

@@ -148,7 +148,6 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank contributes nothing to the checkpoint."""
         return not self.model and self.trainer is None
 
     def content(self) -> dict[str, Any]:
@@ -161,10 +160,7 @@ class ShardExchange:
     """Reports from the owners to rank 0 that their shards of a step are on disk.
 
     Args:
-        store: store of all ranks.
-        rank: this rank.
-        attempt: number of the attempt.
-        timeout_s: how long rank 0 waits for the last owner, in seconds; the death of an owner ends the attempt earlier.
+        timeout_s: how long rank 0 waits for the last owner; the death of an owner ends the attempt earlier.
     """
 
     def __init__(self, store: Store, *, rank: int, attempt: int, timeout_s: float = 3600.0) -> None:
@@ -173,10 +169,7 @@ class ShardExchange:
         self._timeout_s = timeout_s
 
     def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
-        """Write the shard of this rank, and report the success or the error to rank 0.
-
-        Raises CheckpointError if the file cannot be written.
-        """
+        """Write the shard of this rank, and report the success or the error to rank 0."""
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
             record = save_file(dict(content), staging / shard_name(self._rank))
@@ -189,10 +182,7 @@ class ShardExchange:
         self._store.set(f"{step}/{self._rank}", json.dumps(report))
 
     def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
-        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder.
-
-        Raises CheckpointError if an owner has failed or exceeds the time limit.
-        """
+        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder."""
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
@@ -223,10 +213,7 @@ class ShardExchange:
 
 
 def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
-    """Return the tensors of the whole model from the contents of its shards.
-
-    Raises CheckpointError if rows are missing or a content is not that of a `Shard`.
-    """
+    """Return the tensors of the whole model. Raises CheckpointError if a shard is damaged or rows are missing."""
     whole: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
     try:

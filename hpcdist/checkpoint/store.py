@@ -96,13 +96,11 @@ class Manifest:
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of one run.
+    """The `checkpoints/` folder of one run, created at the first write.
 
     Args:
-        folder: created at the first write.
         keep_last: number of newest checkpoints to keep; at least 2, as one broken disk block would end a run of one.
         best_metric: metric by which the best checkpoint is kept in addition.
-        monitor_mode: whether the largest or the smallest value is the best.
     """
 
     def __init__(
@@ -149,10 +147,7 @@ class CheckpointStore:
         return whole
 
     def best(self) -> Manifest | None:
-        """Return the checkpoint with the best metric, the newest of equal ones; None if no checkpoint has the metric.
-
-        Hashes are not checked.
-        """
+        """Return the checkpoint with the best metric, the newest of equal ones; hashes are not checked."""
         return self._best_of(self.all())
 
     def newest_step(self) -> int | None:
@@ -195,8 +190,7 @@ class CheckpointStore:
         A valid checkpoint of the same step is kept and the new one is dropped, because both contain the same state.
         `before_publish` is called directly before the rename to the final name.
 
-        Raises CheckpointError if the files cannot be written, for example on a full disk. Then the temporary folder is
-        removed and older checkpoints are unchanged.
+        Raises CheckpointError if the files cannot be written; older checkpoints are unchanged.
         """
         final = self.folder / folder_name(snapshot.step)
         try:
@@ -237,10 +231,7 @@ class CheckpointStore:
             raise
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the checkpoint of `step`.
-
-        Raises CheckpointError if the checkpoint does not exist or its manifest cannot be written.
-        """
+        """Add metrics to the checkpoint of `step`."""
         folder = self.folder / folder_name(step)
         manifest = read_manifest(folder)
         try:
@@ -252,8 +243,6 @@ class CheckpointStore:
         """Remove all valid checkpoints except the newest `keep_last` and the best.
 
         Invalid checkpoints neither count nor are removed, so that they can be examined.
-
-        Raises CheckpointError if a checkpoint cannot be removed.
         """
         whole = self.all()
         if len(whole) <= self._keep_last:
@@ -325,12 +314,11 @@ def _free_space(folder: Path) -> str:
 
 
 def shard_name(rank: int) -> str:
-    """Return the file name of a rank's shard."""
     return f"shard-{rank:05d}.pt"
 
 
 class _HashingFile:
-    """A file for `torch.save` that hashes the data while it is written, and keeps the first error."""
+    """An unbuffered file for `torch.save` that hashes the data while it is written, and keeps the first error."""
 
     def __init__(self, raw: io.FileIO) -> None:
         self._raw = raw
@@ -352,7 +340,7 @@ class _HashingFile:
         return done
 
     def flush(self) -> None:
-        """Do nothing: there is no buffer."""
+        pass
 
 
 def save_file(content: Any, path: Path) -> FileRecord:
@@ -415,10 +403,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and compare the sizes of the files with it; hashes are not checked.
-
-    Raises CheckpointError with a message of one line.
-    """
+    """Read the manifest and compare the sizes of the files with it. Raises CheckpointError with one line."""
     path = folder / MANIFEST_FILE
     try:
         manifest = _parsed(retry(lambda: read_json_value(path), path, within_s=READ_TIMEOUT_S), path)
@@ -485,10 +470,7 @@ def verify_hashes(manifest: Manifest) -> None:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Load a file to host memory with `torch.load(weights_only=True)`.
-
-    Raises CheckpointError if the file cannot be read or contains anything other than plain data.
-    """
+    """Load a file to host memory. Raises CheckpointError if it cannot be read or contains more than plain data."""
     try:
         content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_TIMEOUT_S)
     except Exception as error:

@@ -168,7 +168,7 @@ def test_training_equals_one_process_on_the_joint_batch(
     cfg = config(num_servers=num_servers, table_optimizer=optimizer, tables=tables, **log)
     clicks, _ = load_clicks(cfg.section(HybridConfig), cfg.seed, shares=range(1), num_shares=NUM_TRAINERS)
     layout = Layout(dict(tables), 4, num_servers)
-    placed = clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id))
+    placed = clicks.placed(layout.place)
     first_two = [placed.take(batch).bags for batch in islice(batches(len(clicks), 16, seed=cfg.seed, epoch=0), 2)]
     assert choose(first_two, layout.starts, NUM_TRAINERS) == (pool_at_server, ahead)
     found, expected = trained(tmp_path, cfg), in_one_process(cfg)

@@ -7,7 +7,7 @@ of a sample's effects. The AUC of that sum is the best that a model can reach.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,15 +68,10 @@ class Clicks:
         best = None if self.best_scores is None else self.best_scores[samples]
         return Clicks(bags, self.numeric[samples], self.labels[samples], self.tables, best)
 
-    def with_ids(self, ids: Tensor) -> Clicks:
-        """Return the same clicks with other ids, int64 [n]."""
-        return replace(self, bags=Bags(ids, self.bags.offsets))
-
-    @property
-    def table_of_id(self) -> Tensor:
-        """Number of each id's table, int64 [n]."""
-        tables = torch.arange(len(self.bags)) % len(self.tables)
-        return tables.repeat_interleave(self.bags.offsets.diff())
+    def placed(self, place: Callable[[Tensor, Tensor], Tensor]) -> Clicks:
+        """Return the same clicks with other ids, by a function of id and number of the table, int64 [n] each."""
+        tables = (torch.arange(len(self.bags)) % len(self.tables)).repeat_interleave(self.bags.offsets.diff())
+        return replace(self, bags=Bags(place(self.bags.ids, tables), self.bags.offsets))
 
 
 def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Tensor]:
@@ -89,7 +84,7 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
     """Return the training samples and the test samples of consecutive shares.
 
     Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
-    once. Raises DataError for a file that is missing, damaged or does not match the config.
+    once.
     """
     if cfg.file:
         from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
@@ -127,8 +122,6 @@ def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
 
 
 class SyntheticLog:
-    """A synthetic click log."""
-
     def __init__(self, cfg: HybridConfig, seed: int) -> None:
         self._cfg = cfg
         self._seed = seed

@@ -46,11 +46,9 @@ class Layout:
     num_servers: int
 
     def span(self, table: str, server: int) -> range:
-        """Return the rows of a table on a server."""
         return share_of(server, self.num_servers, self.tables[table])
 
     def num_rows(self, server: int) -> int:
-        """Return the number of rows of a server's matrix."""
         return sum(len(self.span(table, server)) for table in self.tables)
 
     @property
@@ -186,9 +184,7 @@ def sums_of(bags: Bags, values: Tensor) -> Tensor:
 class TableShard:
     """One server's rows of all tables, [rows, dim], with their optimizer."""
 
-    def __init__(
-        self, layout: Layout, server: int, *, optimizer: str, lr: float, scale: float, seed: int, device: torch.device
-    ) -> None:
+    def __init__(self, layout: Layout, server: int, cfg: HybridConfig, *, seed: int, device: torch.device) -> None:
         self._spans = {table: layout.span(table, server) for table in layout.tables}
         ends = accumulate(map(len, self._spans.values()))
         self._slices = {
@@ -197,11 +193,11 @@ class TableShard:
         self._layout = layout
         self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
         for table, span in self._spans.items():
-            fill_initial(self.table_rows(table), span, table=table, scale=scale, seed=seed)
-        self.optimizer = SparseOptimizer(optimizer, lr, self.weight)  # type: ignore[arg-type]
+            fill_initial(self.table_rows(table), span, table=table, scale=cfg.init_scale, seed=seed)
+        self.optimizer = SparseOptimizer(cfg.table_optimizer, cfg.table_lr, self.weight)
 
     def values(self, units: Units) -> Tensor:
-        """Return the values of units, [units, dim], on the host."""
+        """Return the values, [units, dim], on the host."""
         rows = units.rows.to(self.weight.device)
         if units.offsets is None:
             return self.weight.index_select(0, rows).cpu()
@@ -223,7 +219,6 @@ class TableShard:
     # --- checkpoints
 
     def table_rows(self, table: str, matrix: Tensor | None = None) -> Tensor:
-        """Return a view of this server's rows of a table."""
         return (self.weight if matrix is None else matrix)[self._slices[table]]
 
     def checkpoint(self) -> Shard:
@@ -274,7 +269,6 @@ class TableShard:
 
 
 def weight_name(table: str) -> str:
-    """Return the name of a table's weight in the whole model (`ClickModel`)."""
     return f"tables.{table}.weight"
 
 
@@ -307,12 +301,7 @@ class _Update(NamedTuple):
 
 
 class TableServer:
-    """Answers trainers until they leave.
-
-    Args:
-        group: a gloo group of all ranks that has no other use.
-        num_trainers: number of all trainers; gradients are divided by it, as in DDP.
-    """
+    """Answers trainers until they leave. It divides gradients by the number of all trainers, as DDP does."""
 
     def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int) -> None:
         self._shard = shard
@@ -394,15 +383,7 @@ class TableServer:
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
     hybrid = cfg.section(HybridConfig)
-    shard = TableShard(
-        layout,
-        ctx.role_index,
-        optimizer=hybrid.table_optimizer,
-        lr=hybrid.table_lr,
-        scale=hybrid.init_scale,
-        seed=cfg.seed,
-        device=ctx.device,
-    )
+    shard = TableShard(layout, ctx.role_index, hybrid, seed=cfg.seed, device=ctx.device)
     trainers = list(ctx.ranks_of("trainer"))
     server = TableServer(shard, exchange, len(trainers))
     together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
@@ -475,10 +456,10 @@ def sums_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
 
 
 def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) -> tuple[bool, bool]:
-    """Return what causes less traffic for the first two batches (or one): sums at the servers, and values ahead.
+    """Return what causes less traffic for the first two batches (or one): sums as units, and values ahead.
 
-    Values are sent ahead if less than a quarter of the units change meanwhile and have to be sent again. The estimate
-    assumes that batches of other trainers are similar.
+    Values are sent before the previous batch's gradients are applied if less than a quarter of the units change
+    meanwhile and have to be sent again. The estimate assumes that batches of other trainers are similar.
     """
     pool_at_server = sum(sums_as_units(batches[0], starts).counts) < sum(rows_as_units(batches[0], starts).counts)
     lookup = (sums_as_units if pool_at_server else rows_as_units)(batches[-1], starts)
@@ -496,9 +477,7 @@ class TableClient:
 
     Args:
         group: a gloo group of all ranks, used for nothing else.
-        pool_at_server: whether servers send sums instead of rows, see `Units`.
-        ahead: whether servers send values before they apply the previous batch's gradients. The results are equal up
-            to rounding.
+        pool_at_server, ahead: see `choose`; the results are equal up to rounding.
     """
 
     def __init__(
@@ -609,14 +588,11 @@ class TableClient:
 def table_client(
     ctx: Context, cfg: Config, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
 ) -> Iterator[TableClient]:
-    """Yield a client that exchanges values in the form that is best for the first batches; end the exchange after it.
-
-    After an error inside the block the servers are not told: they may have died.
-    """
+    """Yield a client that exchanges values in the form that is best for the first batches, and end the exchange."""
     bags = [clicks.bags for clicks in first_batches]
     pool_at_server, ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
     # In async mode no update is waited for, so later values are not better.
     ahead = ahead or cfg.section(HybridConfig).mode == "async"
     client = TableClient(ctx, group, layout, pool_at_server=pool_at_server, ahead=ahead)
     yield client
-    client.leave()
+    client.leave()  # not after an error: servers may have died

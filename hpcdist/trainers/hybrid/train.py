@@ -84,7 +84,8 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
     samples = load_samples(ctx, cfg, groups, layout, num_shares_of(saved, ctx.roles.count("trainer")))
-    log_inputs(ctx, cfg, model.module, samples)
+    hybrid, num_dense = cfg.section(HybridConfig), sum(weight.numel() for weight in model.module.parameters())
+    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
     meter = Meter.restore(ctx, saved)
@@ -248,26 +249,29 @@ class Samples:
     shares: range  #: of this trainer
     num_shares: int
     steps_per_epoch: int
-    num_test: int  #: test samples of all trainers
     num_eval_batches: int  #: equal on all trainers
     example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
 
 
 def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layout, num_shares: int) -> Samples:
-    """Read this trainer's shares of the click log."""
+    """Read this trainer's shares of the click log, and declare it."""
     hybrid = cfg.section(HybridConfig)
     shares = share_of(ctx.role_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
-    train, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
+    train, test = (clicks.placed(layout.place) for clicks in loaded)
     bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
     test_sizes, bag_sizes = zip(*_gather(groups, (len(test), bag_size)), strict=True)
+    share_size = len(train) // len(shares)
+    name, source, digest = identity(hybrid, cfg.seed)
+    for split, count in (("train", share_size * num_shares), ("test", sum(test_sizes))):
+        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
+    log.info("%d training and %d test samples of this trainer", len(train), len(test))
     return Samples(
         train=train,
         test=test,
         shares=shares,
         num_shares=num_shares,
-        steps_per_epoch=math.ceil(len(train) // len(shares) / hybrid.batch_size),
-        num_test=sum(test_sizes),
+        steps_per_epoch=math.ceil(share_size / hybrid.batch_size),
         num_eval_batches=math.ceil(max(test_sizes) / hybrid.eval_batch_size),
         example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
     )
@@ -292,18 +296,6 @@ def epoch_batches(cfg: Config, samples: Samples, epoch: int, *, start: int = 0) 
     firsts = torch.arange(len(samples.shares))[:, None] * size
     for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
         yield samples.train.take((firsts + batch).flatten())
-
-
-def log_inputs(ctx: Context, cfg: Config, dense: nn.Module, samples: Samples) -> None:
-    """Declare the click log and the size of the model."""
-    hybrid = cfg.section(HybridConfig)
-    name, source, digest = identity(hybrid, cfg.seed)
-    num_train = len(samples.train) // len(samples.shares) * samples.num_shares
-    for split, count in (("train", num_train), ("test", samples.num_test)):
-        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
-    num_dense = sum(weight.numel() for weight in dense.parameters())
-    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
-    log.info("%d training and %d test samples of this trainer", len(samples.train), len(samples.test))
 
 
 def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples) -> None:

@@ -47,33 +47,33 @@ class Problem:
         options = dict(options)
         if max_episode_steps is not None:
             options["max_episode_steps"] = max_episode_steps
+        observed: Any
+        acts: Any
         try:
             with gymnasium.make(name, **options) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError([f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}"]) from error
         assert spec is not None
+        is_box, mistake = isinstance(acts, spaces.Box) and len(acts.shape) == 1, ""
         if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
-            raise ConfigError(
-                [f"rl.env_id={name} has the observation space {observed}: trainer rl supports a Box with one axis"]
-            )
-        is_box = isinstance(acts, spaces.Box) and len(acts.shape) == 1
-        if not is_box and not isinstance(acts, spaces.Discrete):
-            raise ConfigError(
-                [f"rl.env_id={name} has the action space {acts}: trainer rl supports Discrete and a Box with one axis"]
-            )
-        if spec.max_episode_steps is None:
-            raise ConfigError([f"rl.env_id={name} has no time limit: set rl.max_episode_steps"])
+            mistake = f"the observation space {observed}: trainer rl supports a Box with one axis"
+        elif not is_box and not isinstance(acts, spaces.Discrete):
+            mistake = f"the action space {acts}: trainer rl supports Discrete and a Box with one axis"
+        elif spec.max_episode_steps is None:
+            mistake = "no time limit: set rl.max_episode_steps"
+        if mistake:
+            raise ConfigError([f"rl.env_id={name} has {mistake}"])
         none = np.zeros(0, np.float32)
         return cls(
             name=name,
             options=options,
             num_inputs=observed.shape[0],
-            num_outputs=acts.shape[0] if isinstance(acts, spaces.Box) else int(acts.n),  # type: ignore[attr-defined]
+            num_outputs=acts.shape[0] if is_box else int(acts.n),
             is_discrete=not is_box,
-            first_action=0 if is_box else int(acts.start),  # type: ignore[attr-defined]
-            low=acts.low.astype(np.float32) if isinstance(acts, spaces.Box) else none,
-            high=acts.high.astype(np.float32) if isinstance(acts, spaces.Box) else none,
+            first_action=0 if is_box else int(acts.start),
+            low=acts.low.astype(np.float32) if is_box else none,
+            high=acts.high.astype(np.float32) if is_box else none,
             reward_threshold=spec.reward_threshold,
         )
 

@@ -68,7 +68,7 @@ class Collector:
 
         Args:
             infer: returns the policy's outputs [n, num_outputs] for observations [n, num_inputs].
-            log_std: logarithms of the standard deviations of a policy for box actions; None for discrete ones.
+            log_std: of a policy for box actions, see `Policy`; None for discrete ones.
         """
         problem, envs = self._problem, self._envs
         rng = random_numbers(self._seed, 0, self._index, 1 + number)
@@ -104,11 +104,10 @@ class Collector:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load_state`."""
         return {"envs": self._envs.state(), "returns": torch.from_numpy(self._returns.copy())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, so that the next rollout is the same as without an interruption."""
+        """Restore a result of `state`, so that the next rollout is the same as without an interruption."""
         self._envs.load_state(state["envs"])
         self._returns = state["returns"].numpy().copy()
 

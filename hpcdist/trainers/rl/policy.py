@@ -65,7 +65,6 @@ class Policy(nn.Module):
         return self.actor(scaled), self.critic(scaled).squeeze(-1)
 
     def value(self, observations: Tensor) -> Tensor:
-        """Return the value of each observation, with the same leading shape."""
         value: Tensor = self.critic(self._scaled(observations)).squeeze(-1)
         return value
 
@@ -127,12 +126,7 @@ def _linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
 
 
 class Actor:
-    """`Policy.forward` in NumPy: several times faster than torch for small batches.
-
-    Args:
-        state: of `Policy.actor_state`.
-        activation: the policy's.
-    """
+    """`Policy.forward` in NumPy, from `Policy.actor_state`: several times faster than torch for small batches."""
 
     def __init__(self, state: Mapping[str, Tensor], activation: str = "tanh") -> None:
         self._is_relu = activation == "relu"

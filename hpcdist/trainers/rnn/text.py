@@ -55,7 +55,6 @@ class WordTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of different tokens."""
         return int(self._library.get_vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -145,11 +144,9 @@ class Batch:
 
 
 class Columns:
-    """A rank's share of a stream: its columns, in batches of `bptt` rows.
+    """A rank's share of a stream of tokens [n]: its columns, in batches of `bptt` rows.
 
     Args:
-        stream: all tokens, [n].
-        num_columns: number of columns of each rank.
         part: index of the rank and number of ranks that share the stream.
     """
 
@@ -167,7 +164,6 @@ class Columns:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are predicted."""
         return int(self._tokens[1:].numel())
 
     def __len__(self) -> int:

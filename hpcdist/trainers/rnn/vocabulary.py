@@ -346,7 +346,7 @@ class VocabularyServer:
         )
 
     def restore(self, saved: Restored) -> None:
-        """Load rows and optimizer states from the shards that have these rows."""
+        """Load rows and optimizer states from the shards of any number of servers."""
         check_vocab_size(saved, self.vocab_size)
         bounds = row_bounds(self.vocab_size, saved.trainer["num_servers"])
         owners = [
@@ -386,8 +386,7 @@ def check_vocab_size(saved: Restored, vocab_size: int) -> None:
 class VocabularyClient:
     """All servers of the vocabulary as one object, for the trainer with this index and device.
 
-    Requests are split by server, and the answers are joined. A method that returns a function sends its requests at
-    once; the function waits for the answers.
+    A method that returns a function sends its requests at once; the function waits for the answers.
     """
 
     def __init__(self, group: RpcGroup, *, trainer: int, vocab_size: int, device: torch.device) -> None:
@@ -396,9 +395,6 @@ class VocabularyClient:
         self.vocab_size = vocab_size
         self._bounds = torch.tensor(row_bounds(vocab_size, len(self._names)))
         self._device = device
-
-    def _call_all(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        return self._group.call_all(self._names, method, *arguments)
 
     def _of_each(self, ids: Tensor) -> dict[str, slice]:
         """Return the slice of the sorted ids that each server has."""
@@ -421,20 +417,23 @@ class VocabularyClient:
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
         """Start a batch; request its summed loss and the gradient of `hidden`, multiplied by `scale`."""
         if len(self._names) == 1:  # which has all rows: one call is enough
-            (call,) = self._call_all("decode", self._trainer, number, hidden, targets, scale)
+            (call,) = self._group.call_all(self._names, "decode", self._trainer, number, hidden, targets, scale)
             return lambda: (call.result()[0], call.result()[1].to(self._device))
-        scores = self._call_all("score", self._trainer, number, hidden, targets)
+        scores = self._group.call_all(self._names, "score", self._trainer, number, hidden, targets)
 
         def loss_and_gradient() -> tuple[float, Tensor]:
             lse, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
-            parts = [call.result() for call in self._call_all("backward", self._trainer, number, lse, scale)]
+            parts = [
+                call.result()
+                for call in self._group.call_all(self._names, "backward", self._trainer, number, lse, scale)
+            ]
             return float(losses.double().sum()), torch.stack(parts).sum(0).to(self._device)
 
         return loss_and_gradient
 
     def loss(self, hidden: Tensor, targets: Tensor) -> float:
         """Return the loss summed over the targets, for an evaluation."""
-        scores = self._call_all("measure", self._trainer, hidden, targets)
+        scores = self._group.call_all(self._names, "measure", self._trainer, hidden, targets)
         _, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
         return float(losses.double().sum())
 
@@ -462,5 +461,5 @@ class VocabularyClient:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole embedding and decoder with the names of `LanguageModel`."""
-        parts = [call.result() for call in self._call_all("weights")]
+        parts = [call.result() for call in self._group.call_all(self._names, "weights")]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -183,7 +183,7 @@ def test_synthetic_log_does_not_depend_on_the_number_of_readers() -> None:
 def test_take_and_padded_follow_the_order_of_the_samples() -> None:
     bags = Bags(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 2, 3, 4]))
     clicks = Clicks(bags, torch.tensor([[0.5], [1.5]]), torch.tensor([0.0, 1.0]), ("a", "b"))
-    assert clicks.table_of_id.tolist() == [0, 0, 0, 1]
+    assert clicks.placed(lambda _, tables: tables).bags.ids.tolist() == [0, 0, 0, 1]
     reordered = clicks.take(torch.tensor([1, 0, 1]))
     assert reordered.bags.ids.tolist() == [7, 8, 5, 6, 7, 8]
     assert reordered.bags.offsets.tolist() == [0, 1, 2, 4, 4, 5, 6]
@@ -262,8 +262,8 @@ TABLES = {"a": 3000, "b": 7, "c": 1}
 
 
 def shard(layout: Layout, server: int, optimizer: str = "adagrad") -> TableShard:
-    cpu = torch.device("cpu")
-    return TableShard(layout, server, optimizer=optimizer, lr=0.1, scale=0.5, seed=1, device=cpu)
+    cfg = HybridConfig(table_optimizer=optimizer, table_lr=0.1, init_scale=0.5)  # type: ignore[arg-type]
+    return TableShard(layout, server, cfg, seed=1, device=torch.device("cpu"))
 
 
 def whole(shards: list[TableShard]) -> dict[str, Tensor]:
