@@ -113,20 +113,11 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def index(self) -> int:
-        """Index of this rank in its group."""
         return self.ranks.index(dist.get_rank())
-
-    def exchange(self, leaving: Tensor, arriving: Tensor) -> Works:
-        """Start to send to the right neighbour and to receive from the left one at the same time."""
-        right, left = self.neighbour(1), self.neighbour(-1)
-        both = [dist.P2POp(dist.isend, leaving, right, self.group), dist.P2POp(dist.irecv, arriving, left, self.group)]
-        both = [one for one in both if len(one.tensor)]
-        return list(dist.batch_isend_irecv(both)) if both else []
 
     def neighbour(self, steps: int) -> int:
         """Return the global rank that is `steps` positions to the right in the ring of the group."""
@@ -257,11 +248,9 @@ class Operation(ABC):
             self.source.copy_(self.input())
 
     def run(self) -> None:
-        """Run the operation and wait for it."""
         self.call(async_op=False)
 
     def empty(self, count: int) -> Tensor:
-        """Return a buffer of `count` elements on the team's device."""
         return torch.empty(count, dtype=self.dtype, device=self.team.device)
 
     def parts_of(self, pattern: Callable[[int], Tensor]) -> Tensor:
@@ -325,7 +314,9 @@ class IsendIrecv(Operation):
         return message((self.team.index - 1) % self.team.size, self.count, self.dtype)
 
     def call(self, *, async_op: bool) -> Works:
-        works = self.team.exchange(self.source, self.result)
+        right, left, group = self.team.neighbour(1), self.team.neighbour(-1), self.team.group
+        both = [dist.P2POp(dist.isend, self.source, right, group), dist.P2POp(dist.irecv, self.result, left, group)]
+        works: Works = list(dist.batch_isend_irecv(both))
         if async_op:
             return works
         wait_for(works)
@@ -396,7 +387,7 @@ class AllToAll(Operation):
 
 
 class Barrier(Operation):
-    """Barrier of all ranks. It is checked by a counter in the store, see `_compare_barrier`."""
+    """Barrier of all ranks. It is checked by a counter in the store, see `_compare`."""
 
     name, has_async = "barrier", False
 
@@ -539,13 +530,24 @@ def _cases(kind: type[Operation], reduction: Reduction, team: Team, dtype: torch
 
 def _compare(operation: Operation, groups: Groups, serial: int) -> str:
     """Return a description of a wrong result of the blocking or the asynchronous call; empty if both are correct."""
-    if isinstance(operation, Barrier):
-        return _compare_barrier(operation, groups, serial)
     found = []
-    for async_op in (False, True) if operation.has_async else (False,):
-        operation.fill()
-        wait_for(operation.call(async_op=async_op))
-        found.append(_difference(operation))
+    if isinstance(operation, Barrier):
+        # One rank arrives late; no rank may leave the barrier before it.
+        team = operation.team
+        for late in (0, team.size - 1):
+            key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
+            if team.index == late:
+                time.sleep(_LATE_S)
+            groups.store.add(key, 1)
+            operation.run()
+            synchronize(team.device)
+            if (num_arrived := groups.store.add(key, 0)) < team.size:
+                found.append(f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived")
+    else:
+        for async_op in (False, True) if operation.has_async else (False,):
+            operation.fill()
+            wait_for(operation.call(async_op=async_op))
+            found.append(_difference(operation))
     return next(filter(None, found), "")
 
 
@@ -565,18 +567,3 @@ def _difference(operation: Operation) -> str:
         f"{title}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"
         f" ({len(places)} of {len(got)} differ)"
     )
-
-
-def _compare_barrier(operation: Barrier, groups: Groups, serial: int) -> str:
-    """Let one rank arrive late; no rank may leave the barrier before it."""
-    team = operation.team
-    for late in (0, team.size - 1):
-        key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
-        if team.index == late:
-            time.sleep(_LATE_S)
-        groups.store.add(key, 1)
-        operation.run()
-        synchronize(team.device)
-        if (num_arrived := groups.store.add(key, 0)) < team.size:
-            return f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived"
-    return ""
