@@ -229,10 +229,7 @@ def _schema(shown: str, found: str) -> Check:
 
 
 def migrations(folder: Path | None = None) -> dict[str, str]:
-    """Return the revisions of the installed MLflow, each with the one before it; none without MLflow.
-
-    They are read from the source, because importing MLflow takes seconds.
-    """
+    """Return the revisions of the installed MLflow, each with the one before it; none without MLflow."""
     if folder is None:
         spec = importlib.util.find_spec("mlflow")
         if spec is None or spec.origin is None:

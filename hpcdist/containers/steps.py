@@ -425,23 +425,16 @@ class NoContainers:
         return env
 
     def prepare(self, end_steps: Callable[[], object]) -> None:
-        """Remove leftover containers and, the first time, check the image on every node.
+        """End the remaining steps, remove leftover containers and, the first time, check the image on every node.
 
-        Args:
-            end_steps: ends the remaining steps of the job.
-
-        Raises UserMistake if a retry cannot help: a node lacks the runtime or the image, or the image has another
-        version.
+        Raises UserMistake if a retry cannot help: a node lacks the runtime, or the image of this version.
         """
 
     def clean_up(self, attempt: Attempt, *, failed: bool) -> None:
         """Remove what a step has left on the nodes and in the folder of an attempt."""
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
-        """Return a rank's exit code as if it ran outside a container.
-
-        If the runtime could not start the container, write the outcome file that the rank could not write.
-        """
+        """Return a rank's exit code as if it ran outside a container."""
         return code
 
     def reported_exits(self, attempt: Attempt, *, skip: Container[int] = ()) -> dict[int, int]:

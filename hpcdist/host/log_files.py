@@ -37,11 +37,7 @@ _KEPT = 8
 
 
 def limit_log(run: Path, max_mb: float) -> bool:
-    """Limit the size of standard output if it is a log in the run folder `run`, and return whether it is.
-
-    Args:
-        max_mb: the limit in units of 10^6 bytes; 0 means none.
-    """
+    """Limit the size of standard output if it is a log in the run folder `run`, and return whether it is."""
     if max_mb <= 0 or not is_log_of(run, 1):
         return False
     max_bytes, ending = int(max_mb * 1e6), threading.Event()
