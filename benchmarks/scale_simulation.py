@@ -25,9 +25,8 @@ from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.host.files import write_json
 from hpcdist.host.nodelist import expand
 from hpcdist.rank.telemetry import Heartbeat
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.folder import Attempt, RunDir, system_interval_s, times_interval_s
 from hpcdist.run.lease import hold
-from hpcdist.run.status import system_interval_s, times_interval_s
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job.batch_step import JobLog
 from hpcdist.slurm.job.launcher import SlurmLauncher

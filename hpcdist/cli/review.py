@@ -263,8 +263,9 @@ def cost(
         hpcdist cost digits
         hpcdist cost --by user,month --csv
     """
-    from hpcdist.review.ledger import CAUSES, GROUPS, costs, hours_text, percent
+    from hpcdist.review.ledger import GROUPS, costs, hours_text, percent
     from hpcdist.run.lookup import list_runs, resolve
+    from hpcdist.run.records import CAUSES
     from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
 

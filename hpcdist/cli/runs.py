@@ -161,7 +161,7 @@ def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
 def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.host.files import require_mine
-    from hpcdist.run.commands import end, end_sweep
+    from hpcdist.run.ending import end, end_sweep
     from hpcdist.run.lookup import resolve
     from hpcdist.run.sweeps import SweepDir
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpcdist.config.topology import Topology
 from hpcdist.rank.telemetry import TimeAccount
-from hpcdist.run.status import times_interval_s
+from hpcdist.run.folder import times_interval_s
 
 
 class Totals(NamedTuple):

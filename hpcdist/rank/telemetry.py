@@ -20,9 +20,8 @@ from typing import Any
 
 from hpcdist.errors import TrainerError
 from hpcdist.host.files import write_atomic, write_json
-from hpcdist.review.ledger import CAUSES, Cause
-from hpcdist.run.folder import Attempt
-from hpcdist.run.status import beat_interval_s
+from hpcdist.run.folder import Attempt, beat_interval_s
+from hpcdist.run.records import CAUSES, Cause
 
 log = logging.getLogger(__name__)
 #: Logged values in a row after which a loss is reported if `stop.nan_losses` is not set.

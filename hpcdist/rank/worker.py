@@ -41,8 +41,7 @@ from hpcdist.host.machine import cache_environment
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
-from hpcdist.run.folder import Attempt, RunDir, require_same
-from hpcdist.run.status import system_interval_s
+from hpcdist.run.folder import Attempt, RunDir, require_same, system_interval_s
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:

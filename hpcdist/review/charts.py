@@ -14,8 +14,9 @@ from markupsafe import Markup, escape
 
 from hpcdist.review.facts import Series, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
-from hpcdist.review.ledger import CAUSES, Interval, Ledger
+from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.text import duration
+from hpcdist.run.records import CAUSES
 
 # Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes
 # all texts.

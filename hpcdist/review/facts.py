@@ -17,11 +17,12 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
-from hpcdist.review.ledger import Cause, read_account
+from hpcdist.review.ledger import read_account
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.records import (
     MANIFEST_FILE,
     AttemptTimes,
+    Cause,
     DatasetRecord,
     Override,
     RerunRecord,

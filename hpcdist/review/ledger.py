@@ -12,13 +12,9 @@ from hpcdist.errors import RunFolderError
 from hpcdist.host.files import LARGEST, read_json, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.records import AttemptTimes, end_of, read_times
+from hpcdist.run.records import CAUSES, AttemptTimes, Cause, end_of, read_times
 from hpcdist.run.status import JobStart, all_job_starts
 
-Cause = Literal[
-    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "idle", "down"
-]  # fmt: skip
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
 MEANINGS: dict[Cause, str] = {
     "start": "from the allocation to the first step: preflight, imports, connection of the ranks, restore",

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config, script_name, unused_sections
@@ -50,6 +50,13 @@ class Resources:
     unit: Literal["GPU", "core"] = "core"
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
     idle: tuple[str, ...] = ()  #: those of `nodes` that run no ranks
+
+
+#: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
+Cause = Literal[
+    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "idle", "down"
+]  # fmt: skip
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles
 from hpcdist.host.files import open_regular, parse_json, read_json
 from hpcdist.host.log_files import RANK_LINE, LogTail
-from hpcdist.run.folder import Attempt
-from hpcdist.run.status import BEAT_EVERY_S, beat_interval_s, num_due_ranks
+from hpcdist.run.folder import BEAT_EVERY_S, Attempt, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
 from hpcdist.supervisor.restart_policy import Failure
 

@@ -19,12 +19,12 @@ from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.run.commands import (
     DEFAULT_PROFILE_STEPS,
     LiveCommand,
-    end,
     outcome_of,
     parse_ranks,
     profile_command,
     send_command,
 )
+from hpcdist.run.ending import end
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.tracking.journal import Sent
 from hpcdist.tracking.mlflow_client import MlflowRun, entities

@@ -16,10 +16,9 @@ from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json
-from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
-from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.records import reached_step
-from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
+from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
+from hpcdist.run.records import CAUSES, reached_step
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.command_tag import CommandTag

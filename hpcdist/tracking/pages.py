@@ -25,10 +25,11 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingEr
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
-from hpcdist.review.ledger import CAUSES, Ledger, percent, read_ledger
+from hpcdist.review.ledger import Ledger, percent, read_ledger
 from hpcdist.run.create import is_generated
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
+    CAUSES,
     PLAIN_SCRIPT,
     DatasetRecord,
     overrides,

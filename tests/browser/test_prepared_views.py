@@ -10,8 +10,8 @@ import pytest
 from mlflow_site import Site
 from playwright.sync_api import Locator, Page, expect
 
-from hpcdist.review.ledger import CAUSES
 from hpcdist.run.lookup import find_runs
+from hpcdist.run.records import CAUSES
 from hpcdist.tracking import links
 
 

@@ -26,11 +26,10 @@ from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
-from hpcdist.review.ledger import CAUSES
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.records import NodeShare, Resources
+from hpcdist.run.records import CAUSES, NodeShare, Resources
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart

@@ -13,7 +13,7 @@ from torch import nn
 from hpcdist.rank import step_timing
 from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import MAX_PHASES, TimeAccount
-from hpcdist.run.status import TIMES_PER_S
+from hpcdist.run.folder import TIMES_PER_S
 
 
 class TimedTrainer:

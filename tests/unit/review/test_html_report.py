@@ -19,9 +19,8 @@ from hpcdist.review import report
 from hpcdist.review.charts import PHASE_COLOURS
 from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text, histogram, read_figures, write_figure
-from hpcdist.review.ledger import CAUSES
 from hpcdist.review.report import render_report, write_report
-from hpcdist.run.records import Origin, write_origin
+from hpcdist.run.records import CAUSES, Origin, write_origin
 from hpcdist.tracking.points import read_series
 
 # --- The report of a run: its parts, its size, and that no text of the user becomes markup

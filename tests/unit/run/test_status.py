@@ -19,9 +19,9 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
-from hpcdist.run import snapshot, status
+from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import CHECKS_PER_S, WRITES_PER_S, RunDir, beat_interval_s, num_due_ranks, system_interval_s
 from hpcdist.run.lease import hold
 from hpcdist.run.snapshot import CodeState, find_code, take
 from hpcdist.run.status import (
@@ -387,8 +387,8 @@ DEFAULT_HANG_S = 1800.0
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_heartbeat_rate_of_all_ranks_is_bounded(num_ranks: int) -> None:
-    rates = [1 / status.beat_interval_s(rank, num_ranks, DEFAULT_HANG_S) for rank in range(num_ranks)]
-    assert sum(rates) <= status.WRITES_PER_S + 1
+    rates = [1 / beat_interval_s(rank, num_ranks, DEFAULT_HANG_S) for rank in range(num_ranks)]
+    assert sum(rates) <= WRITES_PER_S + 1
     assert rates[0] == 1, "heartbeats of rank 0 show the progress"
     assert num_ranks > 64 or set(rates) == {1}
 
@@ -396,23 +396,23 @@ def test_heartbeat_rate_of_all_ranks_is_bounded(num_ranks: int) -> None:
 @pytest.mark.parametrize("hang_timeout_s", [0.5, 60.0, DEFAULT_HANG_S])
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_heartbeat_is_read_within_half_the_hang_timeout(num_ranks: int, hang_timeout_s: float) -> None:
-    written = status.beat_interval_s(num_ranks - 1, num_ranks, hang_timeout_s)
+    written = beat_interval_s(num_ranks - 1, num_ranks, hang_timeout_s)
     poll_s = min(0.2, hang_timeout_s / 8)
-    num_polls = -(-num_ranks // status.num_due_ranks(num_ranks, poll_s, hang_timeout_s))
+    num_polls = -(-num_ranks // num_due_ranks(num_ranks, poll_s, hang_timeout_s))
     assert written + num_polls * poll_s <= 0.51 * hang_timeout_s + 2 * poll_s
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_number_of_due_ranks_is_bounded_and_reaches_all(num_ranks: int) -> None:
-    assert status.num_due_ranks(num_ranks, 0.2, DEFAULT_HANG_S) <= max(1, 0.2 * status.CHECKS_PER_S + 1)
-    assert status.num_due_ranks(num_ranks, 0.0, DEFAULT_HANG_S) == 1, "also directly after the last check"
-    assert status.num_due_ranks(num_ranks, 1e6, DEFAULT_HANG_S) == num_ranks
+    assert num_due_ranks(num_ranks, 0.2, DEFAULT_HANG_S) <= max(1, 0.2 * CHECKS_PER_S + 1)
+    assert num_due_ranks(num_ranks, 0.0, DEFAULT_HANG_S) == 1, "also directly after the last check"
+    assert num_due_ranks(num_ranks, 1e6, DEFAULT_HANG_S) == num_ranks
 
 
 def test_rate_of_system_metrics_is_bounded() -> None:
-    assert status.system_interval_s(10.0, 512) == 10.0
-    assert 10_000 / status.system_interval_s(10.0, 10_000) <= status.WRITES_PER_S
-    assert status.system_interval_s(0.0, 10_000) == 0.0, "turned off"
+    assert system_interval_s(10.0, 512) == 10.0
+    assert 10_000 / system_interval_s(10.0, 10_000) <= WRITES_PER_S
+    assert system_interval_s(0.0, 10_000) == 0.0, "turned off"
 
 
 # --- Restored code of a recorded run: the copy of its folder, or its commit with its patch.

@@ -22,8 +22,8 @@ from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.run import create, folder, snapshot
-from hpcdist.run.commands import end
 from hpcdist.run.create import check_trainer, create_run, with_name
+from hpcdist.run.ending import end
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times

@@ -14,8 +14,7 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import Attempt, RunDir, StopRequest
-from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.run.folder import CHECKS_PER_S, Attempt, RunDir, StopRequest
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang import Activity, Summary

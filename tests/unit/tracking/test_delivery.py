@@ -20,9 +20,8 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.review import report
-from hpcdist.review.ledger import CAUSES
-from hpcdist.run.folder import RunDir
-from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.run.folder import CHECKS_PER_S, RunDir
+from hpcdist.run.records import CAUSES
 from hpcdist.tracking import delivery, mlflow_client
 from hpcdist.tracking.delivery import LedgerMetrics, ReportWriter
 from hpcdist.tracking.journal import SentFacts, SentFiles, mark_of
