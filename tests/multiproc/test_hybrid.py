@@ -25,9 +25,9 @@ from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches
 from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, fill_initial
-from hpcdist.trainers.hybrid.train import ClickModel
+from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
 #: Few rows of two batches are equal.

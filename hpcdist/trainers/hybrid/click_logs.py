@@ -80,29 +80,6 @@ def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: 
     yield from order.split(batch_size)[start:]
 
 
-def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return the training samples and the test samples of consecutive shares.
-
-    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
-    once.
-    """
-    if cfg.file:
-        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
-
-        source: FileLog | SyntheticLog = FileLog(cfg)
-    else:
-        source = SyntheticLog(cfg, seed)
-    num_test = max(1, round(len(source) * cfg.eval_fraction))
-    num_train = (len(source) - num_test) // num_shares
-    if num_train < 1:
-        raise DataError(
-            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
-        )
-    first_test = len(source) - num_test
-    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
-    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
-
-
 def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
     """Return name, source and digest of the click log; for a file, the digest covers its size, start and end."""
     if not cfg.file:

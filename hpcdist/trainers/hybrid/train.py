@@ -36,13 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
+from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
+from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
 from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
 
 log = logging.getLogger(__name__)
@@ -275,6 +276,29 @@ def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layou
         num_eval_batches=math.ceil(max(test_sizes) / hybrid.eval_batch_size),
         example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
     )
+
+
+def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
+    """Return the training samples and the test samples of consecutive shares.
+
+    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
+    once.
+    """
+    if cfg.file:
+        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
+
+        source: FileLog | SyntheticLog = FileLog(cfg)
+    else:
+        source = SyntheticLog(cfg, seed)
+    num_test = max(1, round(len(source) * cfg.eval_fraction))
+    num_train = (len(source) - num_test) // num_shares
+    if num_train < 1:
+        raise DataError(
+            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
+        )
+    first_test = len(source) - num_test
+    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
+    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
 
 
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:

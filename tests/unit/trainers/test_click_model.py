@@ -20,9 +20,9 @@ from hpcdist.errors import CheckpointError, DataError
 from hpcdist.review.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, load_clicks, padded
+from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
 from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, grouped, rows_as_units, sums_as_units, sums_of
-from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration
+from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, load_clicks
 from hpcdist.trainers.rl.train import returns_curves
 
 # --- Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers.
