@@ -472,15 +472,17 @@ def test_buffers_are_reused_except_for_changed_tensors() -> None:
     assert set(buffers._buffers) == {("a",), ("b",), ("new",)}
 
 
-def test_tensor_with_other_dtype_or_strides_gets_a_new_buffer() -> None:
+def test_tensor_with_other_dtype_or_strides_gets_a_new_buffer_and_keeps_them() -> None:
     buffers = HostBuffers()
     square = torch.randn(4, 4)
     buffers.copy({"w": square})
-    for other in (square.double(), square.t(), square.to(torch.int32)):
+    image = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    for other in (square.double(), square.t(), square.to(torch.int32), image):
         host, _ = buffers.copy({"w": other})
         assert host["w"].dtype == other.dtype
         assert host["w"].stride() == other.stride()
         assert torch.equal(host["w"], other)
+        assert not host["w"].requires_grad
 
 
 def test_buffers_of_any_sizes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,14 +513,6 @@ def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage(
     assert torch.equal(host["column"], big[:, 3])
     assert host["column"].untyped_storage().nbytes() == 4000
     assert torch.equal(host["expanded"], state["expanded"])
-
-
-def test_memory_format_is_kept_and_gradients_are_not_required() -> None:
-    weight = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    host, _ = HostBuffers().copy({"w": weight})
-    assert host["w"].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(host["w"], weight)
-    assert not host["w"].requires_grad
 
 
 @pytest.mark.parametrize(
