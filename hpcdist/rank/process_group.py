@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -319,15 +320,12 @@ class _AdmittingGloo(_Gloo):
                 fresh.set("begin", "")
             fresh.wait(["begin"], timeout)
             try:
-                group = cls._admitted(fresh, rank, size, limit, options)
+                return cls._admitted(fresh, rank, size, limit, {"timeout": timeout, **options})
             except RendezvousError as error:
                 if trial == NUM_TRIALS:
                     raise
                 if trial == 1:
                     log.warning("a process group is created again, up to %d times: %s", NUM_TRIALS - 1, error)
-            else:
-                group._set_default_timeout(timeout)
-                return group
         raise AssertionError
 
     @classmethod
@@ -335,9 +333,22 @@ class _AdmittingGloo(_Gloo):
         """Create a group of ranks only. Either all ranks return or all raise RendezvousError."""
         before, number, error = inodes(), secrets.randbits(63), ""
         group: Any = super().__new__(cls)
+        created: Future[None] = Future()
+
+        def create(group: Any) -> None:
+            try:
+                _Gloo.__init__(group, store, rank, size, **options)
+                created.set_result(None)
+            except RuntimeError as problem:
+                created.set_exception(problem)
+
+        # gloo has one time limit for connections and for a later receive, which is that of collectives. The thread of a
+        # group that a stranger keeps from its connections is abandoned with it.
+        threading.Thread(target=create, args=(group,), name="gloo", daemon=True).start()
         try:
-            # gloo waits five times as long for its first connections.
-            super().__init__(group, store, rank, size, timeout=limit / 5, **options)
+            created.result(limit.total_seconds())
+        except TimeoutError:
+            error = f"rank {rank} has no connections to all ranks of a new process group after {limit.seconds} s"
         except RuntimeError as problem:
             error = f"rank {rank} cannot create a process group: {problem}"
         numbers, stranger = refuse_strangers(store, rank, size, before, number)

@@ -199,6 +199,25 @@ def test_both_groups_reduce_over_all_ranks() -> None:
     assert spawn_ranks(rendezvous_twice, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2
 
 
+def receive_late(here: Rank) -> float:
+    """Receive from rank 0, which sends later than a disturbed creation of a group may take."""
+    process_group.FIRST_CONNECT_TIMEOUT = timedelta(seconds=0.5)
+    store = FileStore(str(here.folder / "late"), here.world_size)
+    group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
+    value = torch.ones(1)
+    if here.rank == 0:
+        time.sleep(1.5)  # longer than the limit
+        group.send([value], 1, 0).wait()
+    else:
+        group.recv([value.zero_()], 0, 0).wait()
+    dist.barrier()
+    return value.item()
+
+
+def test_receiver_waits_longer_than_for_connections() -> None:
+    assert spawn_ranks(receive_late, 2) == [1.0, 1.0]
+
+
 # --- The store, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table.
 
 
