@@ -1,5 +1,5 @@
-"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job; the record
-of a run's jobs; and how often run folders are read and written.
+"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job, and the record
+of a run's jobs.
 """
 
 from __future__ import annotations

@@ -182,9 +182,10 @@ def test_another_slurm_on_this_machine_is_an_error(layout: Layout, tmp_path: Pat
     sleep = shutil.which("sleep")
     assert sleep is not None
     shutil.copy(sleep, tmp_path / "slurmctld")
+    # The tests of Slurm may run a dev cluster at the same time.
     with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
         try:
-            with pytest.raises(DevClusterError, match=r"^slurmctld \(process \d+\) .* beside another Slurm"):
+            with pytest.raises(DevClusterError, match=r"^slurm(ctld|d) \(process \d+\) .* beside another Slurm"):
                 host.refuse_beside_slurm(layout)
         finally:
             daemon.kill()
