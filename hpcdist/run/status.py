@@ -1,6 +1,4 @@
-"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job, and the record
-of a run's jobs.
-"""
+"""Status of runs and sweeps, from the state file, the lease and Slurm, and the record of the jobs of a run."""
 
 from __future__ import annotations
 
