@@ -39,8 +39,9 @@ def open_regular(path: Path) -> io.BufferedReader:
     Raises OSError; for a pipe, a device or a socket io.UnsupportedOperation, which is an OSError and a ValueError.
     """
     # Without O_NONBLOCK, a pipe that nobody writes to would block; regular files do not know the flag.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115  # closed below or by the caller
+    extra = os.O_NONBLOCK | os.O_NOCTTY
+    # With an opener, Python closes the descriptor of a folder, and its error has the path.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra))  # noqa: SIM115  # the caller closes
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise io.UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))

@@ -290,7 +290,7 @@ class ForkServer:
             if not in_rank:
                 os.sched_setaffinity(0, self._affinity)
         if self.listens:
-            place = f"task {env['SLURM_PROCID']} of attempt {env['HPCDIST_ATTEMPT']}"
+            place = f"task {env.get('SLURM_PROCID')} of attempt {env.get('HPCDIST_ATTEMPT')}"
             with suppress(OSError):  # a full disk is no reason to end
                 os.write(1, f"process {os.getpid()} has forked process {rank.pid} for {place}\n".encode())
         return {"pid": rank.pid}

@@ -253,7 +253,7 @@ def inodes() -> frozenset[int]:
 log = logging.getLogger(__name__)
 #: How often a group is created before its creation fails.
 NUM_TRIALS = 100
-#: Time limits for the connections of a group whose ranks are all ready: of the first trial, twice as long in each
+#: Time limits for the connections of a group whose ranks are all ready: of the first trial, a quarter longer in each
 #: further one, and the longest. A rank whose pair a stranger has taken waits that long, and listens meanwhile.
 FIRST_CONNECT_TIMEOUT, CONNECT_TIMEOUT = timedelta(seconds=2), timedelta(seconds=30)
 _Gloo = distributed_c10d.ProcessGroupGloo
@@ -304,6 +304,10 @@ def _lost_peer(group: dist.ProcessGroup, number: int, numbers: list[int], timeou
     return "" if received.tolist() == numbers else "another number arrived"
 
 
+class _StrangerError(RendezvousError):
+    """Another program has connected to a new group."""
+
+
 class _AdmittingGloo(_Gloo):
     """A gloo group that compares its connections before it is used.
 
@@ -313,40 +317,51 @@ class _AdmittingGloo(_Gloo):
 
     def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **options: Any) -> _AdmittingGloo:
         # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
+        disturbed = False
         for trial in range(1, NUM_TRIALS + 1):
-            limit = min(timeout, CONNECT_TIMEOUT, FIRST_CONNECT_TIMEOUT * 2 ** min(trial - 1, 4))
+            limit = min(timeout, CONNECT_TIMEOUT, FIRST_CONNECT_TIMEOUT * 1.25 ** min(trial - 1, 20))
             fresh = PrefixStore(f"admission/{trial}", store)
             if fresh.add("ready", 1) == size:
                 fresh.set("begin", "")
             fresh.wait(["begin"], timeout)
             try:
-                return cls._admitted(fresh, rank, size, limit, {"timeout": timeout, **options})
+                group = cls._admitted(fresh, rank, size, limit, None if disturbed else timeout, options)
             except RendezvousError as error:
                 if trial == NUM_TRIALS:
                     raise
+                disturbed = disturbed or isinstance(error, _StrangerError)
                 if trial == 1:
                     log.warning("a process group is created again, up to %d times: %s", NUM_TRIALS - 1, error)
+            else:
+                group._set_default_timeout(timeout)
+                return group
         raise AssertionError
 
     @classmethod
-    def _admitted(cls, store: Store, rank: int, size: int, limit: timedelta, options: Any) -> _AdmittingGloo:
-        """Create a group of ranks only. Either all ranks return or all raise RendezvousError."""
+    def _admitted(
+        cls, store: Store, rank: int, size: int, limit: timedelta, timeout: timedelta | None, options: Any
+    ) -> _AdmittingGloo:
+        """Create a group of ranks only. Either all ranks return or all raise RendezvousError.
+
+        gloo has one time limit for its connections, for which it waits five times as long, and for a receive of the
+        group. With a `timeout` for the latter, the creation is given up after `limit`, and its thread is abandoned with
+        the sockets that it has; a stranger would so use up all descriptors. Without a `timeout`, after a disturbance,
+        point-to-point operations that are given none wait for a fifth of `limit`.
+        """
         before, number, error = inodes(), secrets.randbits(63), ""
         group: Any = super().__new__(cls)
         created: Future[None] = Future()
 
         def create(group: Any) -> None:
             try:
-                _Gloo.__init__(group, store, rank, size, **options)
+                _Gloo.__init__(group, store, rank, size, timeout=timeout or limit / 5, **options)
                 created.set_result(None)
-            except RuntimeError as problem:
+            except Exception as problem:  # which `result` raises
                 created.set_exception(problem)
 
-        # gloo has one time limit for connections and for a later receive, which is that of collectives. The thread of a
-        # group that a stranger keeps from its connections is abandoned with it.
         threading.Thread(target=create, args=(group,), name="gloo", daemon=True).start()
         try:
-            created.result(limit.total_seconds())
+            created.result(limit.total_seconds() if timeout else None)
         except TimeoutError:
             error = f"rank {rank} has no connections to all ranks of a new process group after {limit.seconds} s"
         except RuntimeError as problem:
@@ -363,7 +378,8 @@ class _AdmittingGloo(_Gloo):
             group = None  # at once, since the other ranks wait for its connections
         store.set(f"error/{rank}", json.dumps([not stranger, error] if error else None))
         if errors := [found for other in range(size) if (found := json.loads(store.get(f"error/{other}")))]:
-            raise RendezvousError(min(errors)[1])  # one that names a stranger, if a rank has found it
+            by_none, text = min(errors)  # one that names a stranger, if a rank has found it
+            raise RendezvousError(text) if by_none else _StrangerError(text)
         return group  # type: ignore[no-any-return]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

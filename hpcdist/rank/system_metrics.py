@@ -78,8 +78,8 @@ def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) 
             values[f"gpu_{index}_memory_usage_percentage"] = 100 * used.used / used.total
             values[f"gpu_{index}_utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
             milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
-            limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
             values[f"gpu_{index}_power_usage_watts"] = milliwatts / 1000
+            limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
             values[f"gpu_{index}_power_usage_percentage"] = 100 * milliwatts / limit
         except pynvml.NVMLError as error:
             # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.

@@ -43,10 +43,16 @@ log = logging.getLogger(__name__)
 UNTRACKED = ("--others", "--exclude-standard")
 
 
+def _git_env() -> dict[str, str]:
+    """Return the environment without the variables of a hook of git, which would name another repository."""
+    names = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def git_output(folder: Path, *arguments: str) -> str:
     """Return the output of a git command; empty if git is missing or fails (no commit yet, another owner)."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False, env=_git_env())
     except FileNotFoundError:
         return ""
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
@@ -588,12 +594,8 @@ def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
 
 def _git(arguments: Sequence[str], data: bytes = b"") -> None:
     """Run a git command. Raises UserMistake with the last line of its message if it fails."""
-    # Variables such as GIT_DIR, which a hook of git sets, would name another repository.
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
-    }
     try:
-        done = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=env)
+        done = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=_git_env())
     except FileNotFoundError:
         raise UserMistake("the code of the run is in git, and git is not installed here: install it") from None
     if done.returncode != 0:

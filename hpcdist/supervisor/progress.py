@@ -83,12 +83,14 @@ class ProgressMonitor:
         """Return the last known step of a rank; None before its first heartbeat."""
         # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
         is_late = beat_interval_s(rank, self._num_ranks, self._timeout_s) > BEAT_EVERY_S
-        try:
-            beats = [read_json(self._attempt.beat(one)) or {} for one in ([rank, 0] if is_late else [rank])]
-        except OSError as unread:
-            log.warning("%s: %s; the last step of rank %d is unknown", unread.filename, unread.strerror, rank)
-            return None
-        return None if beats[0].get("step") is None else max(beat.get("step") or 0 for beat in beats)
+        steps = []
+        for one in (rank, 0) if is_late else (rank,):
+            try:
+                steps.append((read_json(self._attempt.beat(one)) or {}).get("step"))
+            except OSError as unread:
+                log.warning("%s: %s; the last step of rank %d is unknown", unread.filename, unread.strerror, one)
+                steps.append(None)
+        return None if steps[0] is None else max(step or 0 for step in steps)
 
     def show(self) -> None:
         """Report a changed heartbeat of rank 0 and, for a script or an own trainer, its new output."""

@@ -411,8 +411,9 @@ class Supervisor:
 
     def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
+        written = attempt.read_request()  # before the next line, so that a stop of now does not count as growth
         request = self._request_of(attempt)
-        if end == "stopped" and request is None and attempt.read_request() is not None:  # to grow
+        if end == "stopped" and request is None and written is not None:  # to grow
             write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
             self._nodes.use_returned()
             self._moves += 1

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -303,9 +304,10 @@ class _Update(NamedTuple):
 class TableServer:
     """Answers trainers until they leave. It divides gradients by the number of all trainers, as DDP does."""
 
-    def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int) -> None:
+    def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int, timeout: timedelta) -> None:
         self._shard = shard
         self._group = group
+        self._timeout = timeout  # without it, gloo may wait only as long as for the connections of a new group
         self._num_trainers = num_trainers
         self._touched = np.zeros(len(shard.weight), dtype=bool)
         self._lock = threading.Lock()
@@ -361,23 +363,23 @@ class TableServer:
             if len(part)
         ]
         for work in received:
-            work.wait()
+            work.wait(self._timeout)
         with self._lock:  # in async mode other threads apply updates, too
             self._shard.update(update.rows, update.units, grads.div_(self._num_trainers))
 
     def _receive_request(self, trainer: int) -> tuple[int, bool, Units]:
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        self._group.recv([first], trainer, TAG_HEADER).wait()
+        self._group.recv([first], trainer, TAG_HEADER).wait(self._timeout)
         kind, num_rows, num_offsets, ahead = first[:HEADER_LENGTH].tolist()
         body = first[HEADER_LENGTH:][: num_rows + num_offsets]
         if len(body) < num_rows + num_offsets:
             body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
-            self._group.recv([body], trainer, TAG_ROWS).wait()
+            self._group.recv([body], trainer, TAG_ROWS).wait(self._timeout)
         return kind, bool(ahead), Units(body[:num_rows], body[num_rows:] if num_offsets else None)
 
     def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
         if tensor.numel():
-            self._group.send([tensor], trainer, tag).wait()
+            self._group.send([tensor], trainer, tag).wait(self._timeout)
 
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
@@ -385,7 +387,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
     hybrid = cfg.section(HybridConfig)
     shard = TableShard(layout, ctx.role_index, hybrid, seed=cfg.seed, device=ctx.device)
     trainers = list(ctx.ranks_of("trainer"))
-    server = TableServer(shard, exchange, len(trainers))
+    server = TableServer(shard, exchange, len(trainers), timedelta(seconds=cfg.launch.hang_s + 60))
     together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
     # Not a context manager: after an error its exit would wait for threads that wait for a lost peer.
     pool = ThreadPoolExecutor(len(together), thread_name_prefix="tables")
@@ -484,6 +486,7 @@ class TableClient:
         self, ctx: Context, group: dist.ProcessGroup, layout: Layout, *, pool_at_server: bool, ahead: bool
     ) -> None:
         self._group = group
+        self._timeout = timedelta(seconds=ctx.config.launch.hang_s + 60)
         self._servers = ctx.ranks_of("parameter_server")
         self._timer = ctx.timer
         self._starts = layout.starts
@@ -552,13 +555,13 @@ class TableClient:
             return
         with self._timer.waiting():
             for work in lookup.receiving:
-                work.wait()
+                work.wait(self._timeout)
             firsts = [0, *accumulate(lookup.counts)]
             for number, count in lookup.num_late.items():
                 if int(count):
                     units, values = torch.empty(int(count), dtype=torch.int64), torch.empty(int(count), self._dim)
-                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait()
-                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait()
+                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait(self._timeout)
+                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait(self._timeout)
                     put_rows(lookup.values, units + firsts[number], values)
             self._settle()
 
@@ -580,7 +583,7 @@ class TableClient:
     def _settle(self) -> None:
         """Wait until all messages so far are sent."""
         for work, _ in self._sending:
-            work.wait()
+            work.wait(self._timeout)
         self._sending.clear()
 
 
