@@ -67,7 +67,7 @@ class Trainer:
     charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
     is_benchmark: bool = False
-    """Whether a run ends with a report for `hpcdist bench show` instead of final metrics."""
+    """Whether a run ends with a report for `hpcdist bench show` instead of final metrics, and saves no checkpoints."""
 
 
 def trainer_names() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.state import Shard
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
@@ -486,8 +486,9 @@ class Context:
             self._journal.flush(durable=True)
         self.timer.account.is_closed = True
         self._heartbeat.close()
-        step = self._heartbeat.step
-        if self._stop.agreed and self._checkpoints.saved_step < step and not self.config.trainer.script:
+        step, trainer = self._heartbeat.step, find_trainer(self.config.trainer.target)
+        saves_nothing = self.config.trainer.script or (trainer is not None and trainer.is_benchmark)
+        if self._stop.agreed and self._checkpoints.saved_step < step and not saves_nothing:
             raise CheckpointError(
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"

@@ -231,7 +231,7 @@ def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
 @pytest.mark.faults
 def test_stopped_benchmark_keeps_its_results_and_starts_again(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    spawn_ranks(run_benchmark, 3, path=run.path, stop_after=40)
+    spawn_ranks(run_benchmark, 3, path=run.path, stop_after=4)
     before = read_results(run.artifacts)
     assert not before.complete
     assert before.checked
