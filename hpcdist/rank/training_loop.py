@@ -193,6 +193,11 @@ def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.opt
     return kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load what a saved `state_dict()` has of each parameter; options such as weight decay stay those of the config."""
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
+
+
 def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
     """Return the learning rate of optimizer step `step` (from 0), relative to its peak.
 

@@ -25,7 +25,15 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import Batch, ImageData, load_datasets, log_image_data
 from hpcdist.data.models import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
+from hpcdist.rank.training_loop import (
+    Meter,
+    Progress,
+    build_optimizer,
+    load_optimizer,
+    lr_factor,
+    set_lr,
+    settle_buckets,
+)
 from hpcdist.review.figures import MAX_CLASSES, Matrix
 
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
@@ -47,8 +55,9 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
         model.module.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.trainer["optimizer"])
-        scaler.load_state_dict(saved.trainer["scaler"])
+        load_optimizer(optimizer, saved.trainer["optimizer"])
+        if saved.trainer["scaler"]:  # empty if the checkpoint was trained in another precision than fp16
+            scaler.load_state_dict(saved.trainer["scaler"])
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
     meter = Meter.restore(ctx, saved)

@@ -40,7 +40,7 @@ from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
@@ -83,7 +83,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
-        optimizer.load_state_dict(saved.trainer["optimizer"])
+        load_optimizer(optimizer, saved.trainer["optimizer"])
     samples = load_samples(ctx, cfg, groups, layout, num_shares_of(saved, ctx.roles.count("trainer")))
     hybrid, num_dense = cfg.section(HybridConfig), sum(weight.numel() for weight in model.module.parameters())
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
@@ -394,12 +394,13 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     It is NaN if all labels are equal. Computed from ranks (Mann and Whitney, 1947).
     """
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
-    rank = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
+    counts = counts.double()
+    rank = (counts.cumsum(0) - (counts - 1) / 2)[place]
     clicks = labels > 0.5
     num, others = int(clicks.sum()), int((~clicks).sum())
     if num == 0 or others == 0:
         return float("nan")
-    return float((rank[clicks].double().sum() - num * (num + 1) / 2) / (num * others))
+    return float((rank[clicks].sum() - num * (num + 1) / 2) / (num * others))
 
 
 # Figure of trainer `hybrid` in the report of a run.

@@ -38,7 +38,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.stages import (
     Inbox,
@@ -316,9 +316,7 @@ def load_stage(
         states |= shard["trainer"]["optimizer"]
     stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
     names = [name for name, _ in stage.named_parameters()]
-    state_dict = optimizer.state_dict()
-    state_dict["state"] = {index: states[name] for index, name in enumerate(names) if name in states}
-    optimizer.load_state_dict(state_dict)
+    load_optimizer(optimizer, {"state": {index: states[name] for index, name in enumerate(names) if name in states}})
 
 
 def gather_model(ctx: Context, cfg: Config, setup: StageSetup) -> nn.Module | None:

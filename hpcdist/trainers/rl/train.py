@@ -5,9 +5,9 @@ each collector and evaluates the policy over full greedy episodes. At the first 
 resume with fewer observers gives some of them several, and the result stays the same.
 
 In `mode: sync` update k learns from rollouts of weights k, and observers are idle meanwhile. In `mode: async` observers
-collect with weights k the rollouts of update k + 1. The weights are always one update old, so a seed determines the
-result in both modes. In async mode the policy that learns is not the one that acted: PPO's probability ratio corrects
-for that, at the price of somewhat more samples.
+collect with weights k the rollouts of update k + 1. The weights of every update but the first are one update old, so a
+seed determines the result in both modes. In async mode the policy that learns is not the one that acted: PPO's
+probability ratio corrects for that, at the price of somewhat more samples.
 
 Observers infer with a copy of the weights in NumPy. Measured on CartPole (2 observers on 2 cores), that is several
 times faster than an RPC to the agent for each step.
@@ -33,7 +33,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
@@ -55,8 +55,8 @@ class History:
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
-    if (best := cfg.checkpoint.monitor) not in EVAL_METRICS:
-        raise ConfigError([f"checkpoint.monitor={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
+    if (monitor := cfg.checkpoint.monitor) not in EVAL_METRICS:
+        raise ConfigError([f"checkpoint.monitor={monitor!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
     rl = cfg.section(RlConfig)
     problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
     if ctx.role == "observer":
@@ -81,7 +81,7 @@ def train_policy(
     pending, history = [], History()
     if saved is not None:
         policy.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.trainer["optimizer"])
+        load_optimizer(optimizer, saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
         history = History(saved.trainer["history"]["env_steps"], saved.trainer["history"]["evaluations"])
     observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)

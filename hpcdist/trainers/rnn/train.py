@@ -32,6 +32,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_TEXT, Text
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, Tokenizer, load_corpus
@@ -69,7 +70,8 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     trainers = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(trainers)  # servers count no steps
-    trainer_group = dist.new_group(trainers)  # every rank has to take part
+    timeout = timedelta(seconds=cfg.launch.hang_s + 60)
+    trainer_group = dist.new_group(trainers, timeout=timeout)  # every rank has to take part
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = _broadcast(corpus and corpus.tokenizer.size)
@@ -102,7 +104,7 @@ def train_lstm(
     columns, held_out = (Columns(text, rnn.batch_size, rnn.bptt, part) for text in texts)
     # Steps and epochs done so far, and sums of the loss and of tokens since the last logged step.
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
-    # Sums of trainers are lost if the number of ranks has changed: the hidden state is saved with them.
+    # Sums of trainers are lost if their number has changed: the hidden state is saved with them.
     local = saved.local if saved is not None else None
     meter = Meter(local["meter"] if local is not None else None)
     if saved is not None:
@@ -238,9 +240,12 @@ class Learner:
         self.client = client
         self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next batch
         self._device = device
-        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(ASYNC_BATCHES)) if rnn.mode == "async" else None
+        # Parameters of a deep copy lie apart: `to` joins them in the buffer that cuDNN reads, or each call would copy.
+        copies = (copy.deepcopy(self.lstm).to(device) for _ in range(ASYNC_BATCHES))
+        self._copies = deque(copies) if rnn.mode == "async" else None
         self._max_norm = cfg.optim.max_grad_norm
         self._dropout = rnn.dropout
+        self._batch_size = rnn.batch_size
         self._trainer_group = trainer_group
         self._num_trainers = dist.get_world_size(trainer_group)
         self._num_forward = 0
@@ -325,11 +330,11 @@ class Learner:
         dist.barrier(group=self._trainer_group)
 
     def load(self, saved: Restored) -> None:
-        """Load weights, optimizer and, if the number of ranks has not changed, the hidden state."""
+        """Load weights, optimizer and, if number and batch size of the trainers have not changed, the hidden state."""
         check_vocab_size(saved, self.client.vocab_size)
         self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
-        self.optimizer.load_state_dict(saved.trainer["optimizer"])
-        if saved.local is not None and "h" in saved.local:
+        load_optimizer(self.optimizer, saved.trainer["optimizer"])
+        if saved.local is not None and "h" in saved.local and saved.local["h"].shape[1] == self._batch_size:
             self.state = saved.local["h"].to(self._device), saved.local["c"].to(self._device)
 
 

@@ -8,17 +8,17 @@ import time
 from collections.abc import Mapping
 from textwrap import dedent
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config, ScheduleConfig, StopConfig
+from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context
-from hpcdist.rank.training_loop import Meter, Progress, lr_factor
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor
 
 
 def test_the_meter_sums_excludes_pauses_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,25 @@ def test_epoch_is_counted_after_all_of_its_steps() -> None:
     assert (progress.step, progress.epoch, progress.step_in_epoch) == (20, 2, 0)
 
 
-# --- Learning rate schedules.
+# --- Optimizers and learning rate schedules.
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_a_resumed_optimizer_has_the_options_of_the_config(name: Literal["adam", "adamw", "sgd"]) -> None:
+    def optimizer(**options: float) -> torch.optim.Optimizer:
+        weight.grad = torch.ones(2)
+        return build_optimizer([weight], OptimConfig(name=name, **options))
+
+    weight = nn.Parameter(torch.ones(2))
+    before = optimizer()
+    before.step()
+    after = optimizer(lr=0.5, weight_decay=0.1, momentum=0.8)
+    options = after.param_groups[0] | {"params": None}
+    load_optimizer(after, before.state_dict())
+    assert after.param_groups[0] | {"params": None} == options
+    assert after.state_dict()["state"].keys() == {0}
+    torch.testing.assert_close(after.state_dict()["state"], before.state_dict()["state"], rtol=0, atol=0)
+    after.step()
 
 
 def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
