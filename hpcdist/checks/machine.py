@@ -157,12 +157,10 @@ class ResourceLimits:
         quotas, limits = [], [memory]
         for folder in _cgroups(root):
             # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
-            quota = _text(folder / "cpu.max") or "".join(
-                _text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
-            )
-            if quota and not quota.startswith(("max", "-1")):
-                time_us, period_us = quota.split()
-                quotas.append(int(time_us) / int(period_us))
+            version_1 = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            quota = (_text(folder / "cpu.max") or " ".join(version_1)).split()
+            if len(quota) == 2 and quota[0] not in ("max", "-1"):
+                quotas.append(int(quota[0]) / int(quota[1]))
             limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
             limits += [int(limit)] if limit.strip().isdigit() else []
         shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"

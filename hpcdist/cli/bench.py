@@ -42,7 +42,7 @@ Compare = Annotated[
         "--compare",
         "RUN",
         "Report operations slower than in this run; `last` is the newest comparable one.",
-        options.runs,
+        options.runs_or_last,
     ),
 ]
 

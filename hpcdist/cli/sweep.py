@@ -225,11 +225,11 @@ def submit_sweep(
             # A single cell is an ordinary job.
             is_array = len(to_run) > 1
             array = {"map_count": len(to_run), "array_parallelism": parallelism or len(to_run)} if is_array else {}
-            check_config(config, Path.cwd())
+            first = to_run[0]
+            check_config(first.cell.config, Path.cwd())
             script, _ = submit.render(config, RunDir(sweep.folder), flags, **array)
-            _, step = submit.render(config, to_run[0].run)
-            first = f"# then, in the batch step of task 0 ({to_run[0].run.name}):\n{submit.commented(step)}"
-            say(f"{script}\n{first}")
+            _, step = submit.render(first.cell.config, first.run)
+            say(f"{script}\n# then, in the batch step of task 0 ({first.run.name}):\n{submit.commented(step)}")
         return 0
     # One check is enough unless cells need different datasets: the requests to Slurm are the same.
     for one in {repr(choice.cell.config.data): choice.cell.config for choice in to_run}.values():

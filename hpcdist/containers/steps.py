@@ -111,8 +111,10 @@ def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> lis
             )
         run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
         spec = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
-        if spec is not None and not found and container.check_image:
-            _check_image_here(spec, env)
+        if spec is not None and not found:
+            make_mount_points(spec)
+            if container.check_image:
+                _check_image_here(spec, env)
     except UserMistake as error:
         found.append(str(error))
     return found
@@ -133,7 +135,6 @@ def _check_path(runtime: str, image: str) -> None:
 
 def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
     """Start the image once on this machine, if it has such a runtime."""
-    make_mount_points(spec)
     command = image_probe_command(spec)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
     if shutil.which(tool, path=env.get("PATH")) is None:

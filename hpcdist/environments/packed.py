@@ -16,7 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -214,20 +214,17 @@ def touch(packed: Packed, runs_dir: Path) -> bool:
 
 
 def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[str, str]) -> Packed:
-    source, archive = Path(environment.path), store / f"{name}.tar.zst"
-    if environment.kind == "uv":
-        original = store / f".{name}.{os.getpid()}" if environment.stage else store / name
-        shutil.rmtree(original, ignore_errors=True)
-        build(source, environment.uv_args, original, env)
-        if not environment.stage:
-            return Packed(key=name, kind=environment.kind, path=str(original))
-    else:
-        original = source
-    try:
-        write_archive(original, interpreter(original, environment.python), archive)
-    finally:
-        if original != source:
+    original, archive = Path(environment.path), store / f"{name}.tar.zst"
+    with ExitStack() as leftovers:
+        if environment.kind == "uv":
+            source, original = original, store / f".{name}.{os.getpid()}" if environment.stage else store / name
             shutil.rmtree(original, ignore_errors=True)
+            leftovers.callback(shutil.rmtree, original, ignore_errors=True)
+            build(source, environment.uv_args, original, env)
+            if not environment.stage:
+                leftovers.pop_all()
+                return Packed(key=name, kind=environment.kind, path=str(original))
+        write_archive(original, interpreter(original, environment.python), archive)
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     size_bytes = archive.stat().st_size

@@ -17,7 +17,18 @@ from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
 from hpcdist.review.facts import RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
 from hpcdist.review.ledger import Ledger, hours_text, percent
-from hpcdist.review.text import PATCH, TRAINING_PAGES, Markdown, clock, duration, escaped, link, run_page, table
+from hpcdist.review.text import (
+    PATCH,
+    TRAINING_PAGES,
+    Markdown,
+    clock,
+    duration,
+    escaped,
+    link,
+    one_line,
+    run_page,
+    table,
+)
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT
 from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
@@ -27,19 +38,25 @@ from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
 #: Items of a list beyond these are counted.
 _MAX_NODES = 8
 _MAX_OVERRIDES = 30
+#: Characters of the value of an override.
+_MAX_VALUE = 100
 
 
-def setup_rows(facts: RunFacts) -> Iterator[tuple[str, list[str]]]:
-    """Yield what ran, on what, from which code: names and lines, not escaped."""
+def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """Yield what ran, on what, from which code: names and lines, not escaped; overrides shortened unless `in_full`."""
     if facts.stored.problem:
         yield "Not read", [facts.stored.problem]
     if facts.config_name:
         profile = f", cluster profile {facts.cluster_name}" if facts.cluster_name else ""
-        changed = [
-            f"{key} = {text_of(item.after)} (config: {text_of(item.before)})" for key, item in facts.overrides.items()
-        ]
         yield "Config", [facts.config_name + profile]
-        yield "Overrides", [*changed[:_MAX_OVERRIDES], *more(len(changed) - _MAX_OVERRIDES)] or ["none"]
+        changed = []
+        for key, item in facts.overrides.items():
+            after, before = text_of(item.after), text_of(item.before)
+            if not in_full:
+                after, before = one_line(after, _MAX_VALUE), one_line(before, _MAX_VALUE)
+            changed.append(f"{key} = {after} (config: {before})")
+        num_shown = len(changed) if in_full else _MAX_OVERRIDES
+        yield "Overrides", [*changed[:num_shown], *more(len(changed) - num_shown)] or ["none"]
     if facts.rerun is not None:
         known_as = f" (MLflow run {facts.rerun.run_id})" if facts.rerun.run_id else ""
         yield "Repeats", [facts.rerun.name + known_as]
@@ -138,14 +155,14 @@ def _versions(facts: RunFacts) -> str:
 ATTEMPT_COLUMNS = ("Attempt", "Start (UTC)", "Duration", "Nodes", "Steps", "Steps lost", "End", "Cause")
 
 
-def attempt_rows(facts: RunFacts) -> list[tuple[str, ...]]:
-    """Return a row for each attempt, not escaped."""
+def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, ...]]:
+    """Return a row for each attempt, not escaped; the nodes shortened unless `in_full`."""
     return [
         (
             str(one.number),
             clock(one.started).removesuffix(" UTC"),
             "" if one.ended is None else duration(max(0.0, one.ended - one.started)),
-            _nodes(one.nodes),
+            ", ".join(one.nodes) if in_full else _nodes(one.nodes),
             ("not reported" if facts.is_script else "")
             if one.last_step is None
             else f"{one.first_step or 0:,} to {one.last_step:,}",

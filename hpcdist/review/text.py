@@ -26,12 +26,16 @@ class Markdown(str):
     __slots__ = ()
 
 
-def escaped(text: str, limit: int = 300) -> Markdown:
-    """Return at most `limit` characters of a text as one line that Markdown shows as it is, without passwords."""
+def one_line(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a text as one line, without passwords."""
     line = " ".join(redact_text(text).split())
-    line = line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def escaped(text: str, limit: int = 300) -> Markdown:
+    """Return `one_line` of a text so that Markdown shows it as it is."""
     # The backslashes first: those of the entities would be shown.
-    return Markdown(_SPECIAL.sub(r"\\\g<0>", line).translate(_HTML))
+    return Markdown(_SPECIAL.sub(r"\\\g<0>", one_line(text, limit)).translate(_HTML))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -278,6 +278,10 @@ def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
         return None
 
 
+#: Metric → step → the run's first point at the step.
+_Histories = dict[str, dict[int, entities.Metric]]
+
+
 class CheckpointModels:
     """The logged models of one run's checkpoints.
 
@@ -323,7 +327,7 @@ class CheckpointModels:
         if kept is not None and kept.step >= last_step:
             with translated(self._mlflow.uri):
                 model = self._mlflow.client.get_logged_model(model_id)
-                self._log_metrics(model, kept, all_sent=True)
+                self._log_metrics(model, kept, {}, all_sent=True)
 
     def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], all_sent: bool) -> None:
         if self._models is None:
@@ -333,12 +337,13 @@ class CheckpointModels:
                 for model in all_pages(search, [self._mlflow.experiment_id], of_run, max_results=_MODELS_PAGE)
                 if _SHA_TAG in model.tags
             }
+        histories: _Histories = {}
         for name, one in kept.items():
             # A model that is complete according to an earlier call, but not in MLflow, was deleted there by a user.
             if self._done.get(name) != found[name]:
                 if one.key not in self._models:
                     self._models[one.key] = self._create(one)
-                if self._log_metrics(self._models[one.key], one, all_sent=all_sent):
+                if self._log_metrics(self._models[one.key], one, histories, all_sent=all_sent):
                     self._done[name] = found[name]
         for key in self._models.keys() - {one.key for one in kept.values()}:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
@@ -363,7 +368,9 @@ class CheckpointModels:
         require_id(model.model_id, "a logged model")
         return model
 
-    def _log_metrics(self, model: entities.LoggedModel, kept: KeptCheckpoint, *, all_sent: bool) -> bool:
+    def _log_metrics(
+        self, model: entities.LoggedModel, kept: KeptCheckpoint, histories: _Histories, *, all_sent: bool
+    ) -> bool:
         """Log the metrics that the model lacks, and set its status to ready. Returns whether it has all metrics.
 
         MLflow stores a metric of a model as a point of its run, too. Only a point with the time and value of the run's
@@ -375,7 +382,9 @@ class CheckpointModels:
         missing = {key: value for key, value in kept.metrics.items() if key not in logged}
         metrics = []
         for key, value in missing.items():
-            own = next((it for it in client.get_metric_history(run_id, key) if it.step == kept.step), None)
+            if key not in histories:  # one request for all checkpoints
+                histories[key] = {point.step: point for point in reversed(client.get_metric_history(run_id, key))}
+            own = histories[key].get(kept.step)
             if own is not None or all_sent:
                 point = (own.value, own.timestamp) if own is not None else (value, kept.created_ms)
                 metrics.append(entities.Metric(key, *point, kept.step, model_id=model.model_id))

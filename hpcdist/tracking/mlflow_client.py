@@ -373,7 +373,7 @@ class MlflowRun:
 
     def _artifact_location(self, experiment: str) -> str | None:
         """Return a folder beside a local database; None for a server, which chooses the location itself."""
-        if is_server(self.uri):
+        if is_server(self.uri) or self.uri.startswith("databricks"):
             return None
         database = sqlite_path(self.uri)
         place = database.parent if database is not None else own_place(self._folder.path.parent.parent)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install docker of Debian sid with buildx and compose in a folder: docker.sh [FOLDER]
 # 15 s and 350 MB. It needs glibc 2.34 and the installed runc; apt's own lists and the installed packages do not change.
-# tests/support/docker_box.py starts its daemon; the two plugins also work with an older daemon.
+# tests/container/test_docker.py starts its daemon; the two plugins also work with an older daemon.
 set -euo pipefail
 # shellcheck source=scripts/runtimes/prefix.sh
 . "$(dirname "$(readlink -f "$0")")/prefix.sh"

@@ -124,6 +124,9 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
     )
     found = ResourceLimits.inspect(unlimited)
     assert (found.quota, found.memory_limit_bytes) == (None, None)
+    (unlimited / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us").write_text("50000\n")
+    (unlimited / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us").unlink()
+    assert ResourceLimits.inspect(unlimited).quota is None, "only one of the two files can be read"
     assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
 
 

@@ -321,6 +321,8 @@ def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, mo
 def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert complete(options.experiments, "") == ["digits"]
+    assert complete(options.runs_or_last, "") == ["last", *complete(options.runs, "")]
+    assert complete(options.runs_or_last, "la") == ["last"]
     assert complete(options.profiles, "dev") == ["devcluster"]
     assert complete(options.keys, "data.name=") == [
         f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")

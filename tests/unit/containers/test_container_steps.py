@@ -378,6 +378,16 @@ def test_mount_points_are_created_in_an_unpacked_image(rootfs: Path, tmp_path: P
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
 
 
+@pytest.mark.parametrize("check_image", [True, False])
+def test_mount_points_are_created_at_submission(rootfs: Path, tmp_path: Path, check_image: bool) -> None:
+    container = {"runtime": "charliecloud", "image": str(rootfs), "check_image": check_image}
+    assert container_problems(config(**container, mounts=["/usr:/data/x"]), tmp_path, {"PATH": ""}) == []
+    assert (rootfs / "data/x").is_dir()
+    (rootfs / "file").touch()
+    (problem,) = container_problems(config(**container, mounts=["/usr:/file/x"]), tmp_path, {"PATH": ""})
+    assert "image has no mount point /file/x, and it cannot be created" in problem
+
+
 def test_mount_point_that_cannot_be_created_is_an_error(rootfs: Path) -> None:
     (rootfs / "data").touch()
     spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))

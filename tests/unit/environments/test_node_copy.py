@@ -435,3 +435,18 @@ def test_uv_environment_in_place_is_not_an_archive(tmp_path: Path, monkeypatch: 
     assert Path(found.path).is_dir()
     assert (found.sha256, found.path) == ("", str(store_of(tmp_path / "runs") / found.key))
     assert pack(environment, tmp_path / "runs", os.environ) == found
+
+
+@pytest.mark.parametrize("stage", [True, False])
+def test_interrupted_build_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: bool) -> None:
+    (tmp_path / "uv.lock").write_text("version = 1\n")
+    (tmp_path / "pyproject.toml").write_text("")
+
+    def interrupted(source: Path, uv_args: object, target: Path, env: object) -> None:
+        target.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packed, "build", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(EnvironmentConfig(kind="uv", path=str(tmp_path), stage=stage), tmp_path / "runs", os.environ)
+    assert [path for path in store_of(tmp_path / "runs").iterdir() if path.is_dir()] == []

@@ -14,7 +14,15 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
-from hpcdist.review.description import CellFacts, SweepFacts, describe, describe_sweep, setup_rows, wrapped
+from hpcdist.review.description import (
+    CellFacts,
+    SweepFacts,
+    attempt_rows,
+    describe,
+    describe_sweep,
+    setup_rows,
+    wrapped,
+)
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.text import Markdown, duration, escaped, table
@@ -243,6 +251,27 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
 )
 def test_rows_of_the_setup(changes: dict[str, Any], name: str, lines: list[str] | None) -> None:
     assert dict(setup_rows(replace(FACTS, **changes))).get(name) == lines
+
+
+def test_long_setup_leaves_space_for_the_result_and_is_complete_in_the_report() -> None:
+    secret = "http://ada:" + "s" * 200 + "@host"
+    values = {f"params.p{number:02d}": Override(before="b" * 3000, after="a" * 3000) for number in range(9)}
+    many = {f"z{number:02d}": Override(before=1, after=2) for number in range(40)}
+    nodes = tuple(f"n{number}" for number in range(20))
+    facts = replace(
+        FACTS,
+        overrides={"url": Override(before=1, after=secret), **values, **many},
+        attempts=(replace(FIRST, nodes=nodes),),
+    )
+    text = described(facts, Ledger(entries=[Entry(cause="compute", attempt=1, node="n1", seconds=5400.0)]))
+    assert f"params.p00 = {'a' * 99}… (config: {'b' * 99}…)" in text
+    assert "z19 = 2 (config: 1)<br>20 more" in text
+    assert "sss" not in text
+    assert all(f"### {part}\n" in text for part in ("Result", "Attempts", "Cost"))
+    assert "n7, 12 more" in text
+    lines = dict(setup_rows(facts, in_full=True))["Overrides"]
+    assert (len(lines), len(lines[1]) > 6000, lines[-1]) == (50, True, "z39 = 2 (config: 1)")
+    assert attempt_rows(facts, in_full=True)[0][3] == ", ".join(nodes)
 
 
 def test_attempts_name_the_starts_of_the_job() -> None:

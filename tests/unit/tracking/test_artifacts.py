@@ -442,6 +442,24 @@ def test_metrics_that_are_added_later_are_logged(scene: Scene) -> None:
     assert history(scene, ACCURACY) == [(10, 10.0)]
 
 
+def test_one_request_reads_a_metric_for_all_checkpoints(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [10, 20, 30]
+    scene.log(steps, key=ACCURACY)
+    for step in steps:
+        save(scene, step, eval_accuracy=step)
+    read, asked = MlflowClient.get_metric_history, []
+
+    def counted(self: MlflowClient, run_id: str, key: str) -> Any:
+        asked.append(key)
+        return read(self, run_id, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", counted)
+        scene.shipper().ship_once()
+    assert asked == [ACCURACY]
+    assert [metrics(models(scene)[f"step-{step:08d}"]) for step in steps] == [{ACCURACY: (s, float(s))} for s in steps]
+
+
 def test_value_of_the_run_is_kept_if_a_restart_computes_another(scene: Scene) -> None:
     live = scene.shipper()
     scene.log([10], key=ACCURACY)

@@ -20,7 +20,7 @@ from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import MlflowRun, open_client
 from hpcdist.tracking.points import Counts
 from hpcdist.tracking.sync_runs import sync
 from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, sqlite_path
@@ -169,6 +169,14 @@ def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -
     assert choose_uri({}, "", tmp_path) == default_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert sqlite_path(default_uri(tmp_path)) == tmp_path / "mlflow.db"
     assert sqlite_path("http://a") is None
+
+
+@pytest.mark.parametrize("uri", ["databricks", "databricks://profile", "https://mlflow.site"])
+def test_server_chooses_the_place_of_artifacts(scene: Scene, uri: str) -> None:
+    opened = MlflowRun(scene.run, scene.uri)
+    assert str(opened._artifact_location("exp")).endswith("/mlartifacts/exp")
+    opened.uri = uri
+    assert opened._artifact_location("exp") is None
 
 
 def test_redacted_uri_is_rejected() -> None:
