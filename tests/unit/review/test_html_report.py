@@ -166,6 +166,18 @@ def test_report_has_the_commands(full: ReportScene) -> None:
     assert "hpcdist rerun 0a1b --runs-dir " in text
 
 
+def test_report_has_all_overrides_and_nodes(scene: ReportScene) -> None:
+    scene.write_config({"params": {f"p{number}": number for number in range(40)}})
+    write_origin(scene.run, Origin(config="ddp_digits", values={"trainer.target": "ddp"}))
+    nodes = [f"n{number}" for number in range(20)]
+    scene.run.attempt(1).path.mkdir()
+    resources = Resources(unit="core", nodes={node: NodeShare(units=1) for node in nodes})
+    begin(scene.run.attempt(1), resources, AttemptTimes(supervised=1.0, began=2.0))
+    text = Elements(page_of(scene)).text
+    assert all(f"params.p{number} = {number} (config: null)" in text for number in range(40))
+    assert ", ".join(nodes) in text
+
+
 def test_colours_of_the_causes_differ() -> None:
     """No two colours of a legend are closer in the CIELAB space than those that readers could tell apart."""
     style = (Path(report.__file__).parent / "templates" / "style.css").read_text()
