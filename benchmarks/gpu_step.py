@@ -49,7 +49,8 @@ from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
-from hpcdist.tracking.journal import JournalWriter, read_records
+from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.rank_records import RankRecords
 from hpcdist.trainers.ddp import train
 
 NUM_EPOCHS = 3
@@ -108,7 +109,8 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
                 on_expiry=lambda: os._exit(1),
             )
         )
-        journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
+        records = RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid())
+        stack.callback(records.close)
         try:
             import pynvml  # noqa: F401  # the monitor imports it later
 
@@ -118,7 +120,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         else:
             interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
             began = run.read_state().created
-            monitor = monitored_node(journal, interval_s=interval_s, began=began, node=None, disk=str(run.path))
+            monitor = monitored_node(records.journal, interval_s=interval_s, began=began, node=None, disk=str(run.path))
             stack.enter_context(monitor)
         ctx = Context(
             config=config,
@@ -128,7 +130,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
             device=device,
             groups=groups,
             stop=StopAgreement(groups.control, StopFlag(), RequestReader(attempt) if topology.rank == 0 else None),
-            journal=journal,
+            records=records,
             heartbeat=heartbeat,
         )
         if syncs is not None:

@@ -37,7 +37,7 @@ from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.rank_records import RankRecords
 
 
 class Context:
@@ -85,7 +85,7 @@ class Context:
         device: torch.device,
         groups: Groups,
         stop: StopAgreement,
-        journal: JournalWriter,
+        records: RankRecords,
         heartbeat: Heartbeat,
     ) -> None:
         self.config = config
@@ -97,7 +97,8 @@ class Context:
         self.timer = StepTimer(CudaClock() if device.type == "cuda" else HostClock())
         self.end_reason = ""
         self.groups = groups
-        self._journal = journal
+        self._records = records
+        records.on_metrics = heartbeat.note_logged
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._is_elastic = config.data.global_batch_size is not None
@@ -109,7 +110,13 @@ class Context:
         self.timer.account.reached = reached_before(attempt)
         heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account
         self._checkpoints = RankCheckpoints(
-            config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
+            config=config,
+            run=run,
+            attempt=attempt,
+            topology=topology,
+            device=device,
+            groups=groups,
+            journal=records.journal,
         )
 
     @property
@@ -158,8 +165,9 @@ class Context:
         few steps. `step` is the x-axis in MLflow.
         """
         if self.is_main:
-            self._journal.log(metrics, step)
-        self._heartbeat.note_logged(metrics if self.is_main else {}, step)
+            self._records.log(metrics, step)
+        else:
+            self._heartbeat.note_logged({}, step)
 
     def log_dataset(
         self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""
@@ -301,13 +309,13 @@ class Context:
         stop = self._stop.at_boundary(step)
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
-            self._journal.log(times, step)
+            self._records.journal.log(times, step)
         if (
             self._is_elastic
             and self.is_main
             and (step % self.config.tracking.log_every_steps == 0 or self._is_first_step)
         ):
-            self._journal.log({"world_size": self.world_size}, step)
+            self._records.journal.log({"world_size": self.world_size}, step)
         self._is_first_step = False
         if self._commands.profile_is_due:
             with self.timer.account.phase("idle"):
@@ -483,7 +491,7 @@ class Context:
         with self.timer.account.phase("checkpoint"):
             self._stop.close()
             self._checkpoints.close()
-            self._journal.flush(durable=True)
+            self._records.journal.flush(durable=True)
         self.timer.account.is_closed = True
         self._heartbeat.close()
         step, trainer = self._heartbeat.step, find_trainer(self.config.trainer.target)

@@ -189,10 +189,9 @@ def _train(
             device=device,
             groups=groups,
             stop=StopAgreement(groups.control, stop_flag, requests, config.stop.pause_at_step),
-            journal=records.journal,
+            records=records,
             heartbeat=heartbeat,
         )
-        records.on_metrics = heartbeat.note_logged
         script_api.enter(ctx)
         with exit_as_return(config.trainer.target):
             train(ctx, config, *params)

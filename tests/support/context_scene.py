@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.rank_records import RankRecords
 
 #: A single rank without a process group.
 SINGLE_RANK = Rank(0, 1, Path())
@@ -39,7 +40,7 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
     group = dist.new_group(backend="gloo") if here.world_size > 1 else None
     attempt = run.attempts()[-1]
     seed_everything(config.seed)
-    with JournalWriter(run.journal, attempt=attempt.number, rank=here.rank) as journal:
+    with closing(RankRecords(run, attempt=attempt.number, rank=here.rank, pid=os.getpid())) as records:
         yield Context(
             config=config,
             run=run,
@@ -54,6 +55,6 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
                 RequestReader(attempt) if here.rank == 0 else None,
                 config.stop.pause_at_step,
             ),
-            journal=journal,
+            records=records,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_scene import ReportScene, failure, some_ledger
+from report_scene import ReportScene, add_attempt, failure, some_ledger
 
 from hpcdist.host.files import write_json
 from hpcdist.review import report
@@ -20,7 +20,7 @@ from hpcdist.review.charts import PHASE_COLOURS
 from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text, histogram, read_figures, write_figure
 from hpcdist.review.report import render_report, write_report
-from hpcdist.run.records import CAUSES, Origin, write_origin
+from hpcdist.run.records import CAUSES, NodeShare, Origin, Resources, write_origin
 from hpcdist.tracking.points import read_series
 
 # --- The report of a run: its parts, its size, and that no text of the user becomes markup
@@ -169,10 +169,9 @@ def test_report_has_the_commands(full: ReportScene) -> None:
 def test_report_has_all_overrides_and_nodes(scene: ReportScene) -> None:
     scene.write_config({"params": {f"p{number}": number for number in range(40)}})
     write_origin(scene.run, Origin(config="ddp_digits", values={"trainer.target": "ddp"}))
-    nodes = [f"n{number}" for number in range(20)]
-    scene.run.attempt(1).path.mkdir()
-    resources = Resources(unit="core", nodes={node: NodeShare(units=1) for node in nodes})
-    begin(scene.run.attempt(1), resources, AttemptTimes(supervised=1.0, began=2.0))
+    nodes = [f"n{number}" for number in range(10, 30)]
+    resources = Resources(nodes={node: NodeShare(allocated=1, share=1, ranks=[0]) for node in nodes})
+    add_attempt(scene.run, 0, 100, [], resources)
     text = Elements(page_of(scene)).text
     assert all(f"params.p{number} = {number} (config: null)" in text for number in range(40))
     assert ", ".join(nodes) in text
