@@ -258,6 +258,19 @@ def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimCo
         after[0].restore(SimpleNamespace(trainer=trainer, shard=shards.get))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "cfg", [OptimConfig(weight_decay=0.1), OptimConfig(name="sgd", momentum=0.0)], ids=["dense adam", "sparse sgd"]
+)
+def test_resumed_servers_may_update_rows_in_another_way(cfg: OptimConfig) -> None:
+    before, after = servers(1, OptimConfig(name=cfg.name)), servers(1, cfg)
+    one_step(before, 0)
+    shard, trainer = before[0].shard().content(), {"num_trainers": 1, "num_servers": 1, "vocab_size": VOCAB_SIZE}
+    after[0].restore(SimpleNamespace(trainer=trainer, shard={1: shard}.get))  # type: ignore[arg-type]
+    one_step(after, 1)
+    after[0].settle()
+    assert not torch.equal(whole(after)["encoder.weight"], whole(before)["encoder.weight"])
+
+
 def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ValueError("out of order")
