@@ -18,6 +18,7 @@ from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.host.files import read_json
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import read_ledger
+from hpcdist.run.records import read_training
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 #: Do not wait for the shipper.
@@ -243,13 +244,14 @@ def test_first_ctrl_c_stops_and_second_cancels_the_run(runs: Runs) -> None:
     process = runs.start("resume", name, "params.hang_at=" + str(stopped_at + 2))
     wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the second attempt")
     attempt = runs.attempt(name, 2)
-    wait_for(lambda: attempt.log(1).exists() and "resumed at step" in attempt.log(1).read_text(), "the ranks to resume")
+    wait_for(lambda: read_training(attempt) is not None, "the ranks to resume")
     process.send_signal(signal.SIGINT)
     wait_for(attempt.request.exists, "the request of the first Ctrl-C")
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
     assert "cancelled: SIGINT to the supervisor" in output
+    check_files(runs, name, "cancelled")
 
 
 # --- a full disk

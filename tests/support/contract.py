@@ -56,19 +56,21 @@ def compared(text: str, name: str) -> str:
 
 
 def files_of(runs: Runs, name: str) -> set[str]:
-    """Return the files in the folder of a run; code, checkpoints, models and artifacts are one line each."""
+    """Return the files in the folder of a run; those of code, checkpoints and the like are one line each."""
     folder = runs.run_dir(name).path
     files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {re.sub(r"^(code|checkpoints|model|artifacts)/.*", r"\1/...", file) for file in files}
+    return {re.sub(r"^(code|checkpoints|model|artifacts|submitit)/.*", r"\1/...", file) for file in files}
 
 
 def check_files(runs: Runs, name: str, ending: str) -> None:
     """Compare the files in the folder of a run that has just ended.
 
-    Left out are the files of the shipper, which may still work, and those of ranks that fail because another one has.
+    Left out are the files of the shipper and the supervisor, which may still work, those of ranks that fail because
+    another one has, those by which a test holds ranks, and what heartbeats write.
     """
     unsteady = re.compile(
-        r"journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch|.*/rank-\d+\.(beat|outcome)\."
+        r"lease$|artifacts/|journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch"
+        r"|.*/(rank-\d+\.(beat|outcome)\.|phases\.jsonl|held-|release$)"
     )
     steady = sorted(file for file in files_of(runs, name) if not unsteady.match(file))
     check(f"run_folder/{ending}.txt", "\n".join(steady))
