@@ -40,12 +40,6 @@ def report(outcome: dict[str, Any]) -> None:
     (FOLDER / f"rank-{RANK:05d}.outcome.json").write_text(json.dumps(value | outcome))
 
 
-def say(word: str) -> None:
-    """Write a word to the named pipe that the test reads."""
-    with open(RUN / "said", "w") as pipe:
-        pipe.write(f"{word}\n")
-
-
 def await_file(name: str) -> None:
     """Wait until a file exists."""
     while not (RUN / name).exists():
@@ -57,25 +51,15 @@ def perform(verb: str, argument: Any) -> None:
         beat(argument)
     elif verb == "report":
         report(argument)
-    elif verb == "say":
-        say(argument)
     elif verb == "print":
         print(argument, flush=True)
     elif verb == "await":
         await_file(argument.format(attempt=FOLDER.relative_to(RUN)))
-    elif verb == "on":  # [signal, text to print]
-        signal.signal(argument[0], lambda *_: print(argument[1], flush=True))
     elif verb == "ignore":
         signal.signal(argument, signal.SIG_IGN)
-    elif verb == "kill":
-        os.kill(os.getpid(), argument)
     elif verb == "grandchild":  # keeps the pipe open until it ends
         stubborn = "trap '' TERM INT HUP; exec sleep 600"
         subprocess.Popen(["sh", "-c", stubborn], pass_fds=[os.open(RUN / "alive", os.O_WRONLY)])
-    elif verb == "busy":  # heartbeats without end
-        while True:
-            beat(STEP + 1)
-            select.select([], [], [], 0.02)
     elif verb == "forever":
         while True:
             signal.pause()
@@ -87,11 +71,6 @@ def perform(verb: str, argument: Any) -> None:
         temporary.replace(FOLDER / "request.json")
     elif verb == "environment":
         print("\n".join(f"{name}={value}" for name, value in os.environ.items()), flush=True)
-    elif verb == "chatter":  # print dots for a number of seconds
-        end = time.monotonic() + argument
-        while time.monotonic() < end:
-            print(".", end="", flush=True)
-            select.select([], [], [], 0.05)
     elif verb == "block":
         signal.pthread_sigmask(signal.SIG_BLOCK, [argument])
     elif verb == "await_signal":  # a blocked signal

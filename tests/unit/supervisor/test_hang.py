@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ from hpcdist.supervisor.hang import (
     find_ranks,
     location_of,
     parse_faulthandler,
-    ranks_text,
     read_activities,
     state_of,
     summarize,
@@ -129,12 +127,6 @@ def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt
     assert not list(attempt.path.glob("activity*"))
 
 
-def test_activity_is_unknown_without_an_answer(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
-    silent = FakeRanks(lambda output: None)
-    assert read_activities(attempt, silent, limit_s=5, interrupted=not_interrupted) == {}  # type: ignore[arg-type]
-    assert "the CPU time of the ranks is unknown: " in caplog.text
-
-
 @pytest.mark.processes
 def test_stopped_rank_has_a_state_without_a_stack(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,14 +162,6 @@ def test_stacks_are_in_the_logs_if_the_command_fails_on_all_nodes(
         assert "Current thread" in attempt.log(0).read_text()
     assert (attempt.path / "stacks.log").read_text() == message
     assert not attempt.stacks_summary.exists()
-
-
-def test_full_disk_during_the_collection_is_logged(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(output: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    assert collect(attempt, FakeRanks(fails), limit_s=5, interrupted=not_interrupted) is None  # type: ignore[arg-type]
-    assert re.search("stack traces cannot be collected in .*No space left on device", caplog.text)
 
 
 def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,26 +255,13 @@ def test_single_rank_at_another_location_is_the_suspect() -> None:
     assert len(lines) < MAX_RANKS + 20, "the table is limited"
 
 
-def test_no_suspect_if_all_locations_differ() -> None:
-    snapshots = [snapshot(rank, (Frame("f", f"/me/a{rank}.py", 1),)) for rank in range(500)]
-    summary = summarize(snapshots, {})
-    assert summary.suspects == ()
-    assert summary.sentence == (
-        "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 more locations"
-    )
-    assert f"  and {500 - MAX_RANKS} more locations" in summary.text.splitlines()
-
-
 @pytest.mark.parametrize(
     ("others", "suspects"),
     [
-        ({1: OTHER}, ()),
         ({2: LOADS}, (2,)),
         ({2: LOADS, 3: OTHER}, ()),
         ({6: LOADS, 7: OTHER}, (6, 7)),
-        ({4: LOADS, 5: LOADS, 6: LOADS, 7: LOADS}, ()),
     ],
-    ids=["one of two", "one of three", "two of four", "two of eight", "half of them"],
 )
 def test_small_minority_is_suspected(others: dict[int, tuple[Frame, ...]], suspects: tuple[int, ...]) -> None:
     snapshots = [snapshot(rank, others.get(rank, WAITS)) for rank in range(max(others) + 1)]
@@ -316,11 +287,6 @@ def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
         "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
     )
     assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: other processes use their CPUs")
-    assert (
-        "of a core"
-        not in summarize([snapshot(0, state="running", cpu_s=0.9), snapshot(1, state="running", cpu_s=0.8)], {}).text
-    )
-    assert "of a core" not in summarize([snapshot(0, state="running"), snapshot(1)], {}).text
 
 
 def test_stopped_process_is_suspected_regardless_of_its_stack() -> None:
@@ -342,26 +308,6 @@ def test_rank_that_has_not_called_the_collective_is_suspected() -> None:
     # A rank that waits in a collective of another group is no suspect.
     snapshots[1] = snapshot(1, LOADS, calls=[*calls(6), *calls(2, 2, operation="barrier", group="1")])
     assert summarize(snapshots, {}).suspects == ()
-
-
-def test_ranks_without_snapshot_are_listed() -> None:
-    summary = summarize([snapshot(rank) for rank in range(4)], {rank: f"n{rank // 2}" for rank in range(4, 12)})
-    assert summary.sentence.startswith("ranks 0-3 are in all_reduce (torch/c10d.py:41), ")
-    assert summary.sentence.endswith("; no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)")
-    assert "no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
-
-
-def test_snapshot_survives_json_and_its_text_is_complete() -> None:
-    found = snapshot(2, state="running", calls=calls(8, 7))
-    assert RankSnapshot.from_json(json.loads(json.dumps(asdict(found)))) == found
-    assert found.whole_text().splitlines() == [
-        "rank 2 on n0, process 102: state running, 9 threads, 0.02 s of CPU in 1.0 s",
-        "flight recorder, gloo, the default group: waits in all_reduce [2] (7)",
-        "stacks by faulthandler:",
-        "",
-        "stack",
-    ]
-    assert "no stack could be read" in snapshot(2, ()).whole_text()
 
 
 # --- Parser of the stacks of faulthandler, and the location of a stack.
@@ -393,20 +339,13 @@ TEXT = "wait (threading.py:327), called by train (counting.py:28)"
     [
         f"step 14\n{DUMPED}WARNING: unrelated line\n",
         DUMPED + FORKED,
-        FORKED + DUMPED,
-        DUMPED.replace("line 28", "line 1") + DUMPED,
-        DUMPED.replace("line 28", "line 1") + "step 15\n" + DUMPED,
+        DUMPED.replace("line 28", "line 1") + "step 15\n" + FORKED + DUMPED,
     ],
-    ids=["one dump", "forked process after", "forked process before", "two dumps", "two dumps with a line between"],
+    ids=["one dump", "forked process after", "two dumps"],
 )
 def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
     frames, text = parse_faulthandler(log)
     assert (location_of(frames), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
-
-
-@pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
-def test_log_without_stacks(log: str) -> None:
-    assert parse_faulthandler(log) == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -416,7 +355,6 @@ def test_log_without_stacks(log: str) -> None:
             ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
             "f0 (torch/a.py:0), called by f2 (net.py:2)",
         ),
-        (["/home/me/net.py"], "f0 (net.py:0)"),
         # A shipped trainer of an installed hpcdist: the function that the worker has called.
         (
             [
@@ -426,16 +364,11 @@ def test_log_without_stacks(log: str) -> None:
             ],
             "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
         ),
-        (
-            ["/src/hpcdist/rank/stopping.py", "/src/hpcdist/trainers/ddp/train.py"],
-            "f0 (stopping.py:0), called by f1 (train.py:1)",
-        ),
         # The worker has not called the trainer yet.
         (
             ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
             "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
         ),
-        (["<frozen runpy>", "/usr/lib/python3/dist-packages/a.py"], "f0 (<frozen runpy>:0)"),
     ],
 )  # fmt: skip
 def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
@@ -476,13 +409,8 @@ def test_calls_of_each_group() -> None:
     assert (default.last, default.operation) == (4, "barrier")
     assert default.pending == ((3, "all_reduce [4×2]"), (4, "barrier"))
     assert default.text() == "gloo, the default group: waits in all_reduce [4×2] (3)"
-
-
-def test_state_of_nccl_entries_marks_pending_calls() -> None:
-    started = entry(7, "nccl:all_gather", done=False, state="started")
     completed = entry(7, "nccl:all_gather", done=False, state="completed")
-    assert calls_of({"nccl": {"entries": [started]}})[0].pending == ((7, "all_gather [4×2]"),)
-    assert calls_of({"nccl": {"entries": [completed]}})[0].pending == ()
+    assert calls_of({"nccl": {"entries": [completed]}})[0].pending == (), "nccl does not retire its calls"
 
 
 @pytest.mark.parametrize(
@@ -494,27 +422,14 @@ def test_state_of_nccl_entries_marks_pending_calls() -> None:
             "rank 2 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0-1 wait in",
         ),
         (
-            {0: calls(8, 8), 1: calls(7), 2: calls(6)},
-            {1, 2},
-            "ranks 1-2 have not called gloo all_reduce [2] (number 8 of the default group), which rank 0 waits in",
-        ),
-        (
             {0: calls(5, 5), 1: calls(5, 5), 2: calls(5, 5, operation="broadcast [2]")},
             set(),
             "as gloo collective number 5 of the default group ranks 0-1 call all_reduce, but rank 2 calls broadcast",
         ),
-        ({0: calls(8, 8), 1: calls(8, 8)}, set(), ""),
         ({0: calls(8), 1: calls(6)}, set(), ""),  # no rank waits
         ({0: calls(8, 8), 1: calls(3, group="1")}, set(), ""),  # numbers of different groups
         ({0: calls(5, 5), 1: calls(5, 5, operation="all_reduce [3]")}, set(), ""),  # an all_gather of unequal pieces
-        ({}, set(), ""),
     ],
 )
 def test_collectives_of_ranks_are_compared(by_rank: dict[int, list[Calls]], absent: set[int], text: str) -> None:
     assert compare_calls(by_rank) == (absent, [text] if text else [])
-
-
-def test_ranks_text_merges_ranges() -> None:
-    assert ranks_text([7]) == "rank 7"
-    assert ranks_text([3, 0, 1, 2, 5]) == "ranks 0-3, 5"
-    assert ranks_text(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10 and 14 more"

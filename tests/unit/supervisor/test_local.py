@@ -1,36 +1,40 @@
-"""Creation of runs, and their supervision in this process or in a detached one."""
+"""Creation of local runs, their plans, their supervision, and restarts on other nodes."""
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
-import subprocess
+import socket
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, ScriptedJob, fails
+from supervisor_scene import DONE, FAKE_RANK, STOP_ON_REQUEST, Recorder, Scene, ScriptedJob, fails
 
-from hpcdist.config.launch_schema import ContainerConfig, LaunchConfig, TrackingConfig
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig, TrainerConfig
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
-from hpcdist.run import create, folder, snapshot
+from hpcdist.run import create, folder
 from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.ending import end
-from hpcdist.run.folder import Attempt, RunDir, State
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times
-from hpcdist.supervisor import local, supervisor
+from hpcdist.supervisor import local
+from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local import LocalRanks, supervise_locally
-from hpcdist.supervisor.plan import Plan
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks
+from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -58,25 +62,11 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-# --- names
-
-
-@pytest.mark.parametrize(
-    ("trainer", "label"),
-    [
-        (TrainerConfig(), "ddp"),
-        (TrainerConfig(target="pkg.mod:train"), r"pkg\.mod\.train"),
-        (TrainerConfig(script=["/a/b/my_train.py", "--lr", "1"]), "my_train"),
-    ],
-)
-def test_generated_name_has_trainer_time_and_random_suffix(
-    make: Callable[..., Config], trainer: TrainerConfig, label: str
-) -> None:
+def test_generated_name_has_trainer_time_and_random_suffix(make: Callable[..., Config]) -> None:
     assert with_name(make()) == make(), "a configured name"
-    config = make(trainer=trainer, name="")
-    names = {with_name(config).name for _ in range(5)}
+    names = {with_name(make(trainer=TrainerConfig(script=["/a/my_train.py", "--lr"]), name="")).name for _ in range(5)}
     assert len(names) == 5
-    assert all(re.fullmatch(label + r"-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
+    assert all(re.fullmatch(r"my_train-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
 
 
 # --- trainers
@@ -90,7 +80,7 @@ def test_generated_name_has_trainer_time_and_random_suffix(
             "trainer.target: no module 'no_such_module' in {cwd} or among the installed packages",
         ),
         (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of ddp, rl"),
-        (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of ddp, rl"),
+        (TrainerConfig(script=["/nowhere/train.py"]), "trainer.script: no such file: /nowhere/train.py"),
     ],
 )
 def test_missing_trainer_is_an_error(project: Path, trainer: TrainerConfig, message: str) -> None:
@@ -106,19 +96,10 @@ def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     assert "train" not in sys.modules
 
 
-def test_existing_script_is_accepted(project: Path) -> None:
-    config = Config(trainer=TrainerConfig(script=[str(project / "train.py")]))
-    check_trainer(config, project)
-    (project / "train.py").unlink()
-    with pytest.raises(ConfigError, match=r"trainer\.script: no such file"):
-        check_trainer(config, project)
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"x = 1\nreturn x\n", ":2: SyntaxError: 'return' outside function in `return x`"),
-        (b"def f():\nx = 1\n", ":2: IndentationError: expected an indented block after function definition"),
         (b"x = '\0'\n", "source code string cannot contain null bytes"),
     ],
 )
@@ -164,122 +145,30 @@ def test_create_run_writes_config_code_environment_and_secrets(
 # --- supervising
 
 
-def no_view() -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
-@pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replace launcher and supervisor by stubs; return their arguments."""
-    arguments_of: dict[str, Any] = {}
-
-    class StubSupervisor:
-        def __init__(self, run: RunDir, config: Config, launcher: object, report: object, **arguments: Any) -> None:
-            arguments_of.update(arguments, run=run, held=run.lease.exists())
-
-        def run(self) -> State:
-            return State(status="finished")
-
-    class StubLauncher:
-        def __init__(self, run: RunDir, plan: Plan, **arguments: Any) -> None:
-            arguments_of.update(arguments)
-
-        def __enter__(self) -> StubLauncher:
-            arguments_of.update(entered=True)
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            arguments_of.pop("entered")
-
-    monkeypatch.setattr(local, "LocalLauncher", StubLauncher)
-    monkeypatch.setattr(supervisor, "Supervisor", StubSupervisor)
-    return arguments_of
-
-
-def test_supervise_holds_the_run_and_passes_code_and_secrets(
-    project: Path, make: Callable[..., Config], supervised: dict[str, Any]
+def test_ranks_get_folder_code_and_secrets_of_their_run(
+    project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
-    state = supervise_locally(run, config, PLAN, no_view, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")
-    assert state.status == "finished"
-    assert supervised["held"]
-    assert not run.lease.exists()
-    assert supervised["cwd"] == project
-    assert supervised["import_path"] == [str(run.code)]
-    assert supervised["tracking_uri"] == "sqlite:///x"
-    identity = {"HPCDIST_FOLDER_IDENTITY": folder.identity(run.path)}
-    assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret", **identity}
-    assert load_run_config(run.config, [], supervised["env"]) == config
-
-
-def test_launcher_starts_before_the_plan_is_shown_and_is_closed_if_that_fails(
-    project: Path, make: Callable[..., Config], supervised: dict[str, Any]
-) -> None:
-    def closed_terminal() -> AbstractContextManager[Any]:
-        assert supervised["entered"]
-        raise BrokenPipeError
-
-    run = create_run(make(), project)
-    with pytest.raises(BrokenPipeError):
-        supervise_locally(run, make(), PLAN, closed_terminal, {}, tracking_uri="sqlite:///x")
-    assert "entered" not in supervised
-    assert not run.lease.exists()
-
-
-def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
-    project: Path, make: Callable[..., Config], supervised: dict[str, Any]
-) -> None:
-    config = make(trainer=TrainerConfig(target="train:train"))
-    run = create_run(config, project)
+    (run.path / "script.json").write_text(json.dumps({"1.0": [["environment", None], *DONE]}))
+    monkeypatch.setattr(local, "rank_command", lambda folder: [sys.executable, "-S", str(FAKE_RANK), str(folder)])
     project.rename(project.with_name("moved"))
-    supervise_locally(run, config, PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
-    assert supervised["cwd"] == run.path
-    assert supervised["import_path"] == [str(run.code)]
-
-
-def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config], supervised: dict[str, Any]) -> None:
-    run = create_run(make(), project)
-    with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
-        supervise_locally(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
-    assert supervised == {}
-
-
-def test_supervise_rejects_an_incomplete_run(
-    project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
-    run = create_run(make(), project)
-    with pytest.raises(RunFolderError, match=r"^run first is incomplete \(no environment\.json\): remove"):
-        supervise_locally(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+    config = replace(config, launch=LaunchConfig(fork=False))
+    report = Recorder()
+    state = supervise_locally(run, config, PLAN, lambda: nullcontext(report), {"HOME": "/home/ada"}, tracking_uri="")
+    assert state.status == "finished"
     assert not run.lease.exists()
+    env = dict(line.split("=", 1) for line in run.attempt(1).log(0).read_text().splitlines())
+    assert (env["PWD"], env["PYTHONPATH"], env["HOME"]) == (str(run.path), str(run.code), "/home/ada"), "no project"
+    assert (env["HPCDIST_PARAMS_HF_TOKEN"], env["HPCDIST_FOLDER_IDENTITY"]) == ("s3cret", folder.identity(run.path))
 
 
-def test_detach_starts_a_supervisor_in_a_new_session(
-    project: Path, make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\necho "$@"; echo "$HOME $API_KEY"; echo err >&2; cut -d " " -f 6 /proc/$$/stat; cat\n')
-    stub.chmod(0o700)
-    config = make(launch=LaunchConfig(env={"API_KEY": "s3cret"}))
-    run = create_run(config, project)
-    monkeypatch.setattr(sys, "executable", str(stub))
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Recorded(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Recorded)
-    pid = local.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
-    assert started[0].wait(20) == 0
-    assert (run.path / "supervisor.log").read_text().splitlines() == [
-        f"-P -m hpcdist supervise {run.path}",
-        "/home/ada ",  # `supervise` reads it from the run folder
-        "err",
-        str(pid),
-    ]
+def test_supervise_rejects_an_incomplete_run(project: Path, make: Callable[..., Config]) -> None:
+    run = create_run(make(), project)
+    run.environment.unlink()
+    with pytest.raises(RunFolderError, match=r"^run first is incomplete \(no environment\.json\): remove"):
+        supervise_locally(run, make(), PLAN, lambda: nullcontext(Recorder()), {}, tracking_uri="sqlite:///x")
+    assert not run.lease.exists()
 
 
 def test_missing_click_log_is_reported_before_the_start(tmp_path: Path) -> None:
@@ -394,7 +283,7 @@ def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene
     assert request.cause == "preemption"
 
 
-@pytest.mark.parametrize("name", ["growth", "preemption", "SIGTERM", "{by}"])
+@pytest.mark.parametrize("name", ["growth", "{by}"])
 def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,3 +297,175 @@ def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
     request = scene.run.attempt(1).read_request()
     assert request is not None
     assert (request.cause, request.by) == ("user", f"`hpcdist stop` by {name}")
+
+
+# --- Plans of local runs for combinations of configs and machines.
+
+
+CPU = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+}
+GPU = {name: value for name, value in CPU.items() if not name.startswith("MALLOC")}
+
+
+def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
+    return make_plan(Config(launch=LaunchConfig(**launch)), Machine(num_cpus=num_cpus, num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_gpus", "launch", "expected"),
+    [
+        (8, 0, {}, (2, "cpu", "gloo", 4)),
+        (8, 4, {}, (4, "cuda", "nccl", 2)),
+        (8, 4, {"num_ranks": 3}, (3, "cuda", "nccl", 2)),
+        (8, 4, {"device": "cpu", "num_ranks": 8}, (8, "cpu", "gloo", 1)),
+        (8, 2, {"device": "cuda", "backend": "gloo"}, (2, "cuda", "gloo", 4)),
+        (2, 0, {"num_ranks": 5}, (5, "cpu", "gloo", 1)),
+        (7, 0, {"num_ranks": 3, "num_threads": 5}, (3, "cpu", "gloo", 5)),
+    ],
+)
+def test_plan_of_ranks_device_backend_and_threads(
+    num_cpus: int, num_gpus: int, launch: dict[str, Any], expected: tuple[int, str, str, int]
+) -> None:
+    plan = planned(num_cpus, num_gpus, **launch)
+    num_ranks, device, backend, threads = expected
+    env = {"OMP_NUM_THREADS": str(threads)} | (GPU if device == "cuda" else CPU)
+    assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)  # type: ignore[arg-type]
+
+
+def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
+    plan = planned(8, 0, num_ranks=4, env={"OMP_NUM_THREADS": "9", "HPCDIST_RANK": "77"})
+    assert (plan.env, plan.threads) == (CPU | {"OMP_NUM_THREADS": "9", "HPCDIST_RANK": "77"}, 2)
+    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    found = Topology.from_env(slurm | env)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 3, 4)
+    assert (found.master_addr, found.master_port) == ("127.0.0.1", 20000)
+    assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
+
+
+def test_machine_counts_the_cores_of_its_affinity_and_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
+    install_fake_nvml(monkeypatch, *[gpu("NVIDIA H200")] * 4)
+    for env, num_gpus in (({}, 4), ({"CUDA_VISIBLE_DEVICES": ""}, 0), ({"CUDA_VISIBLE_DEVICES": " 0, 1 "}, 2)):
+        assert Machine.inspect(env) == Machine(num_cpus=3, num_gpus=num_gpus)
+
+
+# --- elastic runs
+
+
+def planned_elastic(num_gpus: int, num_ranks: int, **elastic: Any) -> Plan:
+    config = Config(launch=LaunchConfig(num_ranks=num_ranks), elastic=ElasticConfig(**elastic))
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
+
+
+def test_fewer_gpus_than_ranks_suffice_down_to_min_ranks() -> None:
+    assert [planned_elastic(gpus, 4, min_ranks=2).num_ranks for gpus in (2, 3, 4, 5)] == [2, 3, 4, 4]
+    with pytest.raises(ConfigError, match=r"^launch\.num_ranks=4, but 1 GPUs are visible"):
+        planned_elastic(1, 4, min_ranks=2)
+    assert {planned_elastic(0, ranks, exact=True).threads for ranks in (1, 2, 4)} == {1}, "of exact sums"
+    with pytest.raises(ConfigError, match=r"^2 ranks are fewer than elastic\.min_ranks=3: change one of them"):
+        planned_elastic(0, 0, min_ranks=3)
+
+
+def test_start_with_fewer_ranks_than_requested_is_noted() -> None:
+    launch, elastic = LaunchConfig(num_ranks=4), ElasticConfig(min_ranks=2)
+    fixed = Config(launch=launch, elastic=elastic)
+    free = Config(launch=launch, elastic=elastic, data=DataConfig(global_batch_size=64))
+    sentence = "3 GPUs are visible: 3 ranks instead of launch.num_ranks=4 (elastic.min_ranks=2)"
+    for config, note in ((free, sentence), (fixed, f"{sentence}; without data.global_batch_size a step has less data")):
+        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=3))) == note
+        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=5))) == ""
+
+
+# --- ports
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
+def test_port_in_use_is_skipped(address: str) -> None:
+    job_id = f"exp/taken-{address}"
+    port = port_for(job_id, 1)
+    with socket.socket() as listener:
+        listener.bind((address, port))
+        listener.listen()
+        assert free_port(job_id, 1) == port_for(job_id, 2)
+    assert free_port(job_id, 1) == port
+
+
+def test_machine_without_free_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(plans, "port_for", lambda *_: taken)
+        with pytest.raises(ConfigError, match=r"^no free port for job exp/first on this machine: `ss -ltnp`"):
+            free_port("exp/first", 1)
+
+
+# --- roles
+
+HYBRID = {"master": 1, "trainer": 1, "parameter_server": 2}
+
+
+def planned_with_roles(
+    num_gpus: int, roles: dict[str, int], cluster: ClusterConfig | None = None, **launch: Any
+) -> Plan:
+    config = Config(roles=roles, launch=LaunchConfig(**launch), cluster=cluster or ClusterConfig())
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
+
+
+def devices(plan: Plan) -> list[str]:
+    return [plan.device_of(rank) for rank in range(plan.num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "roles", "launch", "message"),
+    [
+        (0, {}, {"device": "cuda"}, "launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"),
+        (2, {}, {"num_ranks": 3}, "launch.num_ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu"),
+        (
+            0,
+            HYBRID,
+            {"num_ranks": 3},
+            "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.num_ranks=3: leave"
+            " launch.num_ranks out, or change one of them",
+        ),
+        (
+            1,
+            HYBRID,
+            {"devices": {"master": "cpu"}},
+            "roles: 3 ranks need a GPU each (trainer 1, parameter_server 2), but 1 are visible: run some roles without"
+            " one, as in launch.devices.parameter_server=cpu",
+        ),
+        (
+            0,
+            HYBRID,
+            {"devices": {"trainer": "cuda"}},
+            "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu",
+        ),
+    ],
+)
+def test_plan_that_does_not_fit_the_machine_is_an_error(
+    num_gpus: int, roles: dict[str, int], launch: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(num_gpus, roles, **launch)
+    assert str(caught.value) == message
+
+
+def test_roles_on_cpu_need_no_gpu_and_get_the_malloc_variables() -> None:
+    plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"})
+    assert devices(plan) == ["cpu", "cuda", "cpu", "cpu"]
+    # NCCL does not support ranks without a GPU.
+    assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cuda", "gloo", 2)
+    cluster = ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=1)})
+    assert devices(planned_with_roles(1, HYBRID, cluster)) == devices(plan)
+    envs = [plan.rank_env(rank, job_id="e/r", attempt=1, master_port=1) for rank in range(4)]
+    assert ["MALLOC_TRIM_THRESHOLD_" in env for env in envs] == [True, False, True, True]
+    plan = planned_with_roles(2, {"agent": 1, "observer": 1})
+    assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")

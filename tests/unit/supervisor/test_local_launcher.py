@@ -1,7 +1,11 @@
-"""LocalRanks and the process guard with shell commands as ranks; named pipes show which processes are alive."""
+"""Ranks on this machine: started by their command or forked by a parent, and the guard of their processes.
+
+Named pipes show which processes are alive.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -12,16 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_scene import HELD, REPORT, TORCH, Scene, wait_for_fork
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
+from hpcdist.errors import HpcdistError
+from hpcdist.rank.processes import PARENT_MODULE
+from hpcdist.supervisor.hang import find_ranks
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.local import LocalRanks
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-SOON_S = 10.0
+SOON_S = 20.0
 #: A grandchild that ignores signals and lives until it is killed.
 STUBBORN = "trap '' TERM INT HUP; echo alive >&3; exec sleep 600"
 
@@ -33,7 +41,7 @@ def guard() -> Iterator[Guard]:
     guard.close()
 
 
-class Scene:
+class Shell:
     """Starts shell commands as ranks of one attempt."""
 
     def __init__(self, folder: Path, guard: Guard) -> None:
@@ -57,11 +65,17 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, guard: Guard) -> Iterator[Scene]:
-    scene = Scene(tmp_path, guard)
-    yield scene
-    for ranks in scene.started:
+def shell(tmp_path: Path, guard: Guard) -> Iterator[Shell]:
+    shell = Shell(tmp_path, guard)
+    yield shell
+    for ranks in shell.started:
         ranks.close()
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
+    with NamedPipe(tmp_path / "pipe") as pipe:
+        yield pipe
 
 
 def wait_for_all(ranks: LocalRanks) -> dict[int, int]:
@@ -73,10 +87,10 @@ def wait_for_all(ranks: LocalRanks) -> dict[int, int]:
 # --- ranks
 
 
-def test_exits_are_in_the_order_in_which_ranks_end(scene: Scene, tmp_path: Path) -> None:
+def test_exits_are_in_the_order_in_which_ranks_end(shell: Shell, tmp_path: Path) -> None:
     for rank in range(3):
         os.mkfifo(tmp_path / f"go-{rank}")
-    ranks = scene.start("read x < go-0; exit 5", "read x < go-1; kill -9 $$", "read x < go-2")
+    ranks = shell.start("read x < go-0; exit 5", "read x < go-1; kill -9 $$", "read x < go-2")
     for rank in (2, 0, 1):
         (tmp_path / f"go-{rank}").write_text("go\n")
         while rank in ranks.running:
@@ -85,40 +99,18 @@ def test_exits_are_in_the_order_in_which_ranks_end(scene: Scene, tmp_path: Path)
     assert ranks.running == []
 
 
-def test_wait_ends_after_the_timeout_or_the_first_exit(scene: Scene, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "go")
-    ranks = scene.start("read x < go", "exec sleep 600")
-    ranks.wait(0)
-    assert (ranks.running, ranks.exits) == ([0, 1], {})
-    (tmp_path / "go").write_text("go\n")
-    ranks.wait(SOON_S)
-    assert (ranks.running, ranks.exits) == ([1], {0: 0})
-
-
-def test_rank_gets_environment_folder_log_and_no_standard_input(scene: Scene, tmp_path: Path) -> None:
+def test_rank_gets_environment_folder_log_and_no_standard_input(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("earlier\n")
-    assert wait_for_all(scene.start("env; pwd; cat", "echo out; echo err >&2")) == {0: 0, 1: 0}
-    lines = scene.log(0).splitlines()
+    assert wait_for_all(shell.start("env; pwd; cat", "echo out; echo err >&2")) == {0: 0, 1: 0}
+    lines = shell.log(0).splitlines()
     assert lines[-1] == str(tmp_path)
     assert {line.partition("=")[0] for line in lines[:-1]} <= {"PATH", "COMMAND", "PWD", "OLDPWD", "SHLVL", "_"}
-    assert scene.log(1) == "earlier\nout\nerr\n"
+    assert shell.log(1) == "earlier\nout\nerr\n"
 
 
-def test_signal_is_sent_to_running_ranks_only(scene: Scene, pipe: NamedPipe) -> None:
-    ranks = scene.start(f"exec 3> {pipe.path}; sleep 600 & echo ready >&3; wait", "exit 0")
-    assert pipe.line() == "ready"
-    while 1 in ranks.running:
-        ranks.wait(SOON_S)
-    ranks.signal(signal.SIGTERM)
-    assert wait_for_all(ranks) == {1: 0, 0: -15}
-    assert not pipe.is_released(0), "the child of the rank got the signal"
-    scene.close(ranks)
-    assert pipe.is_released(SOON_S)
-
-
-def test_close_kills_all_process_groups_with_grandchildren(scene: Scene, pipe: NamedPipe) -> None:
+def test_close_kills_all_process_groups_with_grandchildren(shell: Shell, pipe: NamedPipe) -> None:
     """One rank still runs and ignores SIGTERM; the other one has ended, but its grandchild has not."""
-    ranks = scene.start(
+    ranks = shell.start(
         f"exec 3> {pipe.path}; trap '' TERM; sh -c \"{STUBBORN}\"; :",
         f'exec 3> {pipe.path}; sh -c "{STUBBORN}" & exit 0',
     )
@@ -126,7 +118,7 @@ def test_close_kills_all_process_groups_with_grandchildren(scene: Scene, pipe: N
     while 1 in ranks.running:
         ranks.wait(SOON_S)
     assert ranks.exits == {1: 0}
-    scene.close(ranks)
+    shell.close(ranks)
     assert pipe.is_released(SOON_S)
     assert list(ranks.exits.items()) == [(1, 0), (0, -9)]
 
@@ -147,26 +139,17 @@ def test_no_rank_remains_if_one_cannot_be_started(tmp_path: Path, guard: Guard, 
 # --- descriptors
 
 
-def test_rank_inherits_only_its_log(scene: Scene) -> None:
+def test_rank_inherits_only_its_log(shell: Shell) -> None:
     """If a rank inherited the guard's pipe, the guard would not notice the end of the supervisor."""
     held = os.open(os.devnull, os.O_RDONLY)
     os.set_inheritable(held, True)
     try:
-        wait_for_all(scene.start("ls /proc/self/fd", "ls /proc/self/fd"))
+        wait_for_all(shell.start("ls /proc/self/fd", "ls /proc/self/fd"))
     finally:
         os.close(held)
     for rank in range(2):
         # `ls` opens the folder as descriptor 3.
-        assert scene.log(rank).split() == ["0", "1", "2", "3"]
-
-
-def test_close_releases_all_descriptors(tmp_path: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    guard = Guard()
-    scene = Scene(tmp_path, guard)
-    scene.close(scene.start("exit 0", "exec sleep 600"))
-    guard.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+        assert shell.log(rank).split() == ["0", "1", "2", "3"]
 
 
 # --- the guard
@@ -202,15 +185,6 @@ def test_rank_registers_with_the_guard_before_it_executes_its_command(tmp_path: 
     assert process.wait(SOON_S) == -9
 
 
-def test_rank_starts_after_the_guard_was_killed(tmp_path: Path, guard: Guard) -> None:
-    guard._process.kill()
-    guard._process.wait()
-    (process,) = sleepers(guard, tmp_path, 1)
-    process.kill()
-    guard.forget(process.pid)
-    assert process.wait() == -9
-
-
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
@@ -226,10 +200,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda number: number.name)
-def test_ranks_and_grandchildren_end_with_a_killed_supervisor(
-    tmp_path: Path, pipe: NamedPipe, number: signal.Signals
-) -> None:
+def test_ranks_and_grandchildren_end_with_a_killed_supervisor(tmp_path: Path, pipe: NamedPipe) -> None:
     """Two ranks, each with a grandchild that ignores SIGTERM, hold a pipe open until they end."""
     rank = f"exec 3> {pipe.path}; sh -c \"{STUBBORN}\" & trap '' TERM HUP INT; echo alive >&3; wait"
     with subprocess.Popen(
@@ -239,9 +210,244 @@ def test_ranks_and_grandchildren_end_with_a_killed_supervisor(
         guard = os.pidfd_open(int(supervisor.stdout.readline()))
         try:
             assert [pipe.line() for _ in range(4)] == ["alive"] * 4
-            supervisor.send_signal(number)
-            assert supervisor.wait() == -number
+            supervisor.kill()
             assert pipe.is_released(SOON_S)
             assert select.select([guard], [], [], SOON_S)[0], "the guard is alive"
         finally:
             os.close(guard)
+
+
+# --- Ranks that a parent forks, and parents that end, hang or cannot fork.
+
+
+@pytest.fixture
+def scene(tmp_path: Path, runs_dir: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path / "code", runs_dir)
+    with scene.launcher:
+        yield scene
+    assert scene.parents() == []
+
+
+def test_ranks_end_with_their_parent_which_is_replaced(
+    scene: Scene, pipe: NamedPipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = HELD.format(pipe=str(pipe.path))
+    _, ranks = scene.start(code, code)
+    wait_for_fork(ranks, pipe)
+    (parent,) = scene.parents()
+    os.kill(parent, signal.SIGKILL)
+    while ranks.running:
+        ranks.wait(SOON_S)
+    ranks.close()
+    assert ranks.exits == {0: -9, 1: -9}
+    assert pipe.is_released(SOON_S)
+    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+    assert scene.parents() not in ([], [parent])
+    assert "the parent process of the ranks has ended and is started again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("torch", "reason"),
+    [
+        (
+            TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "started 1 threads",
+        ),
+        ("raise ImportError('no such library')", "ImportError: no such library"),
+        ("from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: True)", "initialised CUDA"),
+        ("print('at import')\nimport os; os._exit(0)", "at import"),
+    ],
+    ids=["thread", "error", "cuda", "exit"],
+)
+def test_ranks_are_started_by_their_command_if_the_parent_cannot_fork(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture, torch: str, reason: str
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir, torch)
+    with scene.launcher:
+        code = "import os, sys; sys.exit(os.getppid() % 100)"
+        for _ in range(2):
+            assert scene.finish(code, code)[1] == dict.fromkeys(range(2), os.getpid() % 100)
+            assert scene.parents() == []
+    assert [record for record in caplog.text.splitlines() if reason in record], caplog.text
+    assert "is started again" not in caplog.text
+
+
+def test_parent_that_is_never_ready_is_given_up(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir, "import time\ntime.sleep(600)", init_timeout_s=0.5)
+    with scene.launcher:
+        for _ in range(2):
+            assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+            assert scene.parents() == []
+    assert "it was not ready within launch.init_timeout_s=0.5 s" in caplog.text
+
+
+def test_exit_codes_do_not_wait_for_the_parent(scene: Scene, pipe: NamedPipe) -> None:
+    """It may be importing for a long time, or be stopped."""
+    code = HELD.format(pipe=str(pipe.path))
+    _, ranks = scene.start(code, code)
+    wait_for_fork(ranks, pipe)
+    parent = psutil.Process(*scene.parents())
+    parent.suspend()
+    ranks.signal(signal.SIGTERM)
+    while ranks.running:
+        ranks.wait(SOON_S)
+    ranks.close()
+    assert ranks.exits == {0: -15, 1: -15}
+    parent.resume()
+    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+    assert scene.parents() == [parent.pid]
+
+
+def test_parent_that_cannot_fork_any_more_has_no_successor(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
+    assert scene.launcher._parent is not None
+    monkeypatch.setattr(scene.launcher._parent, "is_alive", lambda: True)
+    os.kill(*scene.parents(), signal.SIGKILL)
+    for _ in range(2):
+        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+        assert scene.parents() == []
+
+
+def test_ranks_are_started_by_their_command_if_the_parent_has_no_room_for_them(scene: Scene) -> None:
+    assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
+    (parent,) = scene.parents()
+    psutil.Process(parent).rlimit(psutil.RLIMIT_NOFILE, (3, 99))  # the parent cannot receive the files of a rank
+    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+
+
+REFUSES = """
+import json, socket
+control = socket.socket(fileno=1)
+while True:
+    message, descriptors, _, _ = socket.recv_fds(control, 99, 1)
+    if not message:
+        break
+    with socket.socket(fileno=descriptors[0]) as connection:
+        connection.send(b"{}")
+        if connection.recv(99):
+            connection.send(json.dumps({"failure": "process 7 survives"}).encode())
+"""
+
+
+def test_no_rank_starts_if_the_parent_refuses_all(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir)
+    (tmp_path / "code" / "hpcdist" / "rank" / "parent.py").write_text(REFUSES)
+    with scene.launcher:
+        _, ranks = scene.start("pass", "pass")
+        while ranks.running:
+            ranks.wait(SOON_S)
+        ranks.close()
+        assert (ranks.exits, ranks.absent(), ranks.last_message()) == ({0: 1, 1: 1}, [0, 1], "process 7 survives")
+        with pytest.raises(HpcdistError, match="process 7 survives"):
+            scene.start("pass", "pass")
+    assert "imports torch itself" not in caplog.text
+
+
+def test_signals_do_not_end_a_parent_that_is_starting(tmp_path: Path, runs_dir: Path) -> None:
+    """Its interpreter has not reached the code that ignores them."""
+    with NamedPipe(tmp_path / "starts", reopened=True) as starts:
+        folder = tmp_path / "code"
+        scene = Scene(folder, runs_dir)
+        tell = f"open({str(starts.path)!r}, 'w').write(f'{{os.getpid()}}\\n')"
+        hook = f"import os, sys\nif {PARENT_MODULE!r} in sys.orig_argv:\n    {tell}\n"
+        (folder / "sitecustomize.py").write_text(hook)
+        with scene.launcher:
+            parent = int(starts.line())
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(parent, number)
+            code = f"import os, sys; sys.exit(3 if os.getppid() == {parent} else 4)"
+            assert scene.finish(code, "pass")[1] == {0: 3, 1: 0}
+
+
+FORKING_SUPERVISOR = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from forked_scene import HELD, Scene
+scene = Scene(Path(sys.argv[1]), Path(sys.argv[2]))
+with scene.launcher:
+    code = HELD.format(pipe=sys.argv[3])
+    _, ranks = scene.start(code, code)
+    while True:
+        ranks.wait(600)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped-parent"])
+def test_ranks_and_parent_end_with_a_killed_supervisor(
+    tmp_path: Path, runs_dir: Path, pipe: NamedPipe, stopped: bool
+) -> None:
+    """Also if the parent is stopped, and cannot notice the death of the supervisor."""
+    program = FORKING_SUPERVISOR.format(path=sys.path)
+    words = [sys.executable, "-c", program, str(tmp_path / "code"), str(runs_dir), str(pipe.path)]
+    with subprocess.Popen(words) as supervisor:
+        assert [pipe.line() for _ in range(2)] == ["up"] * 2
+        (parent,) = [child for child in psutil.Process(supervisor.pid).children() if PARENT_MODULE in child.cmdline()]
+        if stopped:
+            # Until it waits for the next request, it may hold the guard's pipe of the last rank.
+            wait_for(lambda: parent.status() == psutil.STATUS_SLEEPING, "the parent to wait for a request")
+            parent.suspend()
+        supervisor.kill()
+    assert pipe.is_released(SOON_S)
+    assert psutil.wait_procs([parent], SOON_S)[1] == []
+
+
+# --- forked ranks have what started ranks have
+
+
+def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
+    """Environment, folder, log, session, signals and descriptors equal those of ranks that a command starts."""
+    forked_attempt, exits = scene.finish(REPORT, REPORT)
+    assert exits == {0: 0, 1: 0}
+    scene.launcher.fork = False
+    scene.launcher._close_parent()
+    started_attempt, exits = scene.finish(REPORT, REPORT)
+    assert exits == {0: 0, 1: 0}
+    for rank in range(2):
+        reports = []
+        for attempt in (forked_attempt, started_attempt):
+            line, *others = attempt.log(rank).read_text().splitlines()
+            assert others == ["error"]
+            report = json.loads(line)
+            assert report["env"].pop("HPCDIST_RANK") == str(rank)
+            assert report["env"].pop("HPCDIST_ATTEMPT") == str(attempt.number)
+            report["env"].pop("HPCDIST_MASTER_PORT")
+            assert report["is_leader"]
+            del report["pid"], report["parent"]
+            reports.append(report)
+        assert reports[0] == reports[1]
+        assert reports[0]["env"]["INHERITED"] == "as it was"
+
+
+def test_ps_shows_the_rank_but_not_its_parent(scene: Scene, pipe: NamedPipe) -> None:
+    code = HELD.format(pipe=str(pipe.path))
+    attempt, ranks = scene.start(code, code)
+    try:
+        wait_for_fork(ranks, pipe)
+        found = find_ranks(scene.run.path, attempt.number)
+        assert [(process.rank, process.pid) for process in found] == [
+            (rank, process.pid) for rank, process in enumerate(ranks._processes)
+        ]
+        assert psutil.Process(found[1].pid).name() == f"rank-1/{attempt.number}"
+    finally:
+        ranks.close()
+    assert ranks.exits == {0: -9, 1: -9}
+    assert pipe.is_released(SOON_S)
+
+
+def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
+    """A signal ends ranks that are being started, whatever their parent is doing."""
+    _, ranks = scene.start("pass", "pass")
+    assert (ranks.running, ranks.absent(), ranks._processes) == ([0, 1], [], [])
+    ranks.signal(signal.SIGUSR1)
+    assert ranks.running == [0, 1]
+    ranks.signal(signal.SIGTERM)
+    assert (ranks.running, ranks.exits) == ([], {0: -15, 1: -15})
+    ranks.close()
+    _, ranks = scene.start("pass", "pass")
+    ranks.close()
+    assert ranks.exits == {0: -9, 1: -9}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hpcdist.supervisor.progress import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
+from hpcdist.supervisor.progress import AGAIN_S, StragglerEvent, Stragglers
 from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
@@ -29,11 +28,8 @@ def peer_lost(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("exits", "outcomes", "expected"),
     [
-        # All ranks succeeded.
         ({0: 0, 1: 0}, {0: DONE}, None),
-        ({}, {}, None),
         # The failure of one rank, and its peers, in any order of exits.
-        ({1: 1, 0: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         ({0: 1, 1: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         ({2: 1, 1: 1, 0: 0}, {1: failed(rank=1), 2: failed("OSError: x", rank=2)}, ("error", 2, "n2", 7, "OSError: x")),
         # A killed rank has no outcome, and its peers report first.
@@ -42,11 +38,9 @@ def peer_lost(rank: int) -> dict[str, Any]:
             {0: peer_lost(0), 2: peer_lost(2)},
             ("killed", 1, "here", 31, "was killed by SIGKILL"),
         ),
-        ({1: -signal.SIGSEGV, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by SIGSEGV")),
         ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),
         # Exits without an outcome.
         ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "exited with code 3 without a report")),
-        ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "exited with code 1 without a report")),
         # A rank that left the others: by os._exit(0), or by a return from the trainer.
         ({1: 0, 0: 1}, {0: peer_lost(0)}, ("vanished", 1, "here", 31, LEFT)),
         ({0: 0, 1: 1}, {0: DONE | {"step": 5}, 1: peer_lost(1)}, ("vanished", 0, "here", 5, LEFT)),
@@ -75,7 +69,6 @@ def test_first_failure_is_the_cause_of_the_others(
 @pytest.mark.parametrize(
     ("exits", "outcomes", "error"),
     [
-        ({0: -15, 1: -15}, {}, None),
         ({1: -15, 0: 1}, {0: peer_lost(0)}, None),
         ({1: 0, 0: 1}, {0: peer_lost(0), 1: {"outcome": "stopped"}}, None),
         ({1: -15, 0: 1}, {0: failed("OSError: disk full")}, "OSError: disk full"),
@@ -97,13 +90,10 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
     ("kind", "error", "step", "sentence"),
     [
         ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan after step 7"),
-        ("rejected", "no such model", None, "rank 1 on n1 failed with no such model"),
         ("killed", "was killed by SIGKILL", 3, "rank 1 on n1 was killed by SIGKILL after step 3 (last heartbeat)"),
         # A rank that counts no steps.
         ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL"),
         ("hung", "made no progress", 3, "rank 1 on n1 made no progress after step 3"),
-        ("vanished", "ended with exit code 3", None, "rank 1 on n1 ended with exit code 3"),
-        ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
     ],
 )
 def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | None, sentence: str) -> None:
@@ -143,16 +133,13 @@ UNFIT = Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: 
 @pytest.mark.parametrize(
     ("failures", "max_restarts", "stop_requested", "restart", "reason"),
     [
-        ([failure()], 3, False, True, SENTENCE),
         ([failure()], 1, False, True, SENTENCE),
-        ([OTHER, failure()], 3, False, True, SENTENCE),
         # launch.max_restarts.
         ([failure()], 0, False, False, SENTENCE),
         ([OTHER, failure()], 1, False, False, f"{SENTENCE}; all launch.max_restarts=1 restarts are used up"),
         # The same failure at the same step, twice in a row.
         ([failure(), failure()], 9, False, False, f"{SENTENCE}, twice in a row: another restart would not help"),
         ([failure(step=6), failure()], 9, False, True, SENTENCE),
-        ([failure("hung"), failure()], 9, False, True, SENTENCE),
         ([failure(), OTHER, failure()], 9, False, True, SENTENCE),
         # User errors, and nodes that failed the preflight check, are not retried.
         ([failure("rejected", "no GPU", None)], 9, False, False, "rank 1 on n1 failed with no GPU"),
@@ -178,9 +165,7 @@ def on(host: str, error: str = "device lost", *, only_there: bool = True, step: 
 @pytest.mark.parametrize(
     ("history", "host"),
     [
-        ([], None),
         ([on("n2")], None),
-        ([on("n2"), on("n2")], "n2"),
         ([on("n2", step=3), on("n2", "other", step=9)], "n2"),
         ([on("n1"), on("n2")], None),
         # A stopped attempt, or one without a record, in between.
@@ -189,7 +174,6 @@ def on(host: str, error: str = "device lost", *, only_there: bool = True, step: 
         ([on("n2"), on("n2", only_there=False)], None),
         ([on("n2"), replace(on("n2"), kind="hung", traceback=())], None),
         ([on("n2"), replace(on("n2"), kind="killed", traceback=())], "n2"),
-        ([on("n2"), replace(on("n2"), kind="not_started", traceback=())], "n2"),
         ([replace(on(""), kind="not_started", traceback=())] * 2, None),
         # A failure without traceback, such as a full disk.
         ([on("n2"), replace(on("n2"), traceback=())], None),
@@ -202,15 +186,11 @@ def test_node_with_repeated_failures_is_suspected(history: list[Failure | None],
     assert suspect(history) == host
 
 
-def test_only_there_is_false_if_other_hosts_report_failures() -> None:
-    def only_there(outcomes: dict[int, dict[str, Any]]) -> bool:
-        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, lambda rank: None, lambda rank: "here")
+def test_failure_is_only_there_unless_ranks_on_other_hosts_report_their_own() -> None:
+    for outcome, only_there in ((peer_lost(1), True), (failed(rank=1), False)):
+        found = first_failure({0: 1, 1: 1}, {0: failed(), 1: outcome}, lambda rank: None, lambda rank: "here")
         assert found is not None
-        return found.only_there
-
-    assert only_there({0: failed(rank=0), 1: peer_lost(1)})
-    assert only_there({0: failed(rank=0), 1: failed(rank=1, host="n0")})
-    assert not only_there({0: failed(rank=0), 1: failed(rank=1)})
+        assert found.only_there == only_there
 
 
 # --- Straggler detection with simulated step timing.
@@ -279,13 +259,12 @@ def test_event_names_the_node_the_slow_part_and_a_hint() -> None:
 @pytest.mark.parametrize(
     ("hosts", "parts", "rank", "text"),
     [
-        (NODES, slow(0, data=0.1), 0, "n1 is 25 % slower than the median node (data 0.20 s against 0.10 s a step"),
         (NODES, slow(0, data=0.1), 0, "check how fast n1 reads its data, and whether its data workers have free"),
         (NODES, slow(0, data=0.05, compute=0.06), 0, "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30"),
         (NODES, lambda rank, now: (0.01, 0.0204 + 0.0596 * (not rank)), 0, "(compute 80.0 ms against 20.4 ms a step,"),
         (["n1", "n2"], slow(1, compute=0.1), 1, "n2 is 25 % slower than the other node (compute 0.40 s against 0.30"),
         (["host"] * 4, slow(3, compute=0.1), 3, "rank 3 (on host) is 25 % slower than the median rank (compute 0.40 s"),
-        (["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4, slow(6, compute=0.1), 6, "n2 is 25 % slower than the median node"),
+        (["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4, slow(6, data=0.1), 6, "n2 is 25 % slower than the median node"),
     ],
 )  # fmt: skip
 def test_event_names_place_and_slow_parts(hosts: list[str], parts: Parts, rank: int, text: str) -> None:
@@ -332,16 +311,7 @@ def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
     assert [event.name for event in events(0.2, 0.4)] == ["n3"]
 
 
-def test_one_normal_window_restarts_the_minute() -> None:
-    simulation = Simulation(NODES)
-    parts = slow(2, compute=0.2)
-    assert simulation.train(50, parts) == []
-    assert simulation.train(2 * WINDOW_S, even) == []
-    assert simulation.train(50, parts) == []
-    assert len(simulation.train(30, parts)) == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_fluctuations_on_busy_machines_are_not_reported(seed: int) -> None:
     """Each node is up to three times as slow for seconds, and one node after the other for half a minute."""
     uneven = random.Random(seed)
@@ -379,12 +349,3 @@ def test_windows_without_steps_do_not_count() -> None:
                 assert simulation.stragglers.note(rank, beat, simulation.now + second) == []
     simulation.now += 120
     assert [event.name for event in simulation.train(15, slow(2, compute=0.2))] == ["n3"]
-
-
-@pytest.mark.parametrize("beat", [{"host": "n1"}, {"host": "n1", "timing": {}}])
-def test_heartbeats_without_timing_are_ignored(beat: dict[str, object]) -> None:
-    simulation = Simulation(["n1", "n2"])
-    for now in range(0, 200, 10):
-        assert simulation.stragglers.note(0, beat, now) == []
-    assert simulation.stragglers.is_due(0, 195) is False
-    assert simulation.stragglers.is_due(0, 200) is True
