@@ -42,15 +42,20 @@ def test_repeated_sweep_runs_only_the_failed_cell(own_runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "hpcdist stop"])
+def test_request_stops_the_running_cell_and_the_sweep(own_runs: Runs, how: str) -> None:
     command = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
     process = own_runs.start(*command)
-    beat = own_runs.attempt("tune-seed_3").beat(0)
-    wait_for(beat.exists, "a step of the first cell")
-    process.send_signal(signal.SIGINT)
+    wait_for(own_runs.attempt("tune-seed_3").beat(0).exists, "a step of the first cell")
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        code, output = own_runs.command("stop", "tune")
+        assert code == 0, output
+        assert "tune-seed_3 will save and stop" in output
+        assert "tune-seed_4 will not be started\n" in output
     code, output = finish(process)
     assert code == 0, output
-    assert "sweep tune: 1 created, 1 stopped\n" in output
     assert own_runs.checkpoint_steps("tune-seed_3")
     assert own_runs.run_dir("tune-seed_4").read_state().attempt == 0
     assert {name: run.status for name, run in mlflow_runs(own_runs.database, "tune").items()} == {
@@ -60,21 +65,6 @@ def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
     code, output = own_runs.command(*command, "--dry-run")
     assert code == 0, output
     assert "  0: seed=3 (stopped)  tune-seed_3\n  1: seed=4 (not started)  tune-seed_4\n" in output
-
-
-@pytest.mark.slow
-def test_stop_and_status_accept_the_name_of_a_sweep(own_runs: Runs) -> None:
-    process = own_runs.start("run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=5,6")
-    wait_for(own_runs.attempt("tune-seed_5").beat(0).exists, "a step of the first cell")
-    code, output = own_runs.command("stop", "tune")
-    assert code == 0, output
-    assert "tune-seed_5 will save and stop" in output
-    assert "tune-seed_6 will not be started\n" in output
-    code, output = finish(process)
-    assert code == 0, output
-    assert own_runs.checkpoint_steps("tune-seed_5")
-    assert own_runs.run_dir("tune-seed_6").read_state().attempt == 0
-
     code, output = own_runs.command("status", "tune")
     assert code == 0, output
     assert "sweep tune: 1 created, 1 stopped\n" in output

@@ -193,6 +193,7 @@ def test_detached_run_is_held_by_one_supervisor(runs: Runs) -> None:
     assert code == 0, output
     assert f"{name} runs in the background (process " in output
     first = runs.holder_pid(name)
+    assert os.getsid(first) == first, "it outlives the terminal"
     wait_for(lambda: runs.checkpoint_steps(name), "the first checkpoint")
 
     code, output = runs.command("run", *config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import getpass
 import json
 import logging
@@ -120,18 +119,13 @@ def test_error_names_the_process_that_holds_the_run(run: RunDir, first: subproce
 @pytest.mark.processes
 def test_lease_of_a_killed_holder_is_free_at_once(run: RunDir, first: subprocess.Popen[str]) -> None:
     first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # its exit status is not collected: it is a zombie
+    assert holder(run) is None
     first.wait()
     assert run.lease.exists()
     assert holder(run) is None
     with hold(run):
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
-
-
-@pytest.mark.processes
-def test_zombie_does_not_hold_a_run(run: RunDir, first: subprocess.Popen[str]) -> None:
-    first.kill()
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its exit status is not collected
-    assert holder(run) is None
 
 
 @pytest.mark.processes
@@ -187,11 +181,11 @@ def test_reused_process_id_is_another_process(run: RunDir) -> None:
     assert holder(run) is not None
     write_lease(run, started=psutil.Process().create_time() - 100)
     assert holder(run) is None
+    run.lease.write_text('{"host": ')
+    assert holder(run) is None, "damaged"
 
 
-@pytest.mark.parametrize(
-    ("age_s", "alive"), [(0.0, True), (lease.STALE_S - 5, True), (lease.STALE_S + 5, False), (1e6, False)]
-)
+@pytest.mark.parametrize(("age_s", "alive"), [(lease.STALE_S - 5, True), (lease.STALE_S + 5, False)])
 def test_holder_on_another_host_is_alive_while_it_renews(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, alive: bool
 ) -> None:
@@ -219,67 +213,29 @@ def test_requeued_job_takes_over_its_lease_at_once(run: RunDir) -> None:
     assert not run.lease.exists()
 
 
-def test_incomplete_lease_file_is_free(run: RunDir) -> None:
-    run.lease.write_text('{"host": ')
-    assert holder(run) is None
-
-
-def test_lease_content_and_removal_after_an_exception(run: RunDir) -> None:
-    before = time.time()
-    found: dict[str, Any] = {}
-
-    def fail() -> None:
-        found.update(read_json(run.lease) or {})
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), hold(run):
-        fail()
-    assert (found["host"], found["pid"], found["user"]) == (socket.gethostname(), os.getpid(), getpass.getuser())
-    assert before <= found["acquired"] <= found["renewed"] <= time.time()
-    assert not run.lease.exists()
-    assert [thread.name for thread in threading.enumerate() if thread.name == "lease"] == []
-
-
-def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float], threading.Event]:
-    """Renew without pauses. Returns the renewal times, and an event for the first success after `failing` errors."""
+def test_renewals_continue_after_a_full_disk(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     times: list[float] = []
     renewed = threading.Event()
 
     def write(path: Path, value: dict[str, Any], **_: object) -> None:
         if threading.current_thread().name == "lease":
             times.append(value["renewed"])
-            if len(times) <= failing:
+            if len(times) <= 2:
                 raise OSError(28, "No space left on device")
             renewed.set()
         path.write_text(json.dumps(value))
 
     monkeypatch.setattr(lease, "write_json", write)
     monkeypatch.setattr(lease, "RENEW_S", 0.001)
-    return times, renewed
-
-
-def test_renewals_continue_after_a_full_disk(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    times, renewed = renewals(monkeypatch, failing=2)
     with caplog.at_level(logging.WARNING), hold(run):
-        acquired = (read_json(run.lease) or {})["acquired"]
         assert renewed.wait(10)
-    assert times[2] > acquired
+    assert times[2] > times[0]
     assert caplog.messages == [
         "the lease of run first cannot be renewed: [Errno 28] No space left on device",
         "the lease of run first is renewed again",
     ]
-
-
-def test_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that was started with --user."""
-
-    def fail() -> str:
-        raise KeyError("getpwuid(): uid not found: 1234")
-
-    monkeypatch.setattr(getpass, "getuser", fail)
-    assert lease.user_name() == str(os.getuid())
 
 
 # --- stalled holders, and other clocks
@@ -341,17 +297,3 @@ def test_stalled_holder_detects_a_successor_that_has_ended(run: RunDir) -> None:
         with pytest.raises(LeaseLostError, match="by another process, which has ended, while process"):
             held.check()
     assert not run.lease.exists()
-
-
-def test_failed_removal_of_the_lease_is_logged(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(lease.retry, "remove", fail)
-    with hold(run):
-        pass
-    assert caplog.messages == [
-        f"the lease of run first cannot be removed: [Errno 30] Read-only file system: '{run.lease}'"
-    ]
