@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import hpcdist
 from hpcdist.host.files import write_json
-from hpcdist.review.explain import PATTERNS, QUOTE_CHARS, explain, explain_attempt, first_match, quote
+from hpcdist.review.explain import PATTERNS, explain, explain_attempt, first_match
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import AttemptTimes, write_times
@@ -31,6 +30,7 @@ from hpcdist.slurm.output import JobInfo
 
 # --- `hpcdist explain` with run folders and job states of Slurm
 
+EARLY = "ended with exit status 0 before the other ranks"
 GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064"
 
 
@@ -95,59 +95,29 @@ def test_healthy_run_has_one_line(run: RunDir) -> None:
     assert explain(run) == ["created, but never started; `hpcdist resume first` starts it"]
 
 
-def test_running_run_explains_its_last_failed_attempt(run: RunDir) -> None:
-    """The attempt after the failed one ended with a requeue."""
-    write_outcome(run, 0, "ValueError: nan")
-    for number, failed in ((1, True), (2, False)):
-        attempt = run.attempt(number) if number == 1 else run.new_attempt()
-        write_times(attempt, AttemptTimes(supervised=1.0, began=2.0, ended=3.0, failed=failed))
+def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
+    """The killed rank has written no outcome; its peer has. The attempt after it ended with a requeue."""
+    killed = "rank 1 on n1 was killed by SIGKILL after step 161 (last heartbeat)"
+    times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0)
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_log(run, 0, f"{GLOO_PEER}\n")
+    write_times(run.attempt(1), replace(times, failed=True, status="failed", reason=killed))
+    write_times(run.new_attempt(), replace(times, failed=False))
     run.new_attempt()
     change_state(run, status="running", attempt=3, restarts=1, reason="")
     with hold(run):
-        assert explained(run)["evidence"] == "attempts/001/rank-00000.outcome.json: ValueError: nan"
-
-
-def write_end(run: RunDir, number: int, reason: str, status: str = "failed") -> None:
-    times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0, failed=status == "failed", status=status, reason=reason)
-    write_times(run.attempt(number), times)
-
-
-KILLED = "rank 1 on n1 was killed by SIGKILL after step 161 (last heartbeat)"
-
-
-def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
-    """The killed rank has written no outcome; its peer has."""
-    write_outcome(run, 0, GLOO_PEER, peer=True)
-    write_log(run, 0, f"{GLOO_PEER}\n")
-    write_end(run, 1, KILLED)
-    run.new_attempt()
-    change_state(run, status="running", attempt=2, restarts=1, reason="")
-    with hold(run):
         found = explained(run)
-    assert found["evidence"] == KILLED
+    assert found["evidence"] == killed
     assert found["cause"].startswith("the rank was killed from outside")
-    write_end(run, 2, "trained 9 steps", status="finished")
+    for number in (2, 3):
+        write_times(run.attempt(number), replace(times, status="finished", reason="trained 9 steps"))
     change_state(run, status="finished", reason="trained 9 steps")
-    assert explain(run) == ["finished after 1 restart: trained 9 steps", f"1:        failed: {KILLED}"]
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (
-            "ended with exit status 0 before the other ranks",
-            "one rank ended while the others still waited for it",
-        ),
-        ("exited with code 3 without a report", "the process of the rank ended itself with code 3, without an except"),
-    ],
-)
-def test_rank_that_left_the_others_is_the_cause(run: RunDir, error: str, cause: str) -> None:
-    write_outcome(run, 0, GLOO_PEER, peer=True)
-    write_json(run.attempt(1).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": error})
-    change_state(run, reason=f"rank 1 on n1 {error} after step 5")
+    assert explain(run) == ["finished after 1 restart: trained 9 steps", f"1:        failed: {killed}"]
+    write_json(run.attempt(3).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": EARLY})
+    change_state(run, status="failed", reason=f"rank 1 on n1 {EARLY} after step 5")
     found = explained(run)
-    assert found["cause"].startswith(cause)
-    assert found["evidence"].startswith(f"rank 1 on n1 {error}"[:150])
+    assert found["cause"] == "one rank ended while the others still waited for it"
+    assert found["evidence"] == f"rank 1 on n1 {EARLY} after step 5"
 
 
 def test_recorded_failure_is_the_first_of_several_errors(run: RunDir) -> None:
@@ -217,14 +187,6 @@ SHIPPED = Path(hpcdist.__file__).parent / "trainers" / "ddp" / "train.py"
             "/me/b.py:2",
             id="syntax error",
         ),
-        pytest.param(
-            "rejected",
-            "trainer 'a:train' cannot be imported: ImportError: it is no package",
-            ["/me/a.py"],
-            'an exception in the training code, at File "/me/a.py", line 1',
-            "/me/a.py:1",
-            id="import error",
-        ),
     ],
 )
 def test_error_in_the_users_code_names_the_line_to_fix(
@@ -240,22 +202,19 @@ def test_error_in_the_users_code_names_the_line_to_fix(
     assert finding.code == place
 
 
-def test_known_error_of_a_rank_has_its_cause(run: RunDir) -> None:
-    error = "CheckpointError: saving to /runs/x failed: OSError: [Errno 28] No space left on device"
-    write_outcome(run, 0, error)
-    write_log(run, 0, f"step 1\n2026-11-20 08:00:00 ERROR rank 0 on n1: {error}\n")
-    found = explained(run)
-    assert found["cause"] == "a disk is full, or a quota is exceeded"
-    assert found["evidence"].startswith("attempts/001/rank-00000.log:2: 2026-11-20 08:00:00 ERROR rank 0 on n1: Checkp")
-
-
-def test_rejected_config_refers_to_its_key(run: RunDir) -> None:
+def test_rejected_config_refers_to_its_key_and_a_known_error_has_its_cause(run: RunDir) -> None:
     write_outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
     change_state(run, rejected=True)
     found = explained(run)
     assert found["cause"] == "the configuration cannot run on these nodes"
     assert found["evidence"].endswith("outcome.json: checkpoint.monitor='x' is not measured: use one of train/loss")
     assert found["fix"] == "correct the key, then `hpcdist resume first key=value …`"
+    error = "CheckpointError: saving to /runs/x failed: OSError: [Errno 28] No space left on device"
+    write_outcome(run, 0, error)
+    write_log(run, 0, f"step 1\n2026-11-20 08:00:00 ERROR rank 0 on n1: {error}\n")
+    found = explained(run)
+    assert found["cause"] == "a disk is full, or a quota is exceeded"
+    assert found["evidence"].startswith("attempts/001/rank-00000.log:2: 2026-11-20 08:00:00 ERROR rank 0 on n1: Checkp")
 
 
 # --- ranks without outcome files
@@ -295,16 +254,13 @@ def test_hang_shows_the_innermost_frame_or_the_rank_whose_stack_differs(run: Run
     assert explained(run)["cause"] == "a disk is full, or a quota is exceeded"
 
 
-def test_lost_peers_are_reported_if_nothing_else_is_known(run: RunDir) -> None:
+def test_lost_peers_and_then_the_recorded_reason_are_the_last_resort(run: RunDir) -> None:
+    found = explained(run)
+    assert (found["cause"], found["evidence"]) == ("rank 0 failed", "logs in attempts/001")
     change_state(run, reason=f"rank 0 on n1 failed with {GLOO_PEER}")
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
     assert explained(run)["cause"] == "the ranks lost their connection, and none of them reported another cause"
-
-
-def test_without_evidence_the_recorded_reason_is_the_cause(run: RunDir) -> None:
-    found = explained(run)
-    assert (found["cause"], found["evidence"]) == ("rank 0 failed", "logs in attempts/001")
 
 
 def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:
@@ -321,8 +277,6 @@ def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
-        ("OUT_OF_MEMORY", "the job used more memory than it requested"),
-        ("TIMEOUT", "the job reached its time limit before the ranks had saved"),
         ("NODE_FAIL", "a node failed"),
         ("PREEMPTED", "a job of higher priority preempted this one"),
         ("CANCELLED", "the job was cancelled (scancel, by the user or an administrator)"),
@@ -378,22 +332,16 @@ def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir,
     assert found["evidence"] == "submitit/7_0_log.out:2: ModuleNotFoundError: No module named 'submitit'"
 
 
-def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
+def test_stopped_run_has_the_request_as_cause_and_its_fix_says_where_it_continues(run: RunDir) -> None:
     change_state(run, status="stopped", reason="everything saved (`hpcdist stop` by ada)")
     found = explained(run)
     assert found["cause"] == "everything saved (`hpcdist stop` by ada)"
     assert found["fix"] == "`hpcdist resume first` continues from the newest checkpoint"
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_resume_of_a_plain_script_starts_it_again(run: RunDir, saved: bool) -> None:
     run.config.write_text("trainer: {script: [/home/ada/train.py, --lr, '0.1']}\n")
-    if saved:
-        (run.checkpoints / "newest.pt").touch()
-    change_state(run, status="stopped", reason="train.py was ended by SIGTERM")
-    where = "again, with its files in the run's checkpoints/"
-    where = where if saved else "from the beginning, unless it has saved elsewhere"
-    assert explained(run)["fix"] == f"`hpcdist resume first` starts train.py {where}"
+    again = "`hpcdist resume first` starts train.py "
+    assert explained(run)["fix"] == f"{again}from the beginning, unless it has saved elsewhere"
+    (run.checkpoints / "newest.pt").touch()
+    assert explained(run)["fix"] == f"{again}again, with its files in the run's checkpoints/"
 
 
 # --- preflight
@@ -431,7 +379,6 @@ def pattern_name(text: str) -> str:
     ("code", "name"),
     [
         ("import nosuch.thing", "missing-module"),
-        ("bytearray(10**17)", "out-of-memory"),
         ("import torch; torch.empty(10**15)", "out-of-memory"),
         ("open('/dev/full', 'wb', buffering=0).write(b'x')", "disk-full"),
     ],
@@ -468,14 +415,6 @@ def test_collective_timeout_of_gloo() -> None:
     assert pattern_name(done.stderr.splitlines()[-1]) == "collective-timeout"
 
 
-def test_missing_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without GPU")
-    with pytest.raises((RuntimeError, AssertionError)) as raised:
-        torch.zeros(1).cuda()
-    assert pattern_name(str(raised.value)) in ("no-driver", "driver-too-old")
-
-
 # --- recorded and quoted texts
 @pytest.mark.parametrize(
     ("line", "name"),
@@ -490,27 +429,11 @@ def test_missing_gpu() -> None:
         ("rank 2 on n2 was killed by SIGKILL after step 46", "killed"),
         ("rank 1 on n1 was killed by SIGSEGV after step 3", "crashed"),
         ("srun: error: Unable to create step for job 1: Requested nodes are busy", "not-started"),
-        ("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)", "not-started"),
-        ("no rank was started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
         ("rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
         (
             "rank 3 on n2 was killed by SIGKILL after step 50; step 2.1 (attempt-001) does not end,"
             " although none of its ranks is left (n2 has rebooted)",
             "not-started",
-        ),
-        (
-            "rank 0 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in /x)",
-            "hang",
-        ),
-        (
-            "RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to",
-            "collective-timeout",
-        ),
-        ("RuntimeError: [/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064.", "peer-lost"),
-        (
-            "DistNetworkError: The server socket has failed to listen on any local network address. port: 23460,"
-            " useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-            "port-taken",
         ),
         (
             "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 23)",
@@ -548,33 +471,16 @@ def test_recorded_and_quoted_texts_match_their_pattern(line: str, name: str) -> 
 
 
 # --- order of patterns and causes
-def test_causes_precede_their_consequences() -> None:
-    text = "Connection closed by peer\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0\nCUDA out of memory\n"
-    assert pattern_name(text) == "cuda-out-of-memory"
-    assert first_match(text.splitlines()[:2]) == (next(p for p in PATTERNS if p.name == "out-of-memory"), 1)
+def test_causes_precede_their_consequences_and_contain_the_name_in_the_line(run: RunDir) -> None:
+    lines = ["Connection closed by peer", "Detected 1 oom_kill event in StepId=1.0", "CUDA out of memory"]
+    assert pattern_name("\n".join(lines)) == "cuda-out-of-memory"
+    assert first_match(lines[:2]) == (next(p for p in PATTERNS if p.name == "out-of-memory"), 1)
     assert first_match(["a line", "another"]) is None
-    assert first_match([]) is None
-
-
-def test_each_pattern_has_a_unique_name_a_cause_and_a_fix() -> None:
-    assert len({pattern.name for pattern in PATTERNS}) == len(PATTERNS)
-    assert [pattern.name for pattern in PATTERNS if not (pattern.cause and pattern.fix)] == []
-
-
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
+    for line, cause in (
         ("srun: error: Node failure on n4", "a node failed: n4"),
         ("STEP 1.0 CANCELLED DUE TO NODE FAILURE", "a node failed"),
-        ("ModuleNotFoundError: No module named 'nosuch'", "the ranks' Python does not find nosuch"),
-    ],
-)
-def test_cause_contains_the_name_in_the_line(run: RunDir, line: str, cause: str) -> None:
-    finding = explain_attempt(run, run.attempt(1), line)
-    assert finding is not None
-    assert finding.cause == cause
-
-
-def test_long_lines_are_cut() -> None:
-    assert quote("  a\tb ") == "a b"
-    assert len(quote("x" * 999)) == QUOTE_CHARS
+        ("rank 1 exited with code 3 without a report", "the process of the rank ended itself with code 3, without"),
+    ):
+        finding = explain_attempt(run, run.attempt(1), line)
+        assert finding is not None
+        assert finding.cause.startswith(cause)
