@@ -61,6 +61,10 @@ def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_alloc
     assert ledger.allocated_s == pytest.approx(5 * (51 + 21))
     downs = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "down"]
     assert downs == [(21, 31)]
+    add_attempt(run, 2001, None, [account(2001, 2021, closed=False), account(2001, 2031, closed=False), None, None])
+    ledger = read_ledger(run)
+    assert ledger.allocated_s == pytest.approx(5 * (51 + 21 + 31)), "the last heartbeat of a killed supervisor"
+    assert sums(ledger, 4)["down"] == 10.0
 
 
 def test_gaps_after_the_loss_of_a_node_have_the_remaining_nodes(run: RunDir) -> None:
@@ -69,13 +73,6 @@ def test_gaps_after_the_loss_of_a_node_have_the_remaining_nodes(run: RunDir) -> 
     add_attempt(run, 31, 51, [account(31, 51)], rest, supervised=0, failed=True)
     add_attempt(run, 61, 81, [account(61, 81)], rest, supervised=0)
     assert sums(read_ledger(run), 0) == {"start": 5.0, "down": 50.0 + 20.0}
-
-
-def test_end_of_a_killed_supervisor_is_its_last_heartbeat(run: RunDir) -> None:
-    add_attempt(run, 1, None, [account(1, 21, closed=False), account(1, 31, closed=False), None, None])
-    ledger = read_ledger(run)
-    assert ledger.allocated_s == pytest.approx(5 * 31)
-    assert sums(ledger, 1)["down"] == 10.0
 
 
 def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,18 +93,9 @@ def test_clocks_of_nodes_that_differ_do_not_change_the_sum(run: RunDir) -> None:
     assert read_ledger(run).allocated_s == pytest.approx(101 * 5)
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        {"seconds": None},
-        {"seconds": {"lunch": 1.0}},
-        {"seconds": {"data": -1.0}},
-        {"seconds": {"data": "1"}},
-        {"cause": "lunch"},
-    ],
-)
-def test_damaged_account_counts_as_none(run: RunDir, damaged: dict[str, Any]) -> None:
-    add_attempt(run, 1, 11, [account(1, 11) | damaged] * 4)
+def test_damaged_account_counts_as_none(run: RunDir) -> None:
+    damaged = {"seconds": None}, {"seconds": {"lunch": 1.0}}, {"seconds": {"data": -1.0}}, {"cause": "lunch"}
+    add_attempt(run, 1, 11, [account(1, 11) | changes for changes in damaged])
     assert sums(read_ledger(run), 1) == {"start": 40.0, "idle": 10.0}
 
 
@@ -215,16 +203,12 @@ def test_slurms_energy_comes_before_the_energy_of_ranks(run: RunDir) -> None:
     assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes")
 
 
-def test_an_attempt_ends_with_its_allocation(run: RunDir) -> None:
-    write_starts(run, {"began": 0, "ended": 30, "cores": 5})
-    add_attempt(run, 5, 33, [account(5, 33)] * 4, supervised=3)
-    assert read_ledger(run).allocated_s == pytest.approx(150.0)
-
-
-def test_without_accounting_a_start_ends_with_its_last_attempt(run: RunDir) -> None:
+def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_attempt(run: RunDir) -> None:
     write_starts(run, {"began": 0, "queue_s": 2.0}, {"nodes": "n1"}, earlier={"40": None, "39": {"0": {"began": "x"}}})
     add_attempt(run, 5, 33, [account(5, 33)] * 4, supervised=3)
     assert read_ledger(run).allocated_s == pytest.approx(33 * 5)
+    write_starts(run, {"began": 0, "ended": 30, "cores": 5})
+    assert read_ledger(run).allocated_s == pytest.approx(150.0)
 
 
 # --- times.json
