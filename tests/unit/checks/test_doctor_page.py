@@ -44,23 +44,8 @@ FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a ru
 WARNING = Check(name="names", level="warning", text="the lookup of its own name took 5.0 s", node="n3")
 
 
-def test_sections_run_concurrently_and_results_keep_their_order() -> None:
-    second_done = threading.Event()
-
-    def first() -> list[Check]:
-        assert second_done.wait(30), "the second section waits for the first"
-        return [OK]
-
-    def second() -> list[Check]:
-        second_done.set()
-        return [FAILURE]
-
-    sections = [Section(title="One", run=first, timeout_s=30), Section(title="Two", run=second, timeout_s=30)]
-    assert list(execute(sections)) == [("One", [OK]), ("Two", [FAILURE])]
-
-
-def test_hanging_or_failing_section_is_a_warning() -> None:
-    released = threading.Event()
+def test_sections_run_concurrently_and_a_hanging_or_failing_one_is_a_warning() -> None:
+    released, last_done = threading.Event(), threading.Event()
 
     def hang() -> list[Check]:
         released.wait()
@@ -69,27 +54,38 @@ def test_hanging_or_failing_section_is_a_warning() -> None:
     def fail() -> list[Check]:
         raise OSError(5, "Input/output error")
 
+    def wait() -> list[Check]:
+        assert last_done.wait(30), "the last section waits for this one"
+        return [OK]
+
+    def end() -> list[Check]:
+        last_done.set()
+        return [FAILURE]
+
     pending: list[Sequence[str]] = []
     sections = [
         Section(title="Folder", run=hang, timeout_s=0.05, timeout_fix="check the server"),
         Section(title="MLflow", run=fail),
-        Section(title="Cores", run=lambda: [OK]),
+        Section(title="Cores", run=wait, timeout_s=30),
+        Section(title="Disk", run=end, timeout_s=30),
     ]
-    hung, failed, passed = execute(sections, pending.append)
+    hung, failed, *others = execute(sections, pending.append)
     released.set()
     text = "no answer within 0.05 s"
     assert hung == ("Folder", [Check(name="Folder", level="warning", text=text, fix="check the server")])
     text = "this section failed: OSError: [Errno 5] Input/output error"
     assert failed == ("MLflow", [Check(name="MLflow", level="warning", text=text)])
-    assert passed == ("Cores", [OK])
+    assert others == [("Cores", [OK]), ("Disk", [FAILURE])]
     assert pending[0][0] == "Folder"
 
 
-def lines(title: str, *checks: Check, width: int = 80) -> str:
-    return "\n".join(line for _, line in section_lines(title, checks, width))
+def test_page_has_a_line_for_each_result_its_fix_below_and_a_summary() -> None:
+    def lines(title: str, *checks: Check) -> str:
+        return "\n".join(line for _, line in section_lines(title, checks, 80))
 
+    def summary(*checks: Check) -> str:
+        return "\n".join(line for _, line in summary_lines([("Section", checks)], 80))
 
-def test_each_result_has_a_line_and_its_fix_below() -> None:
     assert lines("Folder of runs", OK, FAILURE, WARNING) == (
         "Folder of runs\n"
         "  ok       cores          16\n"
@@ -99,36 +95,19 @@ def test_each_result_has_a_line_and_its_fix_below() -> None:
     )
     assert lines("Empty") == ""
     assert [kind for kind, _ in section_lines("x", [OK, FAILURE], 80)] == ["title", "ok", "failure", ""]
-
-
-def test_lines_wrap_at_the_width_without_breaking_words() -> None:
     path = "/very/long/" + "folder/" * 12
     long = Check(name="a name that is long", level="note", text=f"{path} " + "word " * 40, fix=f"`ls -ld {path}` " * 2)
     text = lines("Folder", long)
-    assert f" {path}\n" in text
+    assert f" {path}\n" in text, "words are not broken"
     assert all(len(line) <= 80 or path in line for line in text.splitlines()), text
-
-
-def test_summary_counts_problems_and_warnings() -> None:
-    def summary(*checks: Check) -> str:
-        return "\n".join(line for _, line in summary_lines([("Section", checks)], 80))
-
-    assert summary(OK) == "No problem found that would make a run fail; no warnings."
     assert summary(OK, WARNING) == "No problem found that would make a run fail; 1 warning above."
     assert summary(FAILURE, WARNING, WARNING) == (
         "1 problem would make a run fail (2 warnings above):\n"
         "  - Section, space: 0.0 GiB free of 100.0: a run would fail"
     )
-    assert summary(FAILURE, FAILURE).startswith("2 problems would make a run fail (no warnings):\n")
-
-
-def test_json_document_has_facts_verdict_and_all_checks() -> None:
-    page = [("One", [OK]), ("Two", [FAILURE])]
-    found = document(page, {"host": "n1"})
-    assert found["host"] == "n1"
-    assert found["would_fail"] is True is would_fail(page)
+    found = document([("One", [OK]), ("Two", [FAILURE])], {"host": "n1"})
+    assert (found["host"], found["would_fail"], would_fail([("One", [OK])])) == ("n1", True, False)
     assert found["checks"][1] == {"section": "Two", **asdict(FAILURE)}
-    assert would_fail(page[:1]) is False
 
 
 # --- The sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)
@@ -152,15 +131,6 @@ def slurm_facts(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings:
 def by_name(checks: list[Check]) -> dict[str, Check]:
     assert len({check.name for check in checks}) == len(checks), checks
     return {check.name: check for check in checks}
-
-
-# --- the client
-def test_working_cluster_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "run", lambda *_, **__: "devcluster\nroot\nroot\n")
-    assert client_checks(slurm_facts(), "root") == [
-        Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
-        Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
-    ]
 
 
 def test_missing_slurm_is_a_note_and_unreachable_controller_a_failure() -> None:
@@ -208,7 +178,12 @@ def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytes
 
 
 # --- partitions
-def test_partitions_show_nodes_hardware_and_time_limit() -> None:
+def test_working_cluster_is_ok_and_shows_its_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "run", lambda *_, **__: "devcluster\nroot\nroot\n")
+    assert client_checks(slurm_facts(), "root") == [
+        Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
+        Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
+    ]
     text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00"
     assert partition_checks(slurm_facts()) == [
         Check(name="main", level="ok", text=f"{text} (default)"),
@@ -254,21 +229,15 @@ def test_default_settings_are_explained() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "level", "text", "fix"),
-    [
+def test_preemption_of_a_partition_and_of_the_cluster_is_explained() -> None:
+    for old, new, level, text, fix in (
         ("GraceTime=0", "GraceTime=10", "note", "SIGKILL 15 s later (GraceTime 10 + KillWait 5)", "fit into 15 s"),
         ("GraceTime=0", "GraceTime=60", "ok", "SIGKILL 65 s later", ""),
         ("=REQUEUE", "=CANCEL", "note", "does not requeue the run", "`hpcdist resume RUN`"),
         ("=REQUEUE", "=GANG,SUSPEND", "note", "suspends the processes", "launch.hang_timeout_s"),
-    ],
-)
-def test_preemption_of_a_partition_is_explained(old: str, new: str, level: str, text: str, fix: str) -> None:
-    check = job_end_checks(slurm_facts(partitions=PARTITIONS.replace(old, new, 1)))[2]
-    assert (check.level, text in check.text, fix in check.fix) == (level, True, True), check
-
-
-def test_preemption_of_the_cluster_is_explained() -> None:
+    ):
+        check = job_end_checks(slurm_facts(partitions=PARTITIONS.replace(old, new, 1)))[2]
+        assert (check.level, text in check.text, fix in check.fix) == (level, True, True), check
     off = job_end_checks(slurm_facts(PreemptType="preempt/none"))[1]
     assert off.text == "off: no job ends because of another one"
     signalled = job_end_checks(slurm_facts(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
@@ -369,12 +338,11 @@ def test_newest_preflight_is_summarized(run: RunDir) -> None:
     attempt = run.new_attempt()
     disk = Check(name="disk", level="failure", text="0 MB are free in /runs", fix="free space", node="n2")
     passed = Check(name="preflight", level="ok", text="2 nodes are alike")
-    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(disk), asdict(passed)], "answers": {}})
-    head, found = preflight(run)
-    assert (head.level, head.text, found) == ("note", "1 finding before attempt 1, 0 min ago, on 2 nodes", disk)
-    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(passed)]})
-    (head,) = preflight(run)
-    assert (head.level, head.text) == ("ok", "no problems before attempt 1, 0 min ago, on 2 nodes")
+    when = "before attempt 1, 0 min ago, on 2 nodes"
+    for checks, level, text in (([disk, passed], "note", "1 finding"), ([passed], "ok", "no problems")):
+        write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": list(map(asdict, checks)), "answers": {}})
+        head, *found = preflight(run)
+        assert (head.level, head.text, found) == (level, f"{text} {when}", checks[:-1])
 
 
 # --- node states in Slurm
@@ -409,13 +377,8 @@ def test_nodes_before_each_requeue_are_included(run: RunDir, slurm: Callable[...
     found = checks_of(run)
     assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
     assert found["Node preflight"][0].text.startswith("not run: the run has no nodes at present")
-
-
-def test_unreachable_slurm_is_a_warning(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING", error="scontrol gave no answer in 10 s")
-    found = checks_of(run)
-    assert [check.level for check in found["Run"]] == ["ok", "warning"]
-    assert found["Nodes in Slurm"] == []
+    assert [check.level for check in checks_of(run)["Run"]] == ["ok", "warning"]
 
 
 # --- preflight of the nodes
@@ -461,23 +424,14 @@ def test_preflight_step_runs_beside_the_ranks(
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = checks_of(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")
-    assert {"--jobid=7", "--job-name=doctor", "--overlap", "--time=2", "--mem=0", "--nodes=2", "--gpus-per-node=4"} < {
-        *srun.command
-    }
+    flags = {"--jobid=7", "--job-name=doctor", "--overlap", "--time=2", "--mem=0", "--nodes=2", "--gpus-per-node=4"}
+    assert flags < {*srun.command}
     assert (srun.request.nodes, srun.request.run_folder) == (("n1", "n2"), str(run.path))
     assert checked["n1"]["gpus"][0]["used_mb"] is None, "the ranks use the GPUs"
-    assert not list(run.path.glob(".doctor-*")), "the temporary folder is removed"
-
-
-def test_step_without_answers_is_a_warning(
-    run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm("RUNNING", sinfo=SINFO)
-    srun = Srun(monkeypatch)
-    srun.errors = "srun: error: Unable to create step for job 7: Invalid job id specified\n"
+    srun.answers, srun.errors = {}, "srun: error: Unable to create step for job 7: Invalid job id specified\n"
     (check,) = checks_of(run)["Node preflight"]
     assert (check.level, "Unable to create step" in check.text) == ("warning", True)
     srun.hangs = True
     (check,) = checks_of(run)["Node preflight"]
     assert (check.level, "did not finish within 60 s" in check.text) == ("warning", True)
-    assert not list(run.path.glob(".doctor-*"))
+    assert not list(run.path.glob(".doctor-*")), "the temporary folder is removed"
