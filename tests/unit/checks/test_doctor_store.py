@@ -9,14 +9,14 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from hpcdist_runs import unused_port
+from http_servers import in_thread
 
 from hpcdist.checks import storage as module
 from hpcdist.checks.storage import GIB, folder_checks, migrations, store_checks
@@ -53,29 +53,23 @@ def test_migrations_are_read_from_the_installed_mlflow(tmp_path: Path) -> None:
 # --- sqlite
 
 
-def test_missing_database_is_not_created(tmp_path: Path) -> None:
-    check = last_check(f"sqlite:///{tmp_path}/mlflow.db")
-    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("revision", "level", "text", "fix"),
-    [
+def test_schema_is_compared_and_not_changed(tmp_path: Path) -> None:
+    missing = last_check(f"sqlite:///{tmp_path}/mlflow.db")
+    assert (missing.level, missing.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
+    for revision, level, text, fix in (
         (HEAD, "ok", "{uri}, its schema is up to date", ""),
         ("", "ok", "{uri} is empty; the first run creates its tables", ""),
         (BEFORE, "warning", "{uri} has the schema of an older MLflow: ", "a backup, then `mlflow db upgrade {uri}`"),
-        ("feedfacecafe", "warning", "has the schema feedfacecafe of a newer MLflow than", "install --upgrade mlflow`"),
-    ],
-    ids=["current", "empty", "older", "newer"],
-)
-def test_schema_is_compared_and_not_changed(tmp_path: Path, revision: str, level: str, text: str, fix: str) -> None:
-    uri = create_database(tmp_path / "mlflow.db", revision)
-    before = (tmp_path / "mlflow.db").read_bytes()
-    check = last_check(uri)
-    assert (check.level, text.format(uri=uri) in check.text) == (level, True), check
-    assert check.fix.endswith(fix.format(uri=uri))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        ("feedfacecafe", "warning", "has the schema feedfacecafe of a newer MLflow than", "--upgrade mlflow`"),
+    ):
+        assert list(tmp_path.iterdir()) == []
+        uri = create_database(tmp_path / "mlflow.db", revision)
+        before = (tmp_path / "mlflow.db").read_bytes()
+        check = last_check(uri)
+        assert (check.level, text.format(uri=uri) in check.text) == (level, True), check
+        assert check.fix.endswith(fix.format(uri=uri))
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        (tmp_path / "mlflow.db").unlink()
 
 
 def test_unusable_database_is_a_warning_and_one_on_a_network_file_system_a_note(
@@ -115,44 +109,44 @@ os._exit(0)
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., str]]:
     """Return a function that starts a server with these answers and returns its URI."""
-    running: list[HTTPServer] = []
+    with ExitStack() as running:
 
-    def start(
-        health: int = 200,
-        search: Callable[[str], int] = lambda authorization: 200,
-        version: str = "3.17.2\n",
-    ) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                code, text = {
-                    "/health": (health, "OK"),
-                    "/api/2.0/mlflow/experiments/search": (search(self.headers.get("Authorization", "")), "{}"),
-                    "/version": (200, version),
-                }[self.path.partition("?")[0]]
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(text.encode())
+        def start(
+            health: int = 200,
+            search: Callable[[str], int] = lambda authorization: 200,
+            version: str = "3.17.2\n",
+        ) -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    code, text = {
+                        "/health": (health, "OK"),
+                        "/api/2.0/mlflow/experiments/search": (search(self.headers.get("Authorization", "")), "{}"),
+                        "/version": (200, version),
+                    }[self.path.partition("?")[0]]
+                    self.send_response(code)
+                    self.end_headers()
+                    self.wfile.write(text.encode())
 
-            def log_message(self, *_: object) -> None:
-                pass
+                def log_message(self, *_: object) -> None:
+                    pass
 
-        server = HTTPServer(("127.0.0.1", 0), Handler)
-        running.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
+            server = running.enter_context(HTTPServer(("127.0.0.1", 0), Handler))
+            running.enter_context(in_thread(server))
+            return f"http://127.0.0.1:{server.server_port}"
 
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
-def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
+def test_working_server_is_ok_and_one_of_another_kind_a_warning(start_server: Callable[..., str]) -> None:
     uri = start_server()
     assert last_check(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
-    assert last_check(start_server(version="<html>log in</html>")).text.endswith(
-        " answers, MLflow of an unknown version"
-    )
+    for answers, level, text in (
+        ({"version": "<html>log in</html>"}, "ok", " answers, MLflow of an unknown version"),
+        ({"health": 404}, "warning", "answers 404, so it is no MLflow"),
+        ({"search": lambda _: 500}, "warning", "does not list experiments (answer 500)"),
+    ):
+        check = last_check(start_server(**answers))
+        assert (check.level, text in check.text) == (level, True), check
 
 
 def test_unreachable_or_silent_server_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +158,6 @@ def test_unreachable_or_silent_server_is_a_warning(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         check = last_check(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)
-
-
-def test_server_of_another_kind_is_a_warning(start_server: Callable[..., str]) -> None:
-    check = last_check(start_server(health=404))
-    assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
-    check = last_check(start_server(search=lambda _: 500))
-    assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
 
 
 def test_missing_and_refused_credentials_differ(start_server: Callable[..., str]) -> None:
@@ -201,25 +188,16 @@ def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
 # --- The section of `hpcdist doctor` about the folder of runs.
 
 
-def levels(checks: Sequence[Check]) -> dict[str, str]:
+def checks_of(folder: Path) -> dict[str, Check]:
+    checks = folder_checks(folder)
     assert len({check.name for check in checks}) == len(checks), checks
-    return {check.name: check.level for check in checks}
+    return {check.name: check for check in checks}
 
 
 @pytest.fixture
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement of the speed, which writes for two seconds."""
     monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**30)
-
-
-@pytest.mark.processes
-def test_local_folder_is_ok(tmp_path: Path) -> None:
-    found = folder_checks(tmp_path / "runs")
-    assert levels(found) == dict.fromkeys(("runs", "file system", "disk", "files", "writing"), "ok") | {
-        "writing": found[3].level
-    }
-    assert found[0].text == f"{tmp_path}/runs (the first run creates it)"
-    assert list(tmp_path.iterdir()) == [], "the check creates nothing"
 
 
 def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,92 +220,72 @@ def test_folder_or_database_of_others_is_reported(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, 65534)
     tmp_path.chmod(0o775)
     (tmp_path / "mlflow.db").chmod(0o640)
-    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
+    check = checks_of(tmp_path)["owner"]
     assert check.level == "failure"
     assert f"others may write to {tmp_path} (mode 0775)" in check.text
     assert check.fix.startswith(f"`chmod go-w {tmp_path}`")
     tmp_path.chmod(0o755)
-    database_check = folder_checks(tmp_path)[1]
-    assert (database_check.name, database_check.level) == ("database", "warning")
-    assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
+    check = checks_of(tmp_path)["database"]
+    assert (check.level, check.fix) == ("warning", f"chmod 600 {tmp_path}/mlflow.db")
     os.chown(tmp_path / "mlflow.db", 1234, 0)
-    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
+    check = checks_of(tmp_path)["owner"]
     assert (check.level, check.text) == ("failure", f"{tmp_path}/mlflow.db belongs to user 1234, not to root")
     assert "share results through a tracking server" in check.fix
 
 
-@pytest.mark.usefixtures("fast_disk")
-@pytest.mark.processes
-def test_folder_in_the_container_layer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.storage, "mount_of", lambda path: ("overlay", "overlay"))
-    monkeypatch.setattr(module, "is_in_container_layer", lambda place: True)
-    check = folder_checks(tmp_path, in_container=True)[1]
-    assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
-    assert folder_checks(tmp_path)[1].level == "ok"
-    monkeypatch.setattr(module, "is_in_container_layer", lambda place: False)
-    assert folder_checks(tmp_path, in_container=True)[1].level == "ok"
-
-
-@pytest.mark.usefixtures("fast_disk")
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("space", "level", "text"),
-    [
+def test_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for space, level, text in (
         ({"free": 0, "total": 100 * GIB}, "failure", "0 MB are free in"),
         ({"free": GIB // 2, "total": 100 * GIB}, "warning", "possibly too little for a checkpoint"),
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 12}, "failure", "12 more files can be created"),
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 10**6}, "ok", "50.0 GiB free of 100.0"),
-    ],
-)
-def test_little_space_is_reported(
-    space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.storage, "space", lambda path: space)
-    check = next(check for check in folder_checks(tmp_path) if check.name == "disk")
-    assert (check.level, text in check.text) == (level, True)
+    ):
+        monkeypatch.setattr(module.storage, "space", lambda path, space=space: space)
+        check = checks_of(tmp_path)["disk"]
+        assert (check.level, text in check.text) == (level, True)
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("fast_disk")
 def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module.storage, "rename_problem", lambda path: "a reader saw no file")
         patch.setattr(module.storage, "exclusive_problem", lambda path: "the same file was created twice")
-        found = levels(folder_checks(tmp_path))
-    assert found["replacing"] == found["making once"] == "failure"
+        found = checks_of(tmp_path)
+    assert found["replacing"].level == found["making once"].level == "failure"
     monkeypatch.setattr(module.storage, "lock_problem", lambda path: "No locks available")
-    assert levels(folder_checks(tmp_path))["locks"] == "warning"
+    assert checks_of(tmp_path)["locks"].level == "warning"
 
 
-@pytest.mark.processes
 def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
 
+    found = checks_of(tmp_path / "runs")
+    assert {name for name, check in found.items() if check.level == "ok"} >= {"runs", "file system", "disk", "files"}
+    assert found["runs"].text == f"{tmp_path}/runs (the first run creates it)"
+    assert list(tmp_path.iterdir()) == [], "the check creates nothing"
     monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**20)
-    speed = folder_checks(tmp_path)[3]
+    speed = checks_of(tmp_path)["writing"]
     assert (speed.level, "1 MiB/s" in speed.text) == ("note", True)
     monkeypatch.setattr(module.storage, "write_speed", fail)
-    check = folder_checks(tmp_path)[-1]
-    assert (check.name, check.level) == ("writing", "failure")
-    assert "could not be written (Read-only file system)" in check.text
+    check = checks_of(tmp_path)["writing"]
+    assert (check.level, "could not be written (Read-only file system)" in check.text) == ("failure", True)
 
 
-@pytest.mark.usefixtures("fast_disk")
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "on_cluster", "level", "text"),
-    [
+def test_file_system_that_nodes_or_later_containers_do_not_see_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, on_cluster, level, text in (
         ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
         ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),
         ("ext4", False, "ok", "of this machine"),
         ("ext4", True, "warning", "Slurm's nodes must see it"),
         ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
-    ],
-)
-def test_local_file_system_on_a_cluster_is_a_warning(
-    kind: str, on_cluster: bool, level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.storage, "mount_of", lambda path: (kind, "server:/home"))
-    check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
-    assert (check.level, text in check.text) == (level, True), check
+    ):
+        monkeypatch.setattr(module.storage, "mount_of", lambda path, kind=kind: (kind, "server:/home"))
+        check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
+        assert (check.level, text in check.text) == (level, True), check
+    monkeypatch.setattr(module.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    for own_layer, level, fix in ((True, "warning", f"mount a folder: -v $PWD/runs:{tmp_path}"), (False, "ok", "")):
+        monkeypatch.setattr(module, "is_in_container_layer", lambda place, own_layer=own_layer: own_layer)
+        check = folder_checks(tmp_path, in_container=True)[1]
+        assert (check.level, check.fix) == (level, fix)
