@@ -1,10 +1,11 @@
-"""MLflow's UI shows the logged runs, metrics, artifacts and models."""
+"""MLflow's UI shows the logged runs, metrics, artifacts, models and prepared views."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from playwright.sync_api import Locator, Page, expect
 
 import hpcdist
 from hpcdist.host.files import read_json
+from hpcdist.run.lookup import find_runs
+from hpcdist.run.records import CAUSES
+from hpcdist.tracking import links
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
@@ -53,12 +57,8 @@ def test_requests_of_other_users_are_rejected(site: Site) -> None:
     # The same request with the token is accepted.
     assert request_status(listing, f"Authorization: Bearer {site.token_file.read_text()}") == 200
     assert site.token_file.read_text() == site.token
-    # No command line contains the token.
-    assert not [
-        path
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists() and site.token.encode() in path.read_bytes()
-    ]
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if site.token.encode() in command]
 
 
 def test_mlflow_client_accepts_the_printed_token(site: Site) -> None:
@@ -105,7 +105,8 @@ def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, si
     expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
     expect_tag(page, "hpcdist.attempts", "1")
     expect_tag(page, "hpcdist.world_size", "2")
-    expect_tag(page, "hpcdist.git_commit", head_commit(Path(hpcdist.__file__).parent))
+    command = ["git", "-C", str(Path(hpcdist.__file__).parent), "rev-parse", "HEAD"]
+    expect_tag(page, "hpcdist.git_commit", subprocess.check_output(command, text=True).strip())
     expect_tag(page, "team", "vision")
     for row in (
         "data.batch_size 16",
@@ -216,48 +217,14 @@ def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
 
 
-@pytest.mark.slow
-def test_selected_runs_are_compared(page: Page, site: Site, screenshots: Path) -> None:
-    experiment = (read_json(site.runs.run_dir("finished").mlflow) or {})["experiment_id"]
-    page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
-    for name in ("stopped", "finished"):
-        row = page.locator(".ag-row").filter(has=page.get_by_role("link", name=name, exact=True))
-        # The row is divided into a part that is pinned, which has the box, and a part that scrolls.
-        index = row.first.get_attribute("row-index")
-        page.locator(f".ag-pinned-left-cols-container .ag-row[row-index='{index}'] input[type=checkbox]").first.check()
-    page.get_by_role("button", name="Compare", exact=True).click()
-    expect(page.get_by_role("heading", name="Comparing 2 Runs from 1 Experiment")).to_be_visible()
-    names = page.get_by_role("row", name="Run Name:").get_by_role("cell").all_inner_texts()
-    assert sorted(names) == ["finished", "stopped"]
-    targets = page.get_by_role("row", name="trainer.target").get_by_role("cell").all_inner_texts()
-    assert dict(zip(names, targets, strict=True)) == {"finished": "ddp", "stopped": "counting:train"}
-    expect(page.get_by_role("row", name="launch.num_ranks 2 2", exact=True)).to_be_attached()
-    page.get_by_role("switch", name="Parameters - Show diff only").click()
-    expect(page.get_by_role("row", name="launch.num_ranks 2 2", exact=True)).to_have_count(0)
-    accuracy = dict(zip(names, compared_metric(page, "eval/accuracy"), strict=True))
-    assert accuracy["stopped"] == "NaN"
-    assert float(accuracy["finished"]) == pytest.approx(site.series("finished", "eval/accuracy")[-1], abs=5e-4)
-    page.screenshot(path=screenshots / "compare.png")
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "state", "reason"),
-    [
-        ("failing", "Failed", "failed", "failed with ValueError: a mistake in the user's own code after step"),
-        ("stopped", "Killed", "stopped", "everything saved (`hpcdist stop` by"),
-    ],
-    ids=["failing", "stopped"],
-)
-def test_overview_shows_status_and_reason_of_an_unfinished_run(
-    page: Page, site: Site, name: str, status: str, state: str, reason: str
-) -> None:
-    page.goto(site.page_of(name))
-    expect_status(page, status)
-    expect_tag(page, "hpcdist.state", state)
-    # The page shortens a long tag; a click opens the whole text.
-    tag(page, "hpcdist.reason").click()
-    expect(page.get_by_role("dialog")).to_contain_text(reason)
-    expect(page.get_by_role("dialog")).to_contain_text(site.runs.run_dir(name).read_state().reason)
+def test_overview_shows_status_and_reason_of_an_unfinished_run(page: Page, site: Site) -> None:
+    for name, status, state in (("failing", "Failed", "failed"), ("stopped", "Killed", "stopped")):
+        page.goto(site.page_of(name))
+        expect_status(page, status)
+        expect_tag(page, "hpcdist.state", state)
+        # The page shortens a long tag; a click opens the whole text.
+        page.get_by_role("status", name="hpcdist.reason", exact=True).click()
+        expect(page.get_by_role("dialog")).to_contain_text(site.runs.run_dir(name).read_state().reason)
 
 
 def test_parent_run_of_a_sweep_expands_to_its_cells(
@@ -280,6 +247,94 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(
     docs_image(page, "mlflow-sweep")
 
 
+# --- The prepared views of an experiment, opened by the links that `hpcdist ui` prints
+
+
+def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
+    open_view(page, site, "Overview")
+    for run, state in (("finished", "finished"), ("failing", "failed"), ("stopped", "stopped"), ("tune", "finished")):
+        expect(cell(page, run, "tags.`hpcdist.state`")).to_have_text(state)
+    metrics = ("eval/accuracy", "train/loss", "train/samples_per_s")
+    summary = ("hpcdist.state", "hpcdist.best", "Duration", "hpcdist.cost")
+    expect_columns(page, *summary, *metrics, "hpcdist.nodes", "hpcdist.world_size", "Dataset")
+    best = max(site.series("finished", "eval/accuracy"))
+    expect(cell(page, "finished", "tags.`hpcdist.best`")).to_have_text(re.compile(rf"{best:.6g} at step \d+"))
+    expect(cell(page, "finished", "tags.`hpcdist.cost`")).to_have_text(re.compile(r"core-hours, goodput \d+ %"))
+    for metric in metrics:
+        expect_metric(page, site, "finished", metric)
+    expect(cell(page, "finished", "tags.`hpcdist.nodes`")).to_have_text(socket.gethostname())
+    expect(cell(page, "finished", "tags.`hpcdist.world_size`")).to_have_text("2")
+    expect(cell(page, "finished", "attributes.`Dataset`")).to_contain_text("digits")
+    docs_image(page, "mlflow-overview")
+
+
+def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site) -> None:
+    open_view(page, site, "Failures")
+    for group in ("failed", "finished", "stopped"):
+        expect(page.get_by_text(f"Group: {group}", exact=True)).to_be_visible()
+    causes = ("hpcdist.interruptions", "hpcdist.attempts", "hpcdist.lost_steps", "hpcdist.nodes")
+    expect_columns(page, "hpcdist.state", *causes, "Duration", "hpcdist.reason")
+    mistake = "a mistake in the user's own code after step"
+    expect(cell(page, "failing", "tags.`hpcdist.interruptions`")).to_have_text(re.compile(f"1: rank .*{mistake}"))
+    expect(cell(page, "finished", "tags.`hpcdist.interruptions`")).to_have_text(re.compile("^-?$"))
+    expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text(mistake)
+    expect(cell(page, "failing", "tags.`hpcdist.attempts`")).to_have_text("1")
+    expect(cell(page, "finished", "tags.`hpcdist.lost_steps`")).to_have_text("0")
+    first = page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")
+    expect(first).to_contain_text("Group: failed")
+
+
+def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
+    open_view(page, site, "Cost")
+    expect(page.get_by_role("link", name="finished", exact=True)).to_be_visible()
+    names = [f"usage/{name}" for name in ("allocated", "goodput", *CAUSES, "queue")]
+    expect_columns(page, "hpcdist.cost", *names, "Duration")
+    for name in names:
+        expect_metric(page, site, "finished", name)
+
+
+def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site) -> None:
+    open_view(page, site, "Sweep")
+    expect(page.get_by_text("Group: tune", exact=True)).to_be_visible()
+    expect_columns(page, "seed", "optim.lr", "train/loss", "hpcdist.state", "Duration")
+    for seed in (1, 2):
+        expect(cell(page, f"seed={seed} lr=0.01", "params.`seed`")).to_have_text(str(seed))
+        expect(cell(page, f"seed={seed} lr=0.01", "params.`optim.lr`")).to_have_text("0.01")
+    expect(page.get_by_role("link", name="finished", exact=True)).to_be_hidden()
+
+
+def open_view(page: Page, site: Site, name: str) -> None:
+    """Open a view by the link that `hpcdist ui` prints, in a window in which all of its columns are visible."""
+    page.set_viewport_size({"width": 3600, "height": 1400})
+    store = f"sqlite:///{site.runs.database}"
+    lines = links.of_experiments(find_runs(site.runs.folder), store, site.link)
+    (link,) = (line.removeprefix(f"  {name}: ") for line in lines if line.startswith(f"  {name}: "))
+    page.goto(link)
+    expect(page.get_by_test_id("saved-views-trigger")).to_have_text(name)
+
+
+def cell(page: Page, run: str, column: str) -> Locator:
+    """Return the cell of a run in a column with an id of MLflow's UI. Pinned columns have rows of their own."""
+    row = page.locator(".ag-row").filter(has=page.get_by_role("link", name=run, exact=True))
+    index = row.get_attribute("row-index")
+    return page.locator(f".ag-row[row-index='{index}'] .ag-cell[col-id='{column}']")
+
+
+def expect_columns(page: Page, *names: str) -> None:
+    """Expect these columns after the name and the time of creation, from left to right."""
+    header = page.locator(".ag-header-cell")
+    expect(header.filter(has_text=names[-1])).to_be_visible()
+    places = header.evaluate_all("cells => cells.map(cell => [cell.getBoundingClientRect().x, cell.innerText.trim()])")
+    assert [name for _, name in sorted(places) if name] == ["Run Name", "Created", *names]
+
+
+def expect_metric(page: Page, site: Site, run: str, metric: str) -> None:
+    """Expect the last value of a metric, which the UI shows as JavaScript does."""
+    shown = cell(page, run, f"metrics.`{metric}`")
+    expect(shown).to_have_text(re.compile(r"\d"))
+    assert float(shown.inner_text()) == pytest.approx(site.series(run, metric)[-1])
+
+
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:
     """Expect a chart with one marker per value, the logged values, and a line through them."""
     # MLflow renders a chart when it becomes visible; the search moves it to the top.
@@ -293,18 +348,6 @@ def expect_curve(page: Page, metric: str, values: list[float]) -> None:
     assert plot.evaluate("plot => Array.from(plot.data[0].y)") == pytest.approx(values)
 
 
-def compared_metric(page: Page, metric: str) -> list[str]:
-    """Return the values of the runs on the page that compares runs, where the columns are separate grids."""
-    link = page.get_by_role("link", name=metric)
-    link.scroll_into_view_if_needed()
-    place = "cell => [cell.getBoundingClientRect().y, cell.getBoundingClientRect().x, cell.innerText]"
-    row = link.locator("xpath=..").evaluate(place)[0]
-    cells = page.locator(".ReactVirtualized__Grid__innerScrollContainer > div").evaluate_all(
-        f"cells => cells.map({place})"
-    )
-    return [text for y, _, text in sorted(cells, key=lambda cell: cell[1]) if y == row and text != metric]
-
-
 def show_all_charts(page: Page) -> None:
     """Clear the search and wait for the second chart."""
     page.get_by_placeholder("Search metric charts").clear()
@@ -316,14 +359,5 @@ def expect_status(page: Page, status: str) -> None:
     expect(page.get_by_role("status").filter(has_text=re.compile(rf"^\s*{status}\s*$"))).to_be_visible()
 
 
-def tag(page: Page, key: str) -> Locator:
-    return page.get_by_role("status", name=key, exact=True)
-
-
 def expect_tag(page: Page, key: str, value: str) -> None:
-    expect(tag(page, key)).to_have_text(f"{key}: {value}")
-
-
-def head_commit(project: Path) -> str:
-    command = ["git", "-C", str(project), "rev-parse", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    expect(page.get_by_role("status", name=key, exact=True)).to_have_text(f"{key}: {value}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -60,6 +62,16 @@ keys: SearchStrategy[Any] = st.one_of(
 values: SearchStrategy[Any] = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=6
 )
+
+
+def _is_json(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        json.dumps(value)
+        return True
+    return False
+
+
+json_values = values.filter(_is_json)
 
 
 def likely(kind: str) -> SearchStrategy[Any]:

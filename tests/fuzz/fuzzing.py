@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
 import os
 import resource
 import signal
@@ -41,6 +43,14 @@ if folder := os.environ.get(FOLDER):
         database=DirectoryBasedExampleDatabase(Path(folder) / "examples"),
         print_blob=True,
     )
+
+    @atexit.register
+    def _add_counts() -> None:
+        path = Path(os.environ[FOLDER]) / "executed.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(Counter(before) + EXECUTED))
+
+
 settings.load_profile("long" if folder else "fixed")
 
 

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 import pytest
-from config_strategies import values
+from config_strategies import json_values
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def damaged(draw: st.DrawFn, original: bytes) -> bytes:
     kind = draw(st.sampled_from(["fields", "bytes", "cut", "noise", "binary"]))
     if kind == "fields" and isinstance(tree, dict):
         for key in draw(st.lists(st.sampled_from(sorted(tree) or ["a"]), max_size=3)):
-            tree[key] = draw(values.filter(_is_json))
+            tree[key] = draw(json_values)
         if draw(st.booleans()):
             tree.pop(draw(st.sampled_from(sorted(tree) or ["a"])), None)
         if draw(st.booleans()):
@@ -56,14 +56,6 @@ def damaged(draw: st.DrawFn, original: bytes) -> bytes:
     if kind == "cut":
         return original[:start]
     return draw(JSON_NOISE) if kind == "noise" else draw(st.binary(max_size=40))
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 STATE = {"status": "failed", "attempt": 1, "restarts": 0, "reason": "x", "created": 1e9, "ended": 1e9, "world_size": 2}

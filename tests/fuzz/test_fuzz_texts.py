@@ -87,17 +87,9 @@ def test_answer_of_an_image(facts: Any, cut: int) -> None:
 
 APP = make_app()
 #: Commands that start no processes; `run` has `--dry-run` for that.
-COMMANDS = (
-    ["run", "--dry-run"],
-    ["config"],
-    ["runs"],
-    ["status"],
-    ["logs"],
-    ["explain"],
-    ["stop"],
-    ["cancel"],
-    ["resume"],
-)
+COMMANDS = [["run", "--dry-run"]] + [
+    [name] for name in ("config", "runs", "status", "logs", "explain", "stop", "cancel", "resume")
+]
 #: Texts without NUL characters, which arguments of a process cannot contain.
 TEXTS = st.one_of(st.sampled_from([text for text in NASTY if "\0" not in text]), st.text(max_size=12)).map(
     lambda text: text.replace("\0", "")
