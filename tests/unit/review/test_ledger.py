@@ -45,10 +45,28 @@ def test_every_second_of_a_local_run_has_one_cause(run: RunDir) -> None:
     assert ledger.goodput == pytest.approx(336 / 505)
 
 
-def test_killed_rank_is_down_after_its_last_account(run: RunDir) -> None:
-    killed = account(11, 41, closed=False)
-    add_attempt(run, 1, 61, [killed, killed, killed, None], failed=True)
-    assert sums(read_ledger(run), 1) == {"start": 30 + 60.0, "data": 3.0, "compute": 87.0, "down": 60.0, "idle": 60.0}
+def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
+    full, killed = account(1, 61), account(11, 41, closed=False)
+    damaged = {"seconds": None}, {"seconds": {"lunch": 1.0}}, {"seconds": {"data": -1.0}}, {"cause": "lunch"}
+    clocks = [account(31, 91), account(-99, 31), {**full, "seconds": {}}, {**full, "seconds": {"data": 1e9}}]
+    # It reports seldom: until it is killed it continues, and ranks without reports do as rank 0.
+    script = [{**account(1, 21, closed=False), "seconds": {"start": 5.0, "redone": 10.0, "compute": 5.0}}, None]
+    on_gpus = Resources(unit="GPU", nodes={"g1": Share(allocated=4, share=1, ranks=[0, 1])})
+    failed: dict[str, Any] = {"failed": True}
+    for name, accounts, options, expected in (
+        ("killed", [killed] * 3, failed, {"start": 90, "data": 3, "compute": 87, "down": 60, "idle": 60}),
+        ("clocks", clocks, {}, {"start": 90, "data": 60.731, "compute": 59.269, "idle": 90}),
+        ("damaged", [full | changes for changes in damaged], {}, {"start": 240, "idle": 60}),
+        ("plain script", [None], {"measured": False}, {"compute": 240, "idle": 60}),
+        ("script", script, failed | {"measured": False}, {"start": 20, "redone": 40, "compute": 180, "idle": 60}),
+        ("a rank without a GPU", [full] * 3, {"resources": on_gpus}, {"data": 2, "compute": 118, "idle": 120}),
+    ):
+        run = RunDir.create(tmp_path / "runs" / "exp" / name)
+        add_attempt(run, 1, 61, accounts, **options)
+        ledger = read_ledger(run)
+        assert (name, sums(ledger, 1)) == (name, expected)
+        assert ledger.unit == ("GPU" if "resources" in options else "core")
+        assert ledger.is_measured == (ledger.goodput is not None) == (name != "plain script")
 
 
 def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_allocated(run: RunDir) -> None:
@@ -83,44 +101,6 @@ def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.Monke
     ledger = read_ledger(run)
     assert sums(ledger, 1) == {"data": 4.0, "compute": 80.0, "idle": 21.0}
     assert max(interval.ended for interval in ledger.intervals) == BEGAN + 22
-
-
-def test_clocks_of_nodes_that_differ_do_not_change_the_sum(run: RunDir) -> None:
-    ahead, behind = account(51, 151), account(-99, 50)
-    add_attempt(
-        run, 1, 101, [ahead, behind, {**account(1, 101), "seconds": {}}, {**account(1, 101), "seconds": {"data": 1e9}}]
-    )
-    assert read_ledger(run).allocated_s == pytest.approx(101 * 5)
-
-
-def test_damaged_account_counts_as_none(run: RunDir) -> None:
-    damaged = {"seconds": None}, {"seconds": {"lunch": 1.0}}, {"seconds": {"data": -1.0}}, {"cause": "lunch"}
-    add_attempt(run, 1, 11, [account(1, 11) | changes for changes in damaged])
-    assert sums(read_ledger(run), 1) == {"start": 40.0, "idle": 10.0}
-
-
-def test_plain_script_counts_as_compute(run: RunDir) -> None:
-    add_attempt(run, 1, 11, [None] * 4, measured=False)
-    ledger = read_ledger(run)
-    assert sums(ledger, 1) == {"compute": 40.0, "idle": 10.0}
-    assert (ledger.is_measured, ledger.goodput) == (False, None), "it may have repeated steps"
-
-
-def test_script_that_reports_steps_on_rank_0_is_measured(run: RunDir) -> None:
-    """It reports seldom: until it is killed it continues, and ranks without reports do as rank 0."""
-    reported = {**account(1, 21, closed=False), "seconds": {"start": 5.0, "redone": 10.0, "compute": 5.0}}
-    add_attempt(run, 1, 61, [reported, None, None, None], failed=True, measured=False)
-    ledger = read_ledger(run)
-    assert sums(ledger, 1) == {"start": 20.0, "redone": 40.0, "compute": 4 * 45.0, "idle": 60.0}
-    assert ledger.goodput is not None
-
-
-def test_ranks_without_a_gpu_cost_no_gpu_hours(run: RunDir) -> None:
-    own = Resources(unit="GPU", nodes={"g1": Share(allocated=4, share=1, ranks=[0, 1])})
-    add_attempt(run, 1, 11, [account(1, 11)] * 3, own)
-    ledger = read_ledger(run)
-    assert ledger.unit == "GPU"
-    assert sums(ledger, 1) == {"data": 2.0, "compute": 18.0, "idle": 20.0}
 
 
 def test_run_of_an_older_version_has_no_ledger(run: RunDir) -> None:
@@ -193,14 +173,9 @@ def test_energy_of_ranks_counts_once_for_each_sensor_and_attempt(run: RunDir) ->
         add_energy(run, number, 2, {"intel-rapl:0 package-0": 2.4e6})  # another node
     ledger = read_ledger(run)
     assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(4.0), "GPUs and CPUs")
-
-
-def test_slurms_energy_comes_before_the_energy_of_ranks(run: RunDir) -> None:
-    write_starts(run, {"nodes": "n[1-2]", "began": 0, "ended": 50, "cores": 5, "energy_j": 7.2e6})
-    add_attempt(run, 5, 40, [account(5, 40)] * 4, supervised=3)
-    add_energy(run, 1, 0, {"GPU-a": 3.6e6})
+    write_starts(run, {"nodes": "n[1-2]", "began": 0, "ended": 200, "cores": 5, "energy_j": 7.2e6})
     ledger = read_ledger(run)
-    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes")
+    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes"), "Slurm's energy comes first"
 
 
 def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_attempt(run: RunDir) -> None:
