@@ -15,7 +15,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
-from hpcdist.review.facts import RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
+from hpcdist.review.facts import Progress, RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
 from hpcdist.review.ledger import Ledger, hours_text, percent
 from hpcdist.review.text import (
     PATCH,
@@ -32,8 +32,6 @@ from hpcdist.review.text import (
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT
 from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
-
-# The setup and the attempts of a run, in words: the description shows them as Markdown, the report as HTML.
 
 #: Items of a list beyond these are counted.
 _MAX_NODES = 8
@@ -95,7 +93,6 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
 
 
 def more(number: int) -> list[str]:
-    """Return the end of a shortened list; empty if nothing is left out."""
     return [f"{number} more"] if number > 0 else []
 
 
@@ -104,7 +101,6 @@ def _nodes(nodes: Sequence[str]) -> str:
 
 
 def _code(facts: RunFacts) -> str:
-    """Return the commit of the code, what it does not contain, and code that later edits change."""
     parts = []
     if facts.stored.trainer is not None:
         parts.append(f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip())
@@ -120,7 +116,6 @@ def _code(facts: RunFacts) -> str:
 
 
 def _image(facts: RunFacts) -> str:
-    """Return the image of the ranks with its digest or build; empty if it is unknown."""
     words = [facts.image or "name not recorded"]
     if facts.image_digest:
         # Of an image file without a digest in its name.
@@ -174,13 +169,9 @@ def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, .
     ]
 
 
-# Commands for the reviewers of a run: how to load its model, and how to run it again.
-
 #: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
 #: `About this run` out of the window.
 MAX_LINE = 80
-#: Length of the parts of a longer word, which get quotes, an indent or the name of an option.
-MAX_PART = 60
 #: A word of a command with its quotes; an option together with its value.
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
@@ -216,7 +207,7 @@ def wrapped(command: str) -> str:
     if len(command) <= MAX_LINE:
         return command
     lines = [""]
-    for word in map(_divided, _WORD.findall(command)):
+    for word in _WORD.findall(command):
         if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
             lines.append(word)
         elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
@@ -224,25 +215,7 @@ def wrapped(command: str) -> str:
             lines.append(f"    {word}")
         else:
             lines[-1] += f" {word}" if lines[-1] else word
-        lines += lines.pop().split("\n")
     return "\n".join(lines)
-
-
-def _divided(word: str) -> str:
-    """Return a long word as parts that the shell joins: a backslash at the end of a line removes the line break."""
-    if len(word) + len("     \\") <= MAX_LINE:
-        return word
-    try:
-        *option, text = shlex.split(word)
-    except ValueError:  # a quote without its end, in a command that was recorded without quotes
-        return word
-    parts = []
-    while text:
-        ends = [text.rfind(mark, MAX_PART // 2, MAX_PART) + 1 for mark in "/, "] if len(text) > MAX_PART else []
-        end = max(ends, default=0) or MAX_PART
-        parts.append(shlex.quote(text[:end]))
-        text = text[end:]
-    return " ".join([*option, "\\\n".join(parts)])
 
 
 def _location(facts: RunFacts) -> list[str]:
@@ -258,8 +231,6 @@ def _location(facts: RunFacts) -> list[str]:
 def _in_folder(facts: RunFacts, command: str) -> str:
     return f"cd {shlex.quote(facts.cwd)} && {command}" if command and facts.cwd else command
 
-
-# The description of a run.
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_METRICS = 12
@@ -277,10 +248,8 @@ def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | No
 
 def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
     """Return sections with the largest number of kept rows at which they are short enough, else their beginning."""
-    text = ""
     for num_kept in kept:
-        text = "\n\n".join(sections(num_kept))
-        if len(text) <= max_chars:
+        if len(text := "\n\n".join(sections(num_kept))) <= max_chars:
             return text
     return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
 
@@ -294,7 +263,7 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
     if summary := _summary(facts, ledger):
         yield summary
     if facts.progress is not None:
-        yield _progress(facts, now)
+        yield _progress(facts, facts.progress, now)
     elif facts.is_live:
         is_running = facts.state.status == "running"
         yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
@@ -316,23 +285,24 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
         yield (
             "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
-            f"{secrets}\n\n{_shell(command)}"
+            f"{secrets}\n\n{_block(command, 'bash')}"
         )
     if command := rerun_command(facts):
         yield (
             "With the code of this run, uncommitted changes included, and a comparison of the logged values:\n\n"
-            + _shell(command)
+            + _block(command, "bash")
         )
 
 
 def _artifact(facts: RunFacts, path: str) -> str:
-    """Return the address of an artifact of a run, relative to MLflow's UI; empty before the upload."""
     return run_page(facts.experiment_id, facts.run_id, path)
 
 
 def _block(text: str, language: str) -> str:
-    """Return lines as a block of code, without passwords."""
-    return f"```{language}\n{redact_text(text).replace('```', chr(39) * 3)}\n```"
+    """Return code as a block, without passwords, with a command on several lines."""
+    text = redact_text(text)  # passwords first: they are not found in divided words
+    text = wrapped(text) if language == "bash" else text
+    return f"```{language}\n{text.replace('```', chr(39) * 3)}\n```"
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
@@ -352,9 +322,7 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
     return ", ".join(words)
 
 
-def _progress(facts: RunFacts, now: float) -> str:
-    progress = facts.progress
-    assert progress is not None
+def _progress(facts: RunFacts, progress: Progress, now: float) -> str:
     age_s = max(0.0, now - progress.seen)
     is_silent = age_s >= _SILENT_S
     words = [f"step {progress.step:,}"]
@@ -477,11 +445,6 @@ def _load(facts: RunFacts) -> Iterator[str]:
         )
 
 
-def _shell(command: str) -> str:
-    # Passwords first: they are not found in divided words.
-    return _block(wrapped(redact_text(command)), "bash")
-
-
 def _cost(ledger: Ledger) -> str:
     useful = "goodput not measured, since the script reports no steps"
     if ledger.is_measured:
@@ -493,8 +456,6 @@ def _cost(ledger: Ledger) -> str:
         words.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
 
-
-# The description of a sweep.
 
 _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
 
