@@ -138,7 +138,7 @@ def test_real_stages_name_existing_scripts_and_targets(session: ModuleType, tmp_
     assert sum(one.limit_s for one in session.STAGES) <= 30 * 60
 
 
-# --- The table at the end of `make faults`
+# --- The tables at the end of `make faults`
 
 
 def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:
@@ -148,9 +148,6 @@ def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:
         "a rank is killed  ddp      42  5           1       2         1         equal    once    FINISHED  ok",
         "time limit        ddp      0   -           -       -         -         ?        ?       ?         FAILED",
     ]
-
-
-def test_matrix_has_a_row_per_runtime_and_a_column_per_fault() -> None:
     entries = [("podman", "requeue", "41 s"), ("podman", "dead node", "FAILED"), ("pyxis", "requeue", "skipped")]
     assert matrix_lines([MatrixEntry(*entry) for entry in entries]) == [
         "runtime  requeue  dead node",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
+from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 
@@ -39,3 +42,12 @@ def one_line(result: Result, code: int = 2) -> str:
 def job(state: str, **facts: Any) -> JobSnapshot:
     """Return a snapshot of job 7."""
     return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
+
+
+def make_sweep(experiment: Path, *cells: str) -> SweepDir:
+    """Write a sweep `grid` with these runs as its cells."""
+    sweep = SweepDir(experiment / "grid")
+    sweep.path.mkdir(parents=True, exist_ok=True)
+    rows = [{"name": cell, "label": cell, "values": {"seed": 1}} for cell in cells]
+    write_json(sweep.file, {"uid": "u", "created": 19.0, "keys": ["seed"], "base": {}, "cells": rows})
+    return sweep

@@ -29,21 +29,11 @@ from command_line import Cli, Make, one_line
 import hpcdist
 from hpcdist import __version__
 from hpcdist.cli import app, options
-from hpcdist.cli.options import with_options
 from hpcdist.errors import TrackingError
 from hpcdist.host import log_files
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import sync_runs
-
-
-@pytest.mark.processes
-def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
-    result = hpcdist("--help")
-    assert (result.code, result.err) == (0, "")
-    shown = {command for command in OPTION_COMMANDS if " " not in command}
-    assert {command for command in shown if f" {command} " not in result.out} == set()
-    assert not {"worker", "supervise"} & set(result.out.split())
 
 
 @pytest.mark.processes
@@ -127,34 +117,6 @@ def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: s
 
 
 @pytest.mark.processes
-def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
-    result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
-    assert result.code == 2
-    first, *lines = result.err.splitlines()
-    assert first.endswith("command line: 3 mistakes")
-    assert sorted(line.split()[1] for line in lines) == ["nope", "optim.lr", "seed"]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (OSError(28, "No space left on device", "/runs/x"), 2, "hpcdist: No space left on device: /runs/x\n"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_os_errors_and_interrupts_print_no_traceback(
-    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("hpcdist.run.lookup.list_runs", fail)
-    result = hpcdist("runs")
-    assert (result.code, result.err) == (code, message)
-
-
-@pytest.mark.processes
 def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
@@ -172,6 +134,12 @@ def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     assert "Traceback (most recent call last)" in hpcdist("runs").err
 
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device", "/runs/x")
+
+    monkeypatch.setattr("hpcdist.run.lookup.list_runs", full)
+    assert hpcdist("runs") == (2, "", "hpcdist: No space left on device: /runs/x\n"), "no defect"
+
 
 @pytest.mark.processes
 def test_unexpected_exception_of_a_supervisor_is_logged_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -188,14 +156,7 @@ def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     shown = yaml.safe_load(result.out)
     assert (shown["optim"]["lr"], shown["params"], shown["data"]["name"]) == (0.01, {"lr": 0.01}, "digits")
     assert shown["launch"]["env"] == {"API_KEY": "***"}
-
-
-@pytest.mark.processes
-def test_config_schema_prints_type_default_and_help_of_keys(hpcdist: Cli) -> None:
-    result = hpcdist("config", "--schema")
-    assert result.code == 0
-    assert "optim.lr: float = 0.001\n    Peak learning rate.\n" in result.out
-    assert "launch.max_restarts: int = 3\n" in result.out
+    assert "optim.lr: float = 0.001\n    Peak learning rate.\n" in hpcdist("config", "--schema").out
 
 
 # --- Shell completion in bash, zsh and fish, without error messages and in bounded time.
@@ -209,8 +170,6 @@ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
 _hpcdist_completion hpcdist
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-
-Complete = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -228,47 +187,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def bash(folder: Path) -> Complete:
-    """Install the completion by its option, and complete words in bash."""
+@pytest.mark.processes
+def test_bash_completes_commands_runs_configs_and_keys_without_error_messages(folder: Path) -> None:
     env = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
     env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     install = [str(BIN / "hpcdist"), "--install-completion", "bash"]
     subprocess.run(install, env=env, cwd=folder, check=True, capture_output=True)
-
-    def complete(*words: str, **more: str) -> list[str]:
-        done = subprocess.run(
-            ["bash", "--norc", "-c", BASH, "-", "hpcdist", *words],
-            env=env | more,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    return complete
-
-
-@pytest.mark.processes
-def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
-    assert bash("resu") == ["resume"]
-    assert bash("status", "") == ["sweep-a", "second", "first"]
-    assert bash("status", "fi") == ["first"]
-    assert bash("status", "digits/") == ["digits/second", "digits/first"]
-    assert bash("run", "ddp_d") == ["ddp_digits"]
-    assert bash("run", "mi") == ["mine.yaml"]
-    assert bash("run", "ddp_digits", "optim.l") == ["optim.lr=", "optim.lr=0.001"]
-    assert bash("run", "ddp_digits", "model.compile", "=", "t") == ["true"]
-    assert bash("run", "ddp_digits", "model.compile", "=") == ["true", "false"]
-
-
-@pytest.mark.processes
-def test_completion_prints_no_errors(bash: Complete, folder: Path) -> None:
-    assert bash("status", "", HPCDIST_RUNS_DIR="/dev/null") == []
-    assert bash("run", "ddp_digits", "no.such.key", "=") == []
-    assert bash("status", "fi", HPCDIST_RUNS_DIR=str(folder / "missing")) == []
+    for words, more, expected in (
+        ("resu", {}, ["resume"]),
+        ("status |", {}, ["sweep-a", "second", "first"]),
+        ("status digits/", {}, ["digits/second", "digits/first"]),
+        ("run mi", {}, ["mine.yaml"]),
+        ("run ddp_digits optim.l", {}, ["optim.lr=", "optim.lr=0.001"]),
+        ("run ddp_digits model.compile = t", {}, ["true"]),
+        ("run ddp_digits model.compile =", {}, ["true", "false"]),
+        ("run ddp_digits no.such.key =", {}, []),
+        ("status |", {"HPCDIST_RUNS_DIR": "/dev/null"}, []),
+        ("status fi", {"HPCDIST_RUNS_DIR": str(folder / "missing")}, []),
+    ):
+        command = ["bash", "--norc", "-c", BASH, "-", "hpcdist", *words.replace("|", "").split(" ")]
+        done = subprocess.run(command, env=env | more, cwd=folder, capture_output=True, text=True, check=True)
+        assert (done.stdout.split(), done.stderr) == (expected, ""), words
 
 
 @pytest.mark.processes
@@ -299,11 +238,16 @@ def test_completion_imports_no_heavy_modules(folder: Path) -> None:
     assert done.stdout.splitlines() == ["['first']", "[]"]
 
 
-def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
-    return completer(SimpleNamespace(params=params), incomplete)  # type: ignore[no-any-return]
+def test_completers_and_their_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(completer: Any, incomplete: str, **params: Any) -> Any:
+        return completer(SimpleNamespace(params=params), incomplete)
 
-
-def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert complete(options.experiments, "") == ["digits"]
+    assert complete(options.runs_or_last, "la") == ["last"]
+    assert complete(options.profiles, "dev") == ["devcluster"]
+    assert complete(options.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
+    assert complete(options.keys, "data.name=mni") == ["data.name=mnist"]
     listed = options._folders
 
     def slow(path: Path) -> Any:
@@ -316,19 +260,6 @@ def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, mo
     began = time.monotonic()
     assert complete(options.runs, "", runs_dir=folder / "runs") == ["sweep-a"]
     assert time.monotonic() - began < 5
-
-
-def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    assert complete(options.experiments, "") == ["digits"]
-    assert complete(options.runs_or_last, "") == ["last", *complete(options.runs, "")]
-    assert complete(options.runs_or_last, "la") == ["last"]
-    assert complete(options.profiles, "dev") == ["devcluster"]
-    assert complete(options.keys, "data.name=") == [
-        f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
-    ]
-    assert "launch.max_restarts=" in complete(options.keys, "launch.m")
-    assert complete(options.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
 
 
 # --- Options have the same form and the same meaning in all commands.
@@ -345,23 +276,16 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 OPTION_COMMANDS = dict(commands(typer.main.get_command(app.make_app())))
 
 
-def options_of(command: Any) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(sorted({*param.opts, *param.secondary_opts})) for param in command.params for name in param.opts
-    }
-
-
-def test_each_option_has_the_same_forms_on_all_commands() -> None:
+def test_options_have_the_same_forms_on_all_commands_and_are_on_all_of_a_kind() -> None:
+    have: dict[str, set[str]] = {}
     forms: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name, command in OPTION_COMMANDS.items():
-        for option, names in options_of(command).items():
-            if option.startswith("--") and (option, name) != ("--follow", "logs"):  # which has no `--detach`
-                forms[option].add(names)
+        have[name] = {option for param in command.params for option in param.opts}
+        for param in command.params:
+            for option in param.opts:
+                if option.startswith("--") and (option, name) != ("--follow", "logs"):  # which has no `--detach`
+                    forms[option].add(tuple(sorted({*param.opts, *param.secondary_opts})))
     assert {option: found for option, found in forms.items() if len(found) > 1} == {}
-
-
-def test_commands_on_runs_and_on_configs_share_their_options() -> None:
-    have = {name: options_of(command).keys() for name, command in OPTION_COMMANDS.items()}
     assert {name for name, options in have.items() if "--runs-dir" not in options and "devcluster" not in name} == {
         "image build", "image check", "image sbom", "image convert"
     }  # fmt: skip
@@ -369,11 +293,6 @@ def test_commands_on_runs_and_on_configs_share_their_options() -> None:
     assert [name for name in ("run", "submit", "config", "bench comm") if not shared <= have[name]] == []
     for name in ("runs", "status", "config", "doctor", "bench show", "devcluster status"):
         assert "--json" in have[name], name
-
-
-def test_version_and_short_help(hpcdist: Cli) -> None:
-    assert hpcdist("--version") == (0, f"hpcdist {__version__}\n", "")
-    assert hpcdist("runs", "-h") == hpcdist("runs", "--help")
 
 
 def test_options_of_config_commands_are_overrides(hpcdist: Cli, tmp_path: Path) -> None:
@@ -385,10 +304,8 @@ def test_options_of_config_commands_are_overrides(hpcdist: Cli, tmp_path: Path) 
     assert (shown["runs_dir"], shown["experiment"]) == (f"{tmp_path}/my runs", "first")
     assert shown["tracking"]["uri"] == uri
     assert os.environ["HPCDIST_TRACKING_URI"] == uri, "takes precedence over the environment of the caller"
-    assert with_options(["seed=1"]) == ["seed=1"]
-
-
-def test_empty_list_of_runs_as_json(hpcdist: Cli) -> None:
+    assert hpcdist("--version") == (0, f"hpcdist {__version__}\n", "")
+    assert hpcdist("runs", "-h") == hpcdist("runs", "--help")
     code, out, err = hpcdist("runs", "--json")
     assert (code, json.loads(out), err) == (0, {"runs": [], "notes": []}, "")
 

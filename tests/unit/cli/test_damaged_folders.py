@@ -46,7 +46,6 @@ EXTRA = {
         "step": 285,
         "created": 1.0,
         "write_s": 0.1,
-        "metrics": {},
         "files": {},
     },
     "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
@@ -86,11 +85,8 @@ FILES = [
 ]
 
 
-def text(value: str) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.write_text(value)
-
-    return damage
+def text(value: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(value)
 
 
 def wrongly_typed(path: Path) -> None:
@@ -108,7 +104,7 @@ def newer(path: Path) -> None:
         path.write_text(json.dumps({**(read_json(path) or {}), "format": 2}))
 
 
-def numbers(value: object) -> Callable[[Path], None]:
+def numbers(value: object) -> Callable[[Path], object]:
     def damage(path: Path) -> None:
         found = (read_json(path) or {}).items()
         path.write_text(json.dumps({key: value if isinstance(old, (int, float)) else old for key, old in found}))
@@ -116,17 +112,13 @@ def numbers(value: object) -> Callable[[Path], None]:
     return damage
 
 
-def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return damage
+def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda path: (path.unlink(), make(path))
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": text(""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]) and None,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "a list": text("[1, 2]"),
     "null": text("null"),
     "wrong types": wrongly_typed,
@@ -137,7 +129,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "deep": text("[" * 1_200),
     "deep object": text('{"a":' * 1_200),
     "long number": text('{"attempt": ' + "9" * 6000 + "}"),
-    "binary": lambda path: path.write_bytes(bytes(range(256)) * 8) and None,
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 8),
     "surrogate": text('{"status": "\\ud800", "reason": "\\ud800", "text": "\\ud800"}\n'),
     "folder": replaced(Path.mkdir),
     "dangling": replaced(lambda path: path.symlink_to("/nowhere/at/all")),
@@ -145,7 +137,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "pipe": replaced(os.mkfifo),
     "endless": replaced(lambda path: path.symlink_to("/dev/zero")),
     "newer": newer,
-    "format": lambda path: path.write_text('{"format": "new"}') and None,
+    "format": text('{"format": "new"}'),
 }
 
 
@@ -216,7 +208,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "run", unavailable)
 
 
-def damaged_run(undamaged: Path, runs_dir: Path, name: str, damage: Callable[[Path], None]) -> RunDir:
+def damaged_run(undamaged: Path, runs_dir: Path, name: str, damage: Callable[[Path], object]) -> RunDir:
     """Copy the undamaged runs to `runs_dir` and damage a file of one of them, which is returned."""
     shutil.rmtree(runs_dir, ignore_errors=True)
     shutil.copytree(undamaged, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
@@ -238,19 +230,17 @@ def test_commands_report_a_damaged_file_in_one_line(
         run = damaged_run(undamaged, runs_dir, name, DAMAGES[kind])
         label = f"{name}, {kind}"
 
-        def command(function: Callable[[], object], label: str = label, kind: str = kind) -> tuple[int, str]:
+        def command(function: Callable[[], object], kind: str = kind) -> tuple[int, str]:
             """Return exit code and output, with exceptions handled as in `main`."""
-            error, code = "", 0
             try:
                 function()
             except HpcdistError as raised:
-                error, code = str(raised), raised.exit_code
-                assert code == 2, f"{label}: {error}"
+                return raised.exit_code, str(raised)
             except OSError as raised:
                 if kind != "loop":
                     raise
-                error = str(raised)
-            return code, error or capsys.readouterr().out
+                return 0, str(raised)
+            return 0, capsys.readouterr().out
 
         code, output = command(lambda: runs.runs(runs_dir=runs_dir))
         assert code == 0, label
@@ -258,6 +248,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         assert "counting/half" in output or name in ("state.json", "config.yaml"), label
         found = find_runs(runs_dir)
         assert found, label
+        find_unfinished(load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"]))
         links.of_experiments(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
         links.end_of_run(run)
         longest_save(runs_dir / "counting")
@@ -269,6 +260,7 @@ def test_commands_report_a_damaged_file_in_one_line(
             lambda: cli_doctor.explain("half", runs_dir),
         ):
             code, output = command(act)
+            assert code in (0, 2), label
             if code == 2:
                 assert len(output.splitlines()) == 1, f"{label}: {output}"
                 assert str(run.path) in output, f"{label}: {output}"
@@ -311,12 +303,3 @@ def test_messages_about_damaged_and_newer_state_files(undamaged: Path, tmp_path:
         assert str(raised.value) == f"{path} {message}"
     path.write_text('{"format": 1, "status": "stopped", "mood": "fine"}')
     assert run.read_state().status == "stopped", "a key of a later version"
-
-
-def test_search_for_an_unfinished_run_skips_damaged_runs(undamaged: Path, tmp_path: Path) -> None:
-    runs_dir = tmp_path / "runs"
-    shutil.copytree(undamaged, runs_dir)
-    run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))
-    (run.path / "state.json").write_text("")
-    config = load_run_config(other.config, [f"runs_dir={runs_dir}"], {})
-    assert find_unfinished(config) is None

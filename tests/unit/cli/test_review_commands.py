@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, Make, Result, one_line
+from command_line import Cli, Make, Result, make_sweep, one_line
 from hpcdist_runs import unused_port
 from report_scene import BEGAN, account, add_attempt
 from sample_comm import sample
@@ -30,7 +30,6 @@ from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import CAUSES, NodeShare, Resources
-from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
 from hpcdist.supervisor import local as supervisor_local
@@ -90,42 +89,22 @@ def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: l
     assert one_line(hpcdist("cost", "first")).startswith("run first is left out: ")
 
 
-def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
-    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rich.console import Console
-
-    from hpcdist.cli import review
-
-    for rate in ("0.1", "0.01"):
-        run = make(f"ddp-20261122-121700-1a2b-optim.lr_{rate}-seed_1")
-        add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
-    monkeypatch.setattr(review, "console", lambda: Console(width=80))
-    out = hpcdist("cost", "--by", "run").out
-    assert "…" not in out
-    text = "".join(line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│"))
-    assert all(f"optim.lr_{rate}-seed_1" in text for rate in ("0.1", "0.01"))
-
-
-def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
+def test_costs_are_summed_by_run_user_and_month_with_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
     found = rows(hpcdist("cost", "--csv", "--by", "run").out)
     assert [row["run"].partition("/")[2] for row in found] == ["first", "second", "gpu"]
     assert list(found[0]) == ["run", "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"]
     assert float(found[1]["down"]) == 4.0
     assert float(found[0]["allocated"]) == pytest.approx(5 * 3601 / 3600)
     assert (found[0]["unit"], found[2]["unit"], found[0]["energy_kwh"]) == ("core", "GPU", "")
-
-
-def test_costs_are_summed_by_user_and_month(hpcdist: Cli, runs: list[RunDir]) -> None:
     found = rows(hpcdist("cost", "--csv", "--by", "month,user").out)
     assert [(row["user"], row["month"], row["unit"], row["runs"]) for row in found] == [
         ("ada", "2026-10", "core", "1"),
         ("ada", "2026-11", "GPU", "1"),
         ("bob", "2026-10", "core", "1"),
     ]
-    found = rows(hpcdist("cost", "--csv", "--by", "user").out)
-    assert [(row["user"], row["unit"]) for row in found] == [("ada", "GPU"), ("ada", "core"), ("bob", "core")]
     assert [row["experiment"] for row in rows(hpcdist("cost", "other", "--csv", "--by", "experiment").out)] == ["other"]
+    make_sweep(runs[0].path.parent, "first", "second")
+    assert len(rows(hpcdist("cost", "grid", "--csv").out)) == 2, "of its cells"
     assert "one of user, month, experiment, run" in one_line(hpcdist("cost", "--by", "group"))
 
 
@@ -159,27 +138,14 @@ def test_accounting_completes_the_starts_of_a_job(
     assert "energy: 2 kWh" in hpcdist("cost", "second").out
 
 
-def test_cost_of_a_sweep_is_that_of_its_cells(
-    hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = SweepDir(Path("runs") / "exp" / "grid")
-    monkeypatch.setattr(SweepDir, "cells", lambda self: runs[:2])
-    monkeypatch.setattr("hpcdist.run.lookup.resolve", lambda name, runs_dir: sweep)
-    assert len(rows(hpcdist("cost", "grid", "--csv").out)) == 2
-
-
 # --- `hpcdist compare`
 
 
-@pytest.fixture
-def two(make: Make) -> tuple[RunDir, RunDir]:
-    return make("first", status="finished", attempt=1), make("second", "optim.lr=0.5", status="failed", attempt=1)
-
-
-def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
+def test_compare_prints_the_differences_of_two_runs(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
+    first = make("first", status="finished", attempt=1)
+    make("second", "optim.lr=0.5", status="failed", attempt=1)
     result = hpcdist("compare", "first", "second")
-    assert result.code == 0
-    assert result.err == ""
+    assert (result.code, result.err) == (0, "")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line]
     assert ["optim.lr", "0.001", "0.5"] in rows
     assert ["state", "finished", "failed"] in rows
@@ -187,24 +153,14 @@ def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]
     document = json.loads(hpcdist("compare", "first", "second", "--json").out)
     assert document["runs"] == ["first", "second"]
     assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
-
-
-def test_runs_of_the_same_name_are_labelled_by_experiment(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
-    first = make("first")
-    other = tmp_path / "runs" / "other" / "first"
-    other.parent.mkdir()
-    first.path.rename(other)
-    make("first")
-    assert json.loads(hpcdist("compare", "exp/first", "other/first", "--json").out)["runs"] == [
-        "exp/first", "other/first",
-    ]  # fmt: skip
-
-
-def test_compare_needs_two_runs(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
     expected = "only first is given: name a second run to compare it with"
-    assert one_line(hpcdist("compare", "first")) == expected
-    assert one_line(hpcdist("compare", "first", str(two[0].path))) == expected
+    assert one_line(hpcdist("compare", "first", str(first.path))) == expected
     assert one_line(hpcdist("compare", "first", "none")).startswith("no run 'none' under ")
+    (tmp_path / "runs" / "other").mkdir()
+    first.path.rename(tmp_path / "runs" / "other" / "first")
+    make("first")
+    document = json.loads(hpcdist("compare", "exp/first", "other/first", "--json").out)
+    assert document["runs"] == ["exp/first", "other/first"], "labelled by experiment"
 
 
 # --- `hpcdist export` in the process of the test
@@ -252,17 +208,12 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
     assert message.startswith("no checkpoint of own has the metric of checkpoint.monitor (empty): choose --checkpoint")
 
 
-def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
-    message = one_line(hpcdist("export", run.name, "--format", "keras"))
+def test_mistakes_of_an_export_are_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = ("export", run.name, "--format")
+    message = one_line(hpcdist(*export, "keras"))
     assert message.startswith("Invalid value for '--format': 'keras' is not one of 'safetensors', 'onnx', 'torch'")
-    assert "has no checkpoint of step 5: it has 10, 20" in one_line(
-        hpcdist("export", run.name, "--format", "torch", "--checkpoint", "5")
-    )
-    run.path.chmod(0o770)
-    assert "is writable by group or others" in one_line(hpcdist("export", run.name, "--format", "onnx"))
-
-
-def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = one_line(hpcdist(*export, "torch", "--checkpoint", "5"))
+    assert "has no checkpoint of step 5: it has 10, 20" in message
     load = builtins.__import__
 
     def without_torch(name: str, *args: Any) -> Any:
@@ -270,9 +221,12 @@ def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytes
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
         return load(name, *args)
 
-    monkeypatch.setattr(builtins, "__import__", without_torch)
-    message = one_line(hpcdist("export", run.name, "--format", "torch"))
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", without_torch)
+        message = one_line(hpcdist(*export, "torch"))
     assert message == "export needs torch: run `pip install '.[train,export]'` in a checkout of hpcdist"
+    run.path.chmod(0o770)
+    assert "is writable by group or others" in one_line(hpcdist(*export, "onnx"))
 
 
 # --- `hpcdist sync` and `hpcdist ui`
@@ -311,8 +265,13 @@ def test_sync_uploads_runs_that_have_no_shipper(
     assert hpcdist("sync", "second").code == 0
     with_password = ("second", "http://ada:s3cret@mlflow")
     assert shipped == [with_password, ("first", uri), ("first", uri), with_password]
-    make("down")
+    make("down", status="finished")
     assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
+    ship_all(monkeypatch, "second")
+    assert hpcdist("sync").out == ("second: 3 points and 0 artifacts uploaded\n4 runs: 3 unchanged, 1 uploaded\n"), (
+        "only news and a summary"
+    )
+    assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
 
 
 def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
@@ -322,16 +281,6 @@ def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
         return SyncReport(num_points=3 if run.name in new else 0)
 
     monkeypatch.setattr(sync_runs, "sync", ship)
-
-
-def test_sync_of_all_runs_prints_news_and_a_summary(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first", "second", "third"):
-        make(name, status="finished")
-    ship_all(monkeypatch, "second")
-    assert hpcdist("sync") == Result(
-        0, "second: 3 points and 0 artifacts uploaded\n3 runs: 2 unchanged, 1 uploaded\n", ""
-    )
-    assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
 
 
 def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
@@ -403,18 +352,13 @@ def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monk
     page = "https://other/#/experiments?workflowType=machine_learning"
     assert hpcdist("ui").out == f"review in MLflow: {page}\n"
 
-
-def test_ui_asks_a_server_that_does_not_answer_only_once(
-    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def ship(run: RunDir, uri: str) -> SyncReport:
         raise TrackingError("the server does not answer")
 
     monkeypatch.setattr(sync_runs, "sync", ship)
-    for name in ("first", "second"):
-        make(name, status="finished")
+    make("second", status="finished")
     result = hpcdist("ui", "--tracking-uri", "http://mlflow")
-    assert (result.code, result.err) == (0, "first: the server does not answer\n")
+    assert (result.code, result.err) == (0, "first: the server does not answer\n"), "it is asked only once"
 
 
 def test_report_is_written_and_its_path_printed(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,29 +406,33 @@ def make_benchmark(tmp_path: Path) -> Make:
     return make
 
 
-def mistake(result: Result) -> str:
-    """Return the message of a rejected command, which prints nothing else."""
-    assert result.out == ""
-    return one_line(result)
-
-
-def test_show_prints_the_report_or_json(bench: Cli, make_benchmark: Make) -> None:
+def test_show_prints_the_report_and_compares_with_a_named_run(bench: Cli, make_benchmark: Make) -> None:
+    rows = [replace(row, median_s=4 * row.median_s, p99_s=4 * row.p99_s, min_s=4 * row.min_s) for row in sample().rows]
     make_benchmark("first", sample())
+    make_benchmark("second", replace(sample(), rows=rows))
+    make_benchmark("gpu", replace(sample(2), partition="gpu", backend="nccl"))
+    make_benchmark("empty", None)
     result = bench("show", "fir")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main")
     assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
     assert len(json.loads(bench("show", "first", "--json").out)["rows"]) == len(sample().rows)
-    assert mistake(bench("show", "first", "--json", "--compare", "last")) == "--json and --compare exclude each other"
-
-
-def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Make) -> None:
-    rows = [replace(row, median_s=4 * row.median_s, p99_s=4 * row.p99_s, min_s=4 * row.min_s) for row in sample().rows]
-    make_benchmark("first", sample())
-    make_benchmark("second", replace(sample(), rows=rows))
     out = bench("show", "second", "--compare", "first").out
     assert "compared with first: all_reduce is slower at 29 of 29 sizes" in out
     assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
+    for words, message in (
+        ("show first --json --compare last", "--json and --compare exclude each other"),
+        (
+            "show first --compare gpu",
+            "not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
+            " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before",
+        ),
+        ("show nowhere", "no run 'nowhere' under "),
+        ("show empty", "comm/results.json does not exist: is this a run of `hpcdist bench comm`"),
+        ("comm --compare nowhere", "no run 'nowhere' under "),
+        ("comm --compare last --detach", "exclude each other"),
+    ):
+        assert message in one_line(bench(*words.split())), words
 
 
 def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark: Make) -> None:
@@ -503,35 +451,15 @@ def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark
     assert "\nno comparison: " in out
 
 
-def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_benchmark: Make) -> None:
-    make_benchmark("four", sample())
-    make_benchmark("gpu", replace(sample(2), partition="gpu", backend="nccl"))
-    result = bench("show", "four", "--compare", "gpu")
-    assert (result.code, result.err) == (
-        2,
-        "hpcdist: not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
-        " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
-    )
-
-
-def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_benchmark: Make) -> None:
-    make_benchmark("empty", None)
-    assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
-    assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
-    assert mistake(bench("comm", "--compare", "nowhere")).startswith("no run 'nowhere' under ")
-    assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
-
-
-def test_detached_benchmark_prints_the_report_command(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_local, "detach", lambda run, env: 4711)
-    result = bench("comm", "--detach", "name=first")
-    assert (result.code, result.err) == (0, "")
-    assert result.out.endswith("report after the end of the run: hpcdist bench show first\n")
-
-
-def test_dry_run_of_a_benchmark_starts_nothing(bench: Cli, tmp_path: Path) -> None:
+def test_plan_of_a_benchmark_and_its_report_command(
+    bench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = bench("comm", "--dry-run", "name=planned", "launch.num_ranks=3")
     assert (result.code, "3 × cpu, gloo" in result.out) == (0, True)
     result = bench("comm", "--dry-run", "--cluster", "devcluster", "name=planned", "cluster.nodes=4")
     assert (result.code, "#SBATCH --nodes=4" in result.out) == (0, True)
     assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(supervisor_local, "detach", lambda run, env: 4711)
+    result = bench("comm", "--detach", "name=first")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("report after the end of the run: hpcdist bench show first\n")

@@ -32,7 +32,7 @@ from hpcdist.cli.run_views import (
     show_status,
     stream_log,
 )
-from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
+from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
 from hpcdist.host.files import write_json
@@ -44,7 +44,7 @@ from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
-from hpcdist.supervisor.plan import Plan, rank_command
+from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure
 
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
@@ -82,92 +82,47 @@ def beat(run: RunDir, attempt: int, rank: int, **changes: Any) -> None:
 # --- the plan
 
 
-def plan(**changes: Any) -> Plan:
-    return replace(Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={}), **changes)
-
-
-ROLES = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
-
-
-@pytest.mark.parametrize(
-    ("config", "changes", "rows"),
-    [
-        (
-            Config(),
-            {},
-            ["trainer     ddp", "roles       trainer → rank 0 … 1", "devices     2 × cpu, gloo, 1 thread per rank"],
-        ),
-        (
-            Config(),
-            {
-                "num_ranks": 3,
-                "device": "cuda",
-                "roles": ROLES,
-                "devices": {"trainer": "cuda", "parameter_server": "cpu"},
-            },
-            [
-                "trainer     ddp",
-                "roles       rank  role                  device",
-                "            0     trainer:0             cuda",
-                "            1-2   parameter_server:0-1  cpu",
-                "devices     1 × cuda + 2 × cpu, gloo, 1 thread per rank",
-            ],
-        ),
-        (
-            Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"])),
-            {"num_ranks": 1, "threads": 4, "device": "cuda"},
-            [
-                "trainer     /a/[b]/train.py --db http://ada:***@host",
-                "roles       trainer → rank 0",
-                "devices     1 × cuda, gloo, 4 threads per rank",
-            ],
-        ),
-    ],
-    ids=["two ranks", "roles", "script"],
-)
-def test_plan(console: Console, tmp_path: Path, config: Config, changes: dict[str, Any], rows: list[str]) -> None:
-    show_plan(console, config, plan(**changes), tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
-    assert rows_of(console) == [*rows, f"run folder  {tmp_path}", "MLflow      http://ada:***@mlflow:5000"]
-
-
-def test_verbose_plan_shows_command_and_variables_without_secrets(console: Console, tmp_path: Path) -> None:
-    config = Config(launch=LaunchConfig(env={"API_TOKEN": "s3cret", "PLAIN": "1"}))
-    env = {"OMP_NUM_THREADS": "1", "API_TOKEN": "s3cret", "PLAIN": "1"}
-    show_plan(console, config, plan(env=env), tmp_path / "my run", "x", verbose=True)
-    command = " ".join(rank_command(Path("RUN"))[:-1])
-    assert rows_of(console)[5:] == [
-        f"command     {command} '{tmp_path}/my run'",
-        "variables   API_TOKEN=***",
-        "            OMP_NUM_THREADS=1",
-        "            PLAIN=1",
+def test_plan(console: Console, tmp_path: Path) -> None:
+    config = Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"]))
+    plan = Plan(
+        num_ranks=3, device="cuda", backend="gloo", threads=4, env={},
+        roles=Roles.of({"trainer": 1, "parameter_server": 2}, 3),
+        devices={"trainer": "cuda", "parameter_server": "cpu"},
+    )  # fmt: skip
+    show_plan(console, config, plan, tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
+    assert rows_of(console) == [
+        "trainer     /a/[b]/train.py --db http://ada:***@host",
+        "roles       rank  role                  device",
+        "            0     trainer:0             cuda",
+        "            1-2   parameter_server:0-1  cpu",
+        "devices     1 × cuda + 2 × cpu, gloo, 4 threads per rank",
+        f"run folder  {tmp_path}",
+        "MLflow      http://ada:***@mlflow:5000",
     ]
 
 
 # --- during a run
 
 
-def test_notes_and_script_output_are_printed_unchanged(console: Console, tmp_path: Path) -> None:
+def test_notes_and_script_output_are_printed_unchanged_and_work_after_the_last_step_once(
+    console: Console, tmp_path: Path
+) -> None:
     (tmp_path / "002").mkdir()
     with RunView(console) as shown:
         shown.attempt(Attempt(tmp_path / "002"), 1)
         shown.attempt(Attempt(tmp_path / "002"), 16)
         shown.note("[bold]as it is[/] " + "long " * 30)
         shown.output("[red]epoch 1[/]\nepoch 2\n")
+        for doing in ("", "exporting the final model", "exporting the final model", ""):
+            shown.progress({"step": 9, "total_steps": None, "metrics": {}, "doing": doing})
     assert rows_of(console) == [
         f"attempt 2: starting 1 rank, logs in {tmp_path}/002",
         f"attempt 2: starting 16 ranks, logs in {tmp_path}/002",
         ("[bold]as it is[/] " + "long " * 30).rstrip(),
         "[red]epoch 1[/]",
         "epoch 2",
+        "exporting the final model",
     ]
-
-
-def test_work_after_the_last_step_is_noted_once(console: Console) -> None:
-    beat = {"step": 9, "total_steps": None, "metrics": {}}
-    with RunView(console) as shown:
-        for doing in ("", "exporting the final model", "exporting the final model", ""):
-            shown.progress(beat | {"doing": doing})
-    assert rows_of(console) == ["exporting the final model"]
 
 
 def test_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
@@ -215,9 +170,7 @@ def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_o
     assert "loss 0.1235  return 1.5  accuracy 0.975" in last
 
 
-def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(
-    make: Make,
-) -> None:
+def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(make: Make) -> None:
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     path = f"/shared/{'folder/' * 9}file"
     reason = f"rank 1 on n1 was killed by SIGKILL while it wrote {path} and nothing else happened"
@@ -236,7 +189,8 @@ def test_paths_below_the_current_folder_are_relative(
     run = make(status="failed", attempt=1, world_size=64, reason="a reason")
     monkeypatch.chdir(run.path.parents[2])
     folder = run.path.relative_to(Path.cwd())
-    show_plan(console, Config(), plan(), run.path, "x", verbose=False)
+    plan = Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={})
+    show_plan(console, Config(), plan, run.path, "x", verbose=False)
     show_status(console, run)
     RunView(console).attempt(run.attempt(1), 1)
     failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError", traceback=())
@@ -305,23 +259,16 @@ def test_end_of_a_run_names_its_report(
     console: Console, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(attempt=1, status="finished", reason="done")
-    run.report.write_text("<!doctype html>")
-    monkeypatch.chdir(tmp_path)
-    assert end(console, run, run.read_state())[-2] == "report: runs/exp/first/report.html"
-    monkeypatch.chdir(run.config.parent / "attempts")
-    assert end(console, run, run.read_state())[-2] == f"report: {run.report}"
-
-
-def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Make) -> None:
-    """The last metrics of a benchmark are those of the largest message only, and are not shown."""
-    run = make(attempt=1, status="finished", reason="measured")
-    beat(run, 1, 0, metrics=METRICS)
     run.artifacts.mkdir()
+    beat(run, 1, 0, metrics=METRICS)  # of a benchmark: those of its largest message, which are not shown
     assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
         "review in MLflow: hpcdist ui --runs-dir '/my runs'",
         f"report: hpcdist bench show {run.path}",
-        "finished: measured",
+        "finished: done",
     ]
+    run.report.write_text("<!doctype html>")
+    monkeypatch.chdir(tmp_path)
+    assert end(console, run, run.read_state())[-2] == "report: runs/exp/first/report.html"
 
 
 def test_end_of_an_unfinished_run_names_the_resume_command(console: Console, make: Make) -> None:
@@ -390,40 +337,26 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
     ]
 
 
-def test_status_names_the_causes_of_ended_attempts(console: Console, make: Make) -> None:
+def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Console, make: Make) -> None:
     run = make(status="failed", attempt=7, reason="rank 0 failed")
     for number in range(1, 8):
         attempt = run.attempt(number)
         attempt.path.mkdir(exist_ok=True)
         cause = "rank 0 failed" if number == 7 else f"node n{number} [failed]"
         write_times(attempt, AttemptTimes(supervised=1.0, began=1.0, ended=2.0, status="failed", reason=cause))
+    line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
+    run.attempt(7).stragglers.write_text(json.dumps(line) + "\n")
     show_status(console, run)
-    assert [row for row in rows_of(console) if row.startswith("attempt ")] == [
+    rows = rows_of(console)
+    assert [row for row in rows if row.startswith("attempt ")] == [
         "attempt      7, 0 restarts after failures",
         *(f"attempt {number}    failed: node n{number} [failed]" for number in (3, 4, 5, 6)),
     ]
+    assert "straggler    n3 is [slow]" in rows
+    assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
     assert read_status(run)["ended_attempts"][0] == {
         "attempt": 3, "status": "failed", "nodes": [], "cause": "node n3 [failed]"
     }  # fmt: skip
-
-
-def test_status_and_end_of_run_show_stragglers(console: Console, make: Make) -> None:
-    run = make(status="finished", attempt=1, world_size=2)
-    line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
-    run.attempt(1).stragglers.write_text(json.dumps(line) + "\n")
-    show_status(console, run)
-    assert "straggler    n3 is [slow]" in rows_of(console)
-    assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
-
-
-def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Make) -> None:
-    run = make(status="finished", attempt=1, world_size=4096)
-    for rank in (0, 31, 32):
-        beat(run, 1, rank)
-    show_status(console, run)
-    shown = [line.partition("  ")[0] for line in rows_of(console)]
-    assert [name for name in shown if "rank" in name] == ["rank 0", "rank 31", "more ranks"]
-    assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
 
 
 def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Make) -> None:
@@ -637,18 +570,6 @@ def test_follow_continues_through_a_requeue(
     ]
 
 
-def test_follow_without_progress_prints_states_only(
-    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = submitted(make(status="running", attempt=1))
-    write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
-    slurm(job("RUNNING"))
-    Events(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
-    with hold(run, job_id="7"):
-        assert follow(console, run, progress=False).status == "finished"
-    assert rows_of(console) == ["running: job 7"]
-
-
 def test_follow_closes_a_run_that_died_without_a_status(
     make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -665,13 +586,14 @@ def test_follow_closes_a_run_that_died_without_a_status(
         assert run.read_state() == state
 
 
-def test_follow_prints_a_note_if_slurm_is_unavailable(
+def test_follow_without_progress_prints_states_and_that_slurm_is_unavailable(
     make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
+    beat(run, 1, 0)
     slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
     Events(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
-    assert follow(console, run).status == "finished"
+    assert follow(console, run, progress=False).status == "finished"
     assert rows_of(console) == [
         "running",
         "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",

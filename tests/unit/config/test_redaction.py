@@ -61,9 +61,6 @@ HARMLESS_NAMES = """
 def test_names_of_secrets_are_told_from_harmless_names() -> None:
     assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
     assert [name for name in HARMLESS_NAMES.split() if is_secret_name(name)] == []
-
-
-def test_schema_has_one_key_with_the_name_of_a_secret() -> None:
     assert [path for path, *_ in describe() if any(map(is_secret_name, path.split(".")))] == ["notify.webhook"]
 
 
@@ -76,10 +73,8 @@ def test_schema_has_one_key_with_the_name_of_a_secret() -> None:
         ("postgresql://me:s3@cret:w@host/db", "postgresql://me:***@host/db"),
         ("ssh://git@host/x", "ssh://git@host/x"),
         ("postgresql://ada@host/x", "postgresql://ada@host/x"),
-        ("http://h/?token=s3cret&page=2", "http://h/?token=***&page=2"),
         ("http://h/?page=2&api_key=s3cret", "http://h/?page=2&api_key=***"),
         ("http://h/x?key=s3cret&sig=s3cret", "http://h/x?key=***&sig=***"),
-        ("--password=s3cret --lr=1", "--password=*** --lr=1"),
         ("launch.env.MY_KEY='s3 cret' x=1", "launch.env.MY_KEY=*** x=1"),
         ("--env=A_KEY=s3cret --x=a=b", "--env=A_KEY=*** --x=a=b"),
         (
@@ -106,17 +101,10 @@ def test_secrets_in_text_are_redacted(text: str, shown: str) -> None:
 
 
 def test_redaction_takes_linear_time() -> None:
-    texts = [
-        "a" * 300_000,
-        "a=" * 90_000,
-        "token=$" * 50_000,
-        "://" * 90_000,
-        "http://" + "a" * 300_000,
-        "a@:" * 90_000,
-    ]
     began = time.process_time()
-    for text in texts:
-        redact_text(text)
+    for part in ("a", "a=", "token=$", "://", "a@:"):
+        redact_text(text := part * 90_000)
+        redact_text(f"http://{text}")
         holds_secret(text, code=False)
     assert time.process_time() - began < 20  # a quadratic pattern takes minutes
 
@@ -145,11 +133,6 @@ def test_redact_tree_covers_numbers_and_lists_but_not_roles() -> None:
     assert is_redacted(shown["params"]["pin_pwd"])
     assert is_redacted(shown["params"]["api_keys"])
     assert not is_redacted(shown["roles"])
-
-
-def test_value_after_a_secret_option_is_redacted() -> None:
-    words = ["train.py", "--api-key", "s3cret", "--lr", "1", "--token", "--verbose", "--pwd=s3cret"]
-    assert redact_words(words) == ["train.py", "--api-key", "***", "--lr", "1", "--token", "--verbose", "--pwd=***"]
 
 
 LINES_WITH_SECRETS = r"""
@@ -186,9 +169,6 @@ def test_lines_with_secrets_are_told_from_others() -> None:
     for text, code in ((LINES_WITH_SECRETS, True), (SETTINGS_WITH_SECRETS, False)):
         assert [line for line in text.strip().splitlines() if not holds_secret(line, code=code)] == []
     assert [line for line in LINES_WITHOUT.strip().splitlines() if holds_secret(line, code=True)] == []
-
-
-def test_secret_in_a_long_line_is_detected() -> None:
     assert holds_secret("x" * 100_000 + ' "api_key": "abcdef0123456789" ' + "y" * 100_000, code=True)
     for text in ("x" * 200_000, "password: ${DB_PASSWORD}", "password: <yours>"):
         assert not holds_secret(text, code=False)
@@ -256,10 +236,8 @@ def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> N
     ("override", "message"),
     [
         ("params.totl_steps=5", "command line: params.totl_steps is not a key: did you mean 'total_steps'?"),
-        ("params.total_steps=many", "command line: params.total_steps must be int, got 'many'"),
         ("params.zzz=5", "command line: params.zzz is not a key: there are total_steps, hidden, rate, .*"),
         ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
-        ("params.hidden=1.5", "command line: params.hidden must be int, got 1.5"),
         ("params.act=gelu", r"command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
         ("params.betas=[1]", r"command line: params.betas must be tuple\[float, float\], got \[1\]"),
         ("params.widths=[a]", r"command line: params.widths must be list\[int\], got 'a' for params.widths.0"),
@@ -290,26 +268,21 @@ def test_trainer_without_a_declaration_takes_any_params(project: Path, module: s
 
 
 def test_modules_are_found_in_packages_and_installed_folders(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = project / "installed" / "pack"
-    package.mkdir(parents=True)
-    (package / "train.py").write_text(MODULE)
+    (project / "installed" / "pack").mkdir(parents=True)
+    (project / "installed" / "pack" / "train.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(project / "installed"))
-    kind, _ = declaration(TrainerConfig(target="pack.train:train"), project) or (None, None)
-    assert kind is not None
-    assert kind.__name__ == "MyParams"
+    found = declaration(TrainerConfig(target="pack.train:train"), project)
+    assert found is not None
+    assert found[0].__name__ == "MyParams"
 
 
-def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
+def test_keys_of_a_trainer_begin_with_its_own_and_sweeps_have_their_types(project: Path) -> None:
     rows = describe_trainer(load_config("mine.yaml"), project)
     assert rows[:2] == [
         ("params.total_steps", "int", "required", "Number of optimizer steps."),
         ("params.hidden", "int", 32, ""),
     ]
-    assert "seed" in {key for key, *_ in rows}
     assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
-
-
-def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
     sweep = make_sweep({"params.rate": ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda _: "regression")
     assert repr([cell.values for cell in sweep.cells]) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
 
@@ -381,25 +354,19 @@ def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Pat
     assert found.values["future.a"] == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_values_that_are_not_valid_have_defaults_and_an_unreadable_config_is_an_error(tmp_path: Path) -> None:
+    for text, problem in (
         ("optim: {lr: " + "9" * 400 + "}", "optim.lr"),
         ("checkpoint: often", "checkpoint"),
         ("optim: {lr: -1.0}", "optim.lr must be > 0, got -1.0"),
         ("1: {2: [3]}", "1"),
-    ],
-)
-def test_values_that_are_not_valid_have_defaults(tmp_path: Path, text: str, problem: str) -> None:
-    found = stored(tmp_path, text)
-    assert found.problem.endswith(f"does not know: {problem}")
-    assert found.config == Config()
-
-
-@pytest.mark.parametrize("text", ["", "- a", "[" * 1200, "a: &x [*x]", "a: !!python/name:os.system x", "{[1]: 2}"])
-def test_an_unreadable_config_is_an_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
-        stored(tmp_path, text)
+    ):
+        found = stored(tmp_path, text)
+        assert found.problem.endswith(f"does not know: {problem}")
+        assert found.config == Config()
+    for text in ("", "- a", "[" * 1200, "a: &x [*x]", "a: !!python/name:os.system x", "{[1]: 2}"):
+        with pytest.raises(ConfigError, match=r"config\.yaml"):
+            stored(tmp_path, text)
 
 
 def test_code_of_the_users_own_has_no_monitored_metric_by_default(write: Write) -> None:
@@ -469,6 +436,18 @@ def test_written_config_contains_no_secrets_and_is_restored_from_the_environment
     assert env["WANDB_API_KEY"] == "env-s3cret"
     assert env["HPCDIST_TRACKING_URI"] == "http://ada:p@ss-w0rd@mlflow:5000/x"
     assert load_run_config(path, [], {"HOME": "/", **env}) == config
+    del env["WANDB_API_KEY"], env["HPCDIST_PARAMS_HF_TOKEN"]
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path, [], env)
+    assert caught.value.problems == (
+        "launch.env.WANDB_API_KEY was redacted when the run was written: set WANDB_API_KEY in the environment",
+        "params.hf_token was redacted when the run was written: set HPCDIST_PARAMS_HF_TOKEN in the environment",
+    )
+    incomplete = load_run_config(path, [], env, require_secrets=False)
+    assert (incomplete.launch.env["WANDB_API_KEY"], incomplete.params["hf_token"]) == ("***", "***")
+    assert incomplete.params["nested"] == {"token": "nested-s3cret"}
+    config = load_run_config(path, ["launch.env.WANDB_API_KEY=new", "params.hf_token=new"], env)
+    assert (config.launch.env["WANDB_API_KEY"], config.params["hf_token"]) == ("new", "new")
 
 
 FROM_VARIABLES = """
@@ -541,25 +520,6 @@ def test_value_of_a_variable_with_the_name_of_a_secret_is_redacted_anywhere(
     assert to_yaml(replace(changed, seed=0)) == written + "  more: '***'\n"
 
 
-def test_missing_secret_is_reported_with_its_variable(write: Write, tmp_path: Path) -> None:
-    config = load_config(write(SECRETS))
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
-    env = secrets_of(config)
-    del env["WANDB_API_KEY"], env["HPCDIST_PARAMS_HF_TOKEN"]
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(path, [], env)
-    assert caught.value.problems == (
-        "launch.env.WANDB_API_KEY was redacted when the run was written: set WANDB_API_KEY in the environment",
-        "params.hf_token was redacted when the run was written: set HPCDIST_PARAMS_HF_TOKEN in the environment",
-    )
-    incomplete = load_run_config(path, [], env, require_secrets=False)
-    assert (incomplete.launch.env["WANDB_API_KEY"], incomplete.params["hf_token"]) == ("***", "***")
-    assert incomplete.params["nested"] == {"token": "nested-s3cret"}
-    config = load_run_config(path, ["launch.env.WANDB_API_KEY=new", "params.hf_token=new"], env)
-    assert (config.launch.env["WANDB_API_KEY"], config.params["hf_token"]) == ("new", "new")
-
-
 def test_restored_secrets_keep_their_types(write: Write, tmp_path: Path) -> None:
     config = load_config(
         write("""
@@ -605,27 +565,22 @@ def test_restored_secrets_keep_their_types(write: Write, tmp_path: Path) -> None
         ("", ["seed=${oc.env:MINE}"]),
         ("", ["roles.trainer=${oc.env:MINE}"]),
         ("", ["token hunter-s3cret", "API_KEY:hunter-s3cret", "--password=hunter-s3cret"]),
+        (None, ["launch.env.API_KEY={a: other-s3cret}"]),
+        (None, ["seed=${params.my_key}"]),
+        (None, ["params.my_key.x=1"]),
     ],
 )
 def test_errors_contain_no_secrets_and_no_environment_variables(
-    write: Write, monkeypatch: pytest.MonkeyPatch, text: str, overrides: list[str]
+    write: Write, monkeypatch: pytest.MonkeyPatch, text: str | None, overrides: list[str]
 ) -> None:
+    """Without a text, the overrides are those of a resume."""
     monkeypatch.setenv("MINE", "{a/hunter-s3cret")
+    stored = to_yaml(load_config(write(r"params: {my_key: 'hunter-\${x}-s3cret'}")))
+    path, secrets = write(stored if text is None else text), {"HPCDIST_PARAMS_MY_KEY": "hunter-${x}-s3cret"}
     with pytest.raises(ConfigError) as caught:
-        load_config(write(text), overrides)
+        load_config(path, overrides) if text is not None else load_run_config(path, overrides, secrets)
     assert "s3cret" not in str(caught.value)
     assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "override", ["launch.env.API_KEY={a: other-s3cret}", "seed=${params.my_key}", "params.my_key.x=1"]
-)
-def test_errors_of_a_run_contain_no_secrets(write: Write, tmp_path: Path, override: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(load_config(write(r"params: {my_key: 'hunter-\${x}-s3cret'}"))))
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(path, [override], {"HPCDIST_PARAMS_MY_KEY": "hunter-${x}-s3cret"})
-    assert "s3cret" not in str(caught.value)
 
 
 def test_short_value_of_a_variable_is_replaced_only_where_it_is_quoted(
@@ -635,18 +590,15 @@ def test_short_value_of_a_variable_is_replaced_only_where_it_is_quoted(
     assert problems(write("cluster: {nodes: '${oc.env:MINE}'}")) == ("cluster.nodes must be >= 1, got ${oc.env:MINE}",)
 
 
-@pytest.mark.parametrize(
-    ("argument", "shown"),
-    [
-        ("run", "run"),
-        ("--dry-run", "--dry-run"),
+def test_secrets_in_arguments_are_redacted() -> None:
+    for argument, shown in (
         ("optim.lr=0.1", "optim.lr=0.1"),
         ("params.tokenizer=gpt2", "params.tokenizer=gpt2"),
         ("launch.env.API_TOKEN=abc", "launch.env.API_TOKEN=***"),
         ("launch.env={API_TOKEN: abc}", "launch.env=***"),
         ("tracking.uri=http://u:p@h", "tracking.uri=***"),
         ("http://u:p@h/?a=b", "http://u:***@h/?a=b"),
-    ],
-)
-def test_secrets_in_arguments_are_redacted(argument: str, shown: str) -> None:
-    assert redacted_argument(argument) == shown
+    ):
+        assert redacted_argument(argument) == shown
+    words = ["train.py", "--api-key", "s3cret", "--lr", "1", "--token", "--verbose", "--pwd=s3cret"]
+    assert redact_words(words) == ["train.py", "--api-key", "***", "--lr", "1", "--token", "--verbose", "--pwd=***"]

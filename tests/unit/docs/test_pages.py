@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,8 @@ from hpcdist.containers.spec import RUNTIMES
 from hpcdist.review.explain import PATTERNS, WAITING
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
+KEYS = {row[0] for row in describe()}
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 _PATH = re.compile(
     r"(?<![\w./-])((?:hpcdist|tests|benchmarks|scripts|docker|slurm|examples|configs|docs)/[\w./-]*[\w/])(?![\w*])"
 )
@@ -39,21 +40,19 @@ _OTHER_NAMES = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_named_paths_exist(page: Path) -> None:
-    assert [name for name in _PATH.findall(page.read_text()) if not _exists(name)] == []
-
-
-def _exists(name: str) -> bool:
-    path = ROOT / name
-    # Files and folders that a command creates.
-    return path.exists() or name.startswith("docker/secrets") or name.rstrip("/") in {"docker/.env", "docker/stop"}
+#: Files and folders that a command creates.
+_CREATED = ("docker/secrets", "docker/.env", "docker/stop")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_modules_exist(page: Path) -> None:
-    names = {name for name in _MODULE.findall(page.read_text()) if not _OTHER_NAMES.match(name)}
-    assert [name for name in sorted(names) if not _is_defined(name)] == []
+def test_named_paths_modules_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = [name for name in _PATH.findall(text) if not name.startswith(_CREATED)]
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+    modules = {name for name in _MODULE.findall(text) if not _OTHER_NAMES.match(name)}
+    assert [name for name in sorted(modules) if not _is_defined(name)] == []
+    targets = [link.partition("#")[0] for link in _LINK.findall(text) if "://" not in link]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []
 
 
 def _is_defined(name: str) -> bool:
@@ -79,12 +78,6 @@ def test_files_that_comments_of_the_code_name_exist() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_to_files(page: Path) -> None:
-    targets = [link.partition("#")[0] for link in _LINK.findall(page.read_text()) if "://" not in link]
-    assert [target for target in targets if target and not (page.parent / target).exists()] == []
-
-
 def yaml_blocks() -> Iterator[object]:
     for page in pages():
         for number, block in enumerate(blocks(page)):
@@ -106,8 +99,8 @@ def test_yaml_blocks_load_as_configs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_overrides_in_commands_are_config_keys(page: Path) -> None:
-    known = _known_keys()
+def test_named_config_keys_exist(page: Path) -> None:
+    """Those of overrides in commands, and those in the text."""
     unknown = [
         word
         for block in blocks(page)
@@ -115,31 +108,15 @@ def test_overrides_in_commands_are_config_keys(page: Path) -> None:
         for command in block.commands
         if re.match(r"(sbatch slurm/run.sbatch|hpcdist (run|submit|resume|config|bench)) ", command)
         for word in re.findall(r"(?:^|[\s'])([a-z_]+(?:\.[\w]+)*)=", command)
-        if not any(word == key or word.startswith(f"{key}.") for key in known)
+        if not any(word == key or word.startswith(f"{key}.") for key in KEYS | SECTIONS)
     ]
-    assert unknown == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_named_config_keys_exist(page: Path) -> None:
-    known = _known_keys()
-    sections = {key.partition(".")[0] for key in known if "." in key}
-    named = {
-        f"{match[1]}.{match[2]}": match[1] for match in _KEY.finditer(page.read_text()) if match[2] not in ("pt", "py")
-    }
-    unknown = [
+    named = [match for match in _KEY.finditer(page.read_text()) if match[2] not in ("pt", "py")]
+    unknown += [
         name
-        for name, section in named.items()
-        if section in sections and not any(name.startswith(key) or key.startswith(name) for key in known - sections)
+        for section, name in ((match[1], f"{match[1]}.{match[2]}") for match in named)
+        if section in SECTIONS and not any(name.startswith(key) or key.startswith(name) for key in KEYS)
     ]
     assert unknown == []
-
-
-def _known_keys() -> set[str]:
-    from hpcdist.config.describe import describe
-
-    keys = {row[0] for row in describe()}
-    return keys | {key.partition(".")[0] for key in keys}
 
 
 #: Mechanisms that a reader looks up, and a part of the path of the module in charge.
@@ -237,18 +214,14 @@ def test_workflow_is_valid_and_broken_ones_are_not(tmp_path: Path) -> None:
         assert validate(broken).returncode != 0
 
 
-def test_jobs_run_make_targets_that_exist() -> None:
-    workflow = yaml.safe_load(WORKFLOW.read_text())
-    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+def test_jobs_run_make_targets_that_exist_and_have_timeouts() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
     called = {match for step in steps for match in re.findall(r"^make (\w+)", step.get("run", ""))}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert called == {"check", "unit", "smoke", "docs", "test", "slow"}
     assert called <= targets
-    assert workflow["jobs"]["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
-
-
-def test_jobs_need_existing_jobs_and_have_timeouts() -> None:
-    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    assert jobs["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
     assert {name for job in jobs.values() for name in job.get("needs", [])} <= set(jobs)
     assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []
 
@@ -296,9 +269,6 @@ def test_every_marker_has_a_generator() -> None:
     pages = sorted((ROOT / "docs").rglob("*.md"))
     markers = {name for page in pages for name in re.findall(r"<!-- generated: (\S+) -->", page.read_text())}
     assert markers == set(hooks.GENERATORS)
-
-
-def test_hook_replaces_markers_and_refuses_unknown_ones() -> None:
     page = hooks.on_page_markdown("# Config\n\n<!-- generated: configs -->\n")
     assert page.startswith("# Config\n\n| config | content |\n")
     with pytest.raises(KeyError, match="unknown"):
@@ -311,18 +281,14 @@ def test_run_folder_reference_has_its_files() -> None:
     assert [name for name in names if name not in text] == []
 
 
-def test_config_reference_has_every_key() -> None:
-    text = config.config_keys()
-    keys = describe()
-    assert len(keys) > 100
-    assert [key for key, *_ in keys if f"`{key}`" not in text] == []
-    assert [key for key, _, _, documentation in keys if not documentation] == []
-
-
-def test_json_schema_beside_the_config_reference_is_current() -> None:
+def test_config_reference_has_every_key_and_its_json_schema_is_current() -> None:
     """If this test fails, run: hpcdist config --json-schema > docs/config.schema.json"""
+    text = config.config_keys()
+    assert len(KEYS) > 100
+    assert [key for key in KEYS if f"`{key}`" not in text] == []
+    assert [key for key, _, _, documentation in describe() if not documentation] == []
     printed = CliRunner().invoke(make_app(), ["config", "--json-schema"]).stdout
-    assert json.loads(config.SCHEMA.read_text()) == json.loads(printed)
+    assert config.SCHEMA.read_text() == printed
 
 
 @pytest.mark.parametrize("content", [None, "{}"], ids=["missing", "stale"])
@@ -349,14 +315,10 @@ def test_command_reference_has_every_command() -> None:
     assert "* `--dry-run`: " in text
 
 
-def test_environment_reference_has_every_variable() -> None:
-    text = environment.environment_variables()
-    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= set(environment.used_variables())
-    assert [name for name in environment.used_variables() if f"`{name}`" not in text] == []
-
-
-def test_variable_without_description_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = environment.used_variables()
+def test_environment_reference_has_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, text = environment.used_variables(), environment.environment_variables()
+    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= set(used)
+    assert [name for name in used if f"`{name}`" not in text] == []
     monkeypatch.setattr(environment, "used_variables", lambda: {**used, "HPCDIST_NEW": {"x.py"}})
     with pytest.raises(RuntimeError, match=r"has no description of \['HPCDIST_NEW'\]"):
         environment.environment_variables()
