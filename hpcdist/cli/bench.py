@@ -8,23 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import (
-    RUNS,
-    Cluster,
-    DryRun,
-    ExperimentKey,
-    Follow,
-    Json,
-    Overrides,
-    RunName,
-    RunsDir,
-    RunsDirKey,
-    TrackingUriKey,
-    console,
-    flag,
-    option,
-    with_options,
-)
+from hpcdist.cli.options import console, flag, option, with_options
 from hpcdist.cli.run import run_here, submit_run
 from hpcdist.errors import UserMistake
 from hpcdist.host.log_files import say
@@ -49,15 +33,15 @@ Compare = Annotated[
 
 @app.command()
 def comm(
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     on_slurm: Annotated[bool, flag("--submit", "Submit to Slurm; implied by --cluster.")] = False,
-    cluster: Cluster = None,
+    cluster: options.Cluster = None,
     compare: Compare = None,
-    dry_run: DryRun = False,
-    follow: Follow = True,
-    experiment: ExperimentKey = None,
-    runs_dir: RunsDirKey = None,
-    tracking_uri: TrackingUriKey = None,
+    dry_run: options.DryRun = False,
+    follow: options.Follow = True,
+    experiment: options.ExperimentKey = None,
+    runs_dir: options.RunsDirKey = None,
+    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Measure communication between ranks, in pairs and together, and locate the bottleneck.
 
@@ -98,10 +82,10 @@ def comm(
 
 @app.command()
 def show(
-    run: RunName,
+    run: options.RunName,
     compare: Compare = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Print the report of a benchmark run.
 

@@ -99,7 +99,7 @@ def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 def _shipped(kind: str, incomplete: str) -> Iterator[str]:
     """Yield shipped configs or site profiles, and YAML files."""
-    from hpcdist.config.shipped import shipped_configs
+    from hpcdist.config.document import shipped_configs
 
     yield from shipped_configs(kind)
     folder = Path(incomplete if incomplete.endswith("/") else os.path.dirname(incomplete))

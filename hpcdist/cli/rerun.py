@@ -17,21 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import (
-    RUNS,
-    Begin,
-    Dependency,
-    DryRun,
-    Follow,
-    Force,
-    Overrides,
-    RunsDir,
-    TrackingUri,
-    Wait,
-    argument,
-    flag,
-    option,
-)
+from hpcdist.cli.options import argument, flag, option
 from hpcdist.cli.run import run_here, submission_flags, submit_run
 from hpcdist.config.redaction import redact_text
 from hpcdist.containers.spec import DETACHED
@@ -75,9 +61,9 @@ Tolerance = Annotated[
 @app.command()
 def rerun(
     run: RecordedName,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     steps: Steps = None,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
     here: Here = False,
     with_current_code: WithCurrentCode = False,
     repository: Repository = None,
@@ -85,13 +71,13 @@ def rerun(
     compare: Compare = False,
     ignore: Ignore = None,
     tolerance: Tolerance = 0.0,
-    follow: Follow = True,
-    wait: Wait = False,
-    dependency: Dependency = None,
-    begin: Begin = None,
-    force: Force = False,
-    runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
+    follow: options.Follow = True,
+    wait: options.Wait = False,
+    dependency: options.Dependency = None,
+    begin: options.Begin = None,
+    force: options.Force = False,
+    runs_dir: options.RunsDir = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
 ) -> int:
     """Repeat a run with its code, config and image, and report the first step at which a logged value differs.
 

@@ -17,21 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import (
-    RUNS,
-    Experiment,
-    Json,
-    OptionalRunName,
-    RunNames,
-    RunsDir,
-    TrackingUri,
-    argument,
-    console,
-    flag,
-    named,
-    option,
-    print_table,
-)
+from hpcdist.cli.options import argument, console, flag, named, option, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host import log_files
 from hpcdist.host.log_files import say
@@ -47,8 +33,8 @@ app = typer.Typer()
 @app.command()
 def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
-    runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
+    runs_dir: options.RunsDir = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
     all_links: Annotated[bool, flag("--links", "Print links to all experiments and their views, too.")] = False,
 ) -> None:
     """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
@@ -100,9 +86,9 @@ def ui(
 
 @app.command()
 def report(
-    run: OptionalRunName = None,
+    run: options.OptionalRunName = None,
     open_it: Annotated[bool, flag("--open", "Open it in the browser.")] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Write the report of a run, one HTML page, as of now, and print its path.
 
@@ -127,10 +113,10 @@ def report(
 
 @app.command()
 def sync(
-    runs: RunNames = None,
-    experiment: Experiment = None,
-    runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
+    runs: options.RunNames = None,
+    experiment: options.Experiment = None,
+    runs_dir: options.RunsDir = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Repeat until Ctrl-C or SIGTERM, with a log line per change.")
     ] = False,
@@ -201,8 +187,8 @@ ComparedRuns = Annotated[list[str], argument("RUN", "Names of two or more runs, 
 @app.command()
 def compare(
     runs: ComparedRuns,
-    as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Show what differs between runs in config, code, environment and outcome; equal rows are left out.
 
@@ -254,7 +240,7 @@ def cost(
     name: _Name = None,
     by: Annotated[str | None, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = None,
     as_csv: Annotated[bool, flag("--csv", "Print CSV with all causes, in hours.")] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause.
 
@@ -325,7 +311,7 @@ def cost(
 
 @app.command("export")
 def export(
-    run: OptionalRunName = None,
+    run: options.OptionalRunName = None,
     *,
     file_format: Annotated[
         Literal["safetensors", "onnx", "torch"],
@@ -343,7 +329,7 @@ def export(
     output: Annotated[
         Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
     ] = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Write the model of a checkpoint to a file that is loaded without hpcdist.
 

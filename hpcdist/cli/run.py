@@ -6,47 +6,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.cli.options import (
-    RUNS,
-    Begin,
-    Cluster,
-    ConfigName,
-    Dependency,
-    DryRun,
-    ExperimentKey,
-    Follow,
-    Force,
-    Json,
-    OptionalConfigName,
-    OptionalRunName,
-    Overrides,
-    RunsDir,
-    RunsDirKey,
-    ScriptCommand,
-    SweepAxes,
-    TrackingUriKey,
-    Wait,
-    console,
-    exit_code,
-    flag,
-    named,
-    option,
-    with_options,
-    with_script,
-)
-from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.cli import options
+from hpcdist.cli.options import console, exit_code, flag, named, option, with_options, with_script
+from hpcdist.errors import ConfigError, ImageError, UserMistake
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.cli.run_views import RunView
     from hpcdist.config.schema import Config
+    from hpcdist.containers.spec import ContainerSpec
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
     from hpcdist.run.snapshot import CodeState
@@ -64,19 +41,19 @@ Resume = Annotated[
 ]
 
 
-@app.command(cls=ScriptCommand)
+@app.command(cls=options.ScriptCommand)
 def run(
-    config: ConfigName,
-    overrides: Overrides = None,
-    sweep: SweepAxes = None,
-    dry_run: DryRun = False,
-    follow: Follow = True,
+    config: options.ConfigName,
+    overrides: options.Overrides = None,
+    sweep: options.SweepAxes = None,
+    dry_run: options.DryRun = False,
+    follow: options.Follow = True,
     resume: Resume = None,
     engine: Annotated[str | None, option("--in", "ENGINE", "Run in a container of docker or podman.")] = None,
     image: Annotated[str, option("--image", "IMAGE", "Image for --in.")] = "hpcdist",
-    experiment: ExperimentKey = None,
-    runs_dir: RunsDirKey = None,
-    tracking_uri: TrackingUriKey = None,
+    experiment: options.ExperimentKey = None,
+    runs_dir: options.RunsDirKey = None,
+    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Start a run on this machine.
 
@@ -111,11 +88,9 @@ def run(
     unnamed = load_config(config, words)
     create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
     if engine is not None:
-        from hpcdist.cli.run_in_container import run_in_container
-
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
-        return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
+        return _run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
     found = find_unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return run_here(named, found, load_origin(config, words), follow=follow, dry_run=dry_run)
@@ -159,6 +134,95 @@ def run_here(
         return 0
     made = found or create.create_run(config, Path.cwd(), origin=origin, restore=restore)
     return supervise_here(made, config, plan, uri, follow=follow, show=show)
+
+
+def _run_in_container(
+    source: str,
+    overrides: Sequence[str],
+    config: Config,
+    *,
+    engine: str,
+    image: str,
+    resume: bool | None,
+    dry_run: bool,
+) -> int:
+    """Print the engine's command line for a run and execute it; the hpcdist in the container names the run."""
+    from hpcdist.config.document import find_config
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.written import redacted_argument
+    from hpcdist.containers.images import without_secrets
+    from hpcdist.containers.spec import RUNTIMES
+    from hpcdist.run.folder import claim
+
+    is_file = Path(source).expanduser().is_file()
+    spec = _container(source, config, engine, image, is_file=is_file, dry_run=dry_run)
+    overrides, variables = without_secrets(overrides)
+    spec = replace(spec, env=(*spec.env, *variables))
+    # The folders that a config sets, as absolute paths: `~` and relative paths differ inside.
+    default = load_config("ddp_digits", [])
+    chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
+    arguments = [
+        "run",
+        str(find_config(source).absolute()) if is_file else source,
+        *overrides,
+        *(f"{key}={folder}" for key, (folder, usual) in chosen.items() if folder != usual),
+        *([] if resume is None else ["--resume" if resume else "--new"]),
+    ]
+    command = [*RUNTIMES[spec.runtime](spec), *arguments]
+    if not spec.gpus and config.launch.device != "cpu":
+        say("no GPU is visible: training on CPUs")
+    say(shlex.join(map(redacted_argument, command)))
+    if dry_run:
+        return 0
+    claim(Path(config.runs_dir).expanduser().absolute())
+    for mount in spec.mounts:
+        # The engine would create missing folders as root.
+        Path(mount.source).mkdir(parents=True, exist_ok=True)
+    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+
+
+def _container(source: str, config: Config, engine: str, image: str, *, is_file: bool, dry_run: bool) -> ContainerSpec:
+    """Return the container with the mounts of a run. Raises UserMistake, or ImageError unless it is a dry run."""
+    from hpcdist.config.document import find_config
+    from hpcdist.containers.images import RUNNERS, find_engine, inspect, local_container, require_driver, require_fit
+    from hpcdist.containers.spec import Mount
+    from hpcdist.host.machine import driver_version
+    from hpcdist.run.lease import user_name
+    from hpcdist.supervisor.plan import Machine
+
+    if engine not in RUNNERS:
+        raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
+    found = find_engine(engine, RUNNERS)
+    try:
+        facts = inspect(found, image)
+        require_fit(facts)
+    except ImageError as error:
+        if not dry_run:
+            raise
+        facts = None
+        say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
+    # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
+    own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
+    cwd = Path.cwd()
+    spec = local_container(
+        found.name,
+        image,
+        facts.digest if facts else "",
+        user_name(),
+        config,
+        cwd,
+        own_code=own_code,
+        num_gpus=Machine.inspect(os.environ).num_gpus,
+        env=os.environ,
+        rootless_daemon=found.is_rootless_daemon(),
+    )
+    for file in filter(None, [find_config(source).absolute() if is_file else None, config.trainer.script_file]):
+        if not file.is_relative_to(cwd):
+            folder = str(file.parent)
+            spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
+    if spec.gpus and facts:
+        require_driver(facts, driver_version())
+    return spec
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
@@ -217,25 +281,25 @@ def supervise_here(
 # `hpcdist submit`: submit a run to Slurm.
 
 
-@app.command(cls=ScriptCommand)
+@app.command(cls=options.ScriptCommand)
 def submit(
-    config: ConfigName,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
-    sweep: SweepAxes = None,
-    dry_run: DryRun = False,
+    config: options.ConfigName,
+    overrides: options.Overrides = None,
+    cluster: options.Cluster = None,
+    sweep: options.SweepAxes = None,
+    dry_run: options.DryRun = False,
     test: Annotated[bool, flag("--test", "Ask Slurm for the expected start; submit nothing.")] = False,
-    follow: Follow = False,
-    wait: Wait = False,
-    dependency: Dependency = None,
-    begin: Begin = None,
-    force: Force = False,
+    follow: options.Follow = False,
+    wait: options.Wait = False,
+    dependency: options.Dependency = None,
+    begin: options.Begin = None,
+    force: options.Force = False,
     array_parallelism: Annotated[
         int | None, option("--array-parallelism", "N", "Cells of a sweep that run at a time.", min=1)
     ] = None,
-    experiment: ExperimentKey = None,
-    runs_dir: RunsDirKey = None,
-    tracking_uri: TrackingUriKey = None,
+    experiment: options.ExperimentKey = None,
+    runs_dir: options.RunsDirKey = None,
+    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Submit a run to Slurm, or a sweep as one job array.
 
@@ -362,18 +426,18 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
 
 @app.command()
 def resume(
-    run: OptionalRunName = None,
-    overrides: Overrides = None,
+    run: options.OptionalRunName = None,
+    overrides: options.Overrides = None,
     with_current_code: Annotated[
         bool, flag("--with-current-code", "Use the current code, not the snapshot of the first start.")
     ] = False,
-    follow: Follow = True,
-    wait: Wait = False,
-    dependency: Dependency = None,
-    begin: Begin = None,
-    force: Force = False,
-    runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUriKey = None,
+    follow: options.Follow = True,
+    wait: options.Wait = False,
+    dependency: options.Dependency = None,
+    begin: options.Begin = None,
+    force: options.Force = False,
+    runs_dir: options.RunsDir = options.RUNS,
+    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Continue a run from its newest valid checkpoint, in the same MLflow run.
 
@@ -436,17 +500,17 @@ def resume(
 
 @app.command("config")
 def show_config(
-    config: OptionalConfigName = None,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
+    config: options.OptionalConfigName = None,
+    overrides: options.Overrides = None,
+    cluster: options.Cluster = None,
     schema: Annotated[
         bool, flag("--schema", "Print every key with type, default and meaning; with CONFIG those of its trainer.")
     ] = False,
     for_editors: Annotated[bool, flag("--json-schema", "Print the JSON Schema of a config.")] = False,
-    as_json: Json = False,
-    experiment: ExperimentKey = None,
-    runs_dir: RunsDirKey = None,
-    tracking_uri: TrackingUriKey = None,
+    as_json: options.Json = False,
+    experiment: options.ExperimentKey = None,
+    runs_dir: options.RunsDirKey = None,
+    tracking_uri: options.TrackingUriKey = None,
 ) -> None:
     """Print a resolved config with secrets redacted, or the schema of all configs.
 
@@ -456,8 +520,8 @@ def show_config(
         hpcdist config regression.yaml --schema
         hpcdist config --json-schema > config.schema.json
     """
+    from hpcdist.config.document import shipped_configs
     from hpcdist.config.loading import load_config
-    from hpcdist.config.shipped import shipped_configs
     from hpcdist.config.written import redacted, to_yaml
 
     if for_editors:
@@ -506,7 +570,7 @@ def supervise(run_dir: Path) -> int:
 
 
 @app.command("in-job", hidden=True)
-def in_job(config: ConfigName, overrides: Overrides = None) -> int:
+def in_job(config: options.ConfigName, overrides: options.Overrides = None) -> int:
     """Supervise a run in the Slurm job of this process; `slurm/run.sbatch` starts this command."""
     from hpcdist.config.loading import load_config
     from hpcdist.host import log_files

@@ -12,20 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import (
-    RUNS,
-    Experiment,
-    Json,
-    OptionalRunName,
-    RunName,
-    RunsDir,
-    Wait,
-    argument,
-    console,
-    flag,
-    named,
-    option,
-)
+from hpcdist.cli.options import argument, console, flag, named, option
 from hpcdist.errors import UserMistake
 from hpcdist.host.log_files import say
 
@@ -38,7 +25,9 @@ app = typer.Typer()
 
 
 @app.command()
-def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+def runs(
+    experiment: options.Experiment = None, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+) -> None:
     """List runs, the newest last.
 
     Examples:
@@ -56,7 +45,9 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
 
 
 @app.command()
-def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+def status(
+    run: options.OptionalRunName = None, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+) -> None:
     """Show a run's state, the last step of each rank and the checkpoints, or the cells of a sweep.
 
     Examples:
@@ -85,13 +76,13 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
 
 @app.command()
 def logs(
-    run: OptionalRunName = None,
+    run: options.OptionalRunName = None,
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="Rank; the one that failed first by default, else 0.")
     ] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
     raw: Annotated[bool, flag("--raw", "Keep control sequences on a terminal, such as colours.")] = False,
 ) -> None:
     """Print the log of a rank: unchanged into a pipe or file, as plain text on a terminal.
@@ -108,7 +99,9 @@ def logs(
 
 
 @app.command()
-def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
+def follow(
+    run: options.OptionalRunName = None, wait: options.Wait = False, runs_dir: options.RunsDir = options.RUNS
+) -> int:
     """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
     Examples:
@@ -137,7 +130,7 @@ def stop(
         str | None,
         argument("RUN", "Name, prefix or folder; by default the newest run that runs or waits.", options.runs),
     ] = None,
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
 
@@ -149,7 +142,7 @@ def stop(
 
 
 @app.command()
-def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+def cancel(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> None:
     """End a run at once, without a last checkpoint; of a sweep, all its cells.
 
     Steps since the newest checkpoint are lost.
@@ -175,7 +168,7 @@ ANSWER_POLL_S = 0.5
 
 
 @app.command()
-def save(run: RunName, runs_dir: RunsDir = RUNS) -> int:
+def save(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Save a checkpoint of a running run, which continues, and wait until it is on disk.
 
     Example:  hpcdist save ddp-2026
@@ -188,10 +181,10 @@ def save(run: RunName, runs_dir: RunsDir = RUNS) -> int:
 
 @app.command()
 def profile(
-    run: RunName,
+    run: options.RunName,
     steps: Annotated[int, option("--steps", "N", "Training steps to profile.")] = 10,
     ranks: Annotated[str, option("--ranks", "RANKS", "Ranks to profile, separated by commas.")] = "0",
-    runs_dir: RunsDir = RUNS,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Profile some steps of a running run with torch.profiler, and wait for the traces.
 

@@ -1,4 +1,6 @@
-"""User-written YAML as plain containers, the short forms of sections, and the texts that a config cannot contain."""
+"""Config files, by path or by name: their YAML as plain containers, the short forms of sections, and the texts that a
+config cannot contain.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from hpcdist.errors import ConfigError, shown
+import hpcdist
+from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import retry
 from hpcdist.host.files import read_regular
 
@@ -62,6 +65,27 @@ _ConfigLoader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in _ConfigLoader.yaml_implicit_resolvers.items()
 }
+
+
+def find_config(source: str | Path, folder: str = "") -> Path:
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, an unknown user, or a NUL character.
+        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
+    shipped = shipped_configs(folder)
+    if str(source) in shipped:
+        return shipped[str(source)]
+    hint = suggestion(str(source), shipped, f"shipped configs are {', '.join(shipped)}")
+    raise ConfigError([f"no such config file: {hint}"], str(source))
+
+
+def shipped_configs(folder: str = "") -> dict[str, Path]:
+    package = Path(hpcdist.__file__).resolve().parent
+    configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted((configs / folder).glob("*.yaml"))}
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], Any]:

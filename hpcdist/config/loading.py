@@ -22,6 +22,7 @@ from hpcdist.config.document import (
     MAX_DEPTH,
     escaped,
     expand_short_forms,
+    find_config,
     flat,
     insert,
     leaves,
@@ -33,7 +34,6 @@ from hpcdist.config.document import (
 from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
-from hpcdist.config.shipped import find_config
 from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files

@@ -127,13 +127,6 @@ def test_real_stages_name_existing_scripts_and_targets(session: ModuleType, tmp_
             script, *options = one.command(device, tmp_path)
             assert Path(script).is_file()
             assert all(isinstance(option, str) for option in options)
-    figures = {"device": "NVIDIA H100 80GB HBM3", "ours": 2900.0, "over_bare": 0.995}
-    from gpu_stages import rows
-
-    assert rows("step", figures) == [
-        ("images/s", "2900.0", "≥ 2800 on an H100"),
-        ("images/s over bare loop", "0.995", "≥ 0.99"),
-    ]
     # Within 30 minutes, start-up of the machine included, if no stage needs its full limit.
     assert sum(one.limit_s for one in session.STAGES) <= 30 * 60
 

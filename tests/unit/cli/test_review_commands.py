@@ -112,15 +112,9 @@ def test_accounting_completes_the_starts_of_a_job(
     hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = AccountedStart(
-        name="train",
-        began=BEGAN - 20,
-        ended=BEGAN + 7300,
-        queue_s=3600.0,
-        nodes="n[1-2]",
-        cores=5,
-        gpus=0,
+        name="train", began=BEGAN - 20, ended=BEGAN + 7300, queue_s=3600.0, nodes="n[1-2]", cores=5, gpus=0,
         energy_j=7.2e6,
-    )
+    )  # fmt: skip
     asked: list[str] = []
 
     def accounted_starts(job_id: str) -> list[AccountedStart]:

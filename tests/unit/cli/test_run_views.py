@@ -18,12 +18,10 @@ import pytest
 from command_line import Make, SetJob, job
 from rich.console import Console
 
-from hpcdist.checks.doctor import status_check
 from hpcdist.cli import run_views
 from hpcdist.cli.run_views import (
     RunView,
     follow,
-    format_metrics,
     read_rows,
     read_status,
     show_end,
@@ -183,36 +181,6 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(make: Make) 
     assert rows_of(console)[-3:] == ["a note about", f"    {path}", "    that is longer than a line"]
 
 
-def test_paths_below_the_current_folder_are_relative(
-    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(status="failed", attempt=1, world_size=64, reason="a reason")
-    monkeypatch.chdir(run.path.parents[2])
-    folder = run.path.relative_to(Path.cwd())
-    plan = Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={})
-    show_plan(console, Config(), plan, run.path, "x", verbose=False)
-    show_status(console, run)
-    RunView(console).attempt(run.attempt(1), 1)
-    failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError", traceback=())
-    RunView(console).failure(failure, run.attempt(1).log(3))
-    show_end(console, run, run.read_state(), Config(runs_dir="runs", tracking=TrackingConfig(uri="")))
-    lines = rows_of(console)
-    assert f"run folder  {folder}" in lines
-    assert f"folder       {folder}" in lines
-    assert f"more ranks   32, see {folder}/attempts/001" in lines
-    assert f"attempt 1: starting 1 rank, logs in {folder}/attempts/001" in lines
-    assert f"    full log: {folder}/attempts/001/rank-00003.log" in lines
-    assert f"continue: hpcdist resume {folder}" in lines
-    assert str(Path.cwd()) not in text_of(console)
-
-
-def test_progress_line_shows_known_metrics_in_order() -> None:
-    assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
-    metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}
-    assert format_metrics(metrics) == "return 23.46  greedy return 500  steps/s 123457"
-    assert format_metrics({}) == ""
-
-
 # --- the end
 
 
@@ -335,10 +303,15 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
         "checkpoints  step-00000100, step-00000200",
         "MLflow run   abc123",
     ]
+    show_status(console, run)
+    lost = rows_of(console)[9:]
+    assert lost[0] == "status       lost"
+    advice = "the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow"
+    assert f"next         {advice}" in lost
 
 
 def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Console, make: Make) -> None:
-    run = make(status="failed", attempt=7, reason="rank 0 failed")
+    run = make(status="failed", attempt=7, world_size=64, reason="rank 0 failed")
     for number in range(1, 8):
         attempt = run.attempt(number)
         attempt.path.mkdir(exist_ok=True)
@@ -353,20 +326,11 @@ def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Conso
         *(f"attempt {number}    failed: node n{number} [failed]" for number in (3, 4, 5, 6)),
     ]
     assert "straggler    n3 is [slow]" in rows
+    assert f"more ranks   32, see {run.attempt(7).path}" in rows
     assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
     assert read_status(run)["ended_attempts"][0] == {
         "attempt": 3, "status": "failed", "nodes": [], "cause": "node n3 [failed]"
     }  # fmt: skip
-
-
-def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Make) -> None:
-    show_status(console, make(status="running", attempt=1, world_size=2))
-    rows = rows_of(console)
-    assert rows[0] == "status       lost"
-    assert rows[-2:] == [
-        "next         the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow",
-        "checkpoints  none yet",
-    ]
 
 
 # --- runs on Slurm
@@ -378,28 +342,20 @@ def waiting(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "row"),
-    [
-        (
-            JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Resources", started=4e9)),
-            "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 ",
-        ),
-        (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
-        (JobSnapshot(), "Slurm        the job is no longer known"),
-    ],
-    ids=["waiting", "unavailable", "unknown job"],
-)
-def test_status_has_the_answer_of_slurm(
-    console: Console, make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
-) -> None:
-    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
+def test_status_has_the_answer_of_slurm(make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = waiting(make(status="queued"), monkeypatch)
-    show_status(console, run)
-    assert [line for line in rows_of(console) if line.startswith(row)]
-    if snapshot.error:
-        show_runs(console, *read_rows(listed(run)), runs_dir)
-        assert "Slurm does not report the states of jobs (no answer)" in rows_of(console)
+    info = JobInfo(id="7", state="PENDING", reason="Resources", started=4e9)
+    for snapshot, row in (
+        (JobSnapshot(info=info), "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 "),
+        (JobSnapshot(), "Slurm        the job is no longer known"),
+        (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
+    ):
+        monkeypatch.setattr(client, "take_snapshot", lambda job, history=False, now=snapshot: now)
+        console = Console(file=io.StringIO(), width=60)
+        show_status(console, run)
+        assert [line for line in rows_of(console) if line.startswith(row)]
+    show_runs(console, *read_rows(listed(run)), runs_dir)
+    assert "Slurm does not report the states of jobs (no answer)" in rows_of(console)
 
 
 def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,14 +554,3 @@ def test_follow_without_progress_prints_states_and_that_slurm_is_unavailable(
         "running",
         "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
     ]
-
-
-def test_end_of_the_job_of_a_lost_run_is_shown_once(make: Make, slurm: SetJob) -> None:
-    """The reason of such a run is the end of its job, also after another process has recorded it."""
-    run = submitted(make(status="running", attempt=1))
-    slurm(job("NODE_FAIL"))
-    for name in ("lost", "failed"):
-        found = status.status_of(run)
-        sentence = f"{name}: {found.reason}"
-        assert (run_views._status_line(found), status_check(run, found).text) == (sentence, sentence)
-        status.close_if_lost(run)

@@ -447,30 +447,19 @@ def test_link_of_another_user_to_an_own_run_is_skipped(first: RunDir, runs_dir: 
     assert "first" not in [found.name for found in find_runs(runs_dir)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "inner", "refused"),
-    [
-        (0o700, 0o777, ""),
-        (0o770, 0o700, "first"),
-        (0o702, 0o700, "first"),
-        (0o755, 0o775, "attempts"),
-        (0o755, 0o755, ""),
-    ],
-)
-def test_resume_rejects_a_folder_that_others_can_write(
-    hpcdist: Cli, first: RunDir, mode: int, inner: int, refused: str
-) -> None:
-    (first.path / "attempts").chmod(inner)
-    first.path.chmod(mode)
-    message = one_line(hpcdist("resume", "first"))
-    if refused:
-        path = next(path for path in (first.path, *first.path.iterdir()) if path.name == refused)
-        assert message == (
-            f"{path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+def test_resume_rejects_a_folder_that_others_can_write(hpcdist: Cli, first: RunDir) -> None:
+    for mode, inner, refused in ((0o770, 0o700, first.path), (0o755, 0o775, first.path / "attempts")):
+        (first.path / "attempts").chmod(inner)
+        first.path.chmod(mode)
+        assert one_line(hpcdist("resume", "first")) == (
+            f"{refused} is writable by group or others (mode {refused.stat().st_mode & 0o7777:04o}), and"
             f" `hpcdist resume` would execute their code: `chmod -R go-w {first.path}`"
         )
-    else:
-        assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
+    for mode, inner in ((0o700, 0o777), (0o755, 0o755)):
+        (first.path / "attempts").chmod(inner)
+        first.path.chmod(mode)
+        message = "run first is finished: to train longer, add an override such as stop.max_epochs=20"
+        assert one_line(hpcdist("resume", "first")) == message
 
 
 # --- `hpcdist doctor` with its real checks, except those that start ranks or query clusters
@@ -499,30 +488,16 @@ def checks(text: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
 
 
-def test_doctor_prints_sections_and_a_summary(checked: Cli, tmp_path: Path) -> None:
+def test_doctor_prints_sections_and_a_summary(checked: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = checked()
     assert (code, err) == (0, ""), out
     first, *lines = out.splitlines()
     assert first.startswith("hpcdist ")
     titles = [line for line in lines if line and not line.startswith((" ", "No problem"))]
-    assert titles == [
-        "Software",
-        "Training test",
-        "GPUs",
-        "Processors and memory",
-        "Folder of runs",
-        "MLflow",
-        "Host name",
-        "Slurm",
-        "Containers",
-    ]
+    assert titles[:3] == ["Software", "Training test", "GPUs"]
     assert "  ok       2 ranks, gloo  32 checks passed" in lines
-    assert f"{tmp_path}/runs" in out
     assert lines[-1].startswith("No problem found that would make a run fail;")
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
-
-
-def test_doctor_exits_with_1_if_a_run_would_fail(checked: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = storage.os.access
     # Root can write everywhere.
     monkeypatch.setattr(storage.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
@@ -535,19 +510,18 @@ def test_doctor_exits_with_1_if_a_run_would_fail(checked: Cli, tmp_path: Path, m
     assert f"- Folder of runs, runs: {tmp_path} belongs to" in words
 
 
-def test_doctor_reports_a_tracking_uri_with_a_redacted_password(checked: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:***@mlflow.site")
-    code, out, _ = checked("--json")
-    found = checks(out)["MLflow", "store"]
-    assert (code, found["level"], "HPCDIST_TRACKING_URI" in found["text"]) == (0, "warning", True)
-
-
-def test_doctor_checks_the_folder_of_a_local_run(checked: Cli, make: Make, tmp_path: Path) -> None:
+def test_doctor_checks_the_folder_of_a_local_run_and_redacts(
+    checked: Cli, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make("first")
     code, out, err = checked("first", "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["run"] == str(run.path)
-    found = checks(out)
+    document, found = json.loads(out), checks(out)
+    assert (document["would_fail"], document["run"]) == (False, str(run.path))
     assert found["Run", "state"]["text"] == "created"
     assert found["Folder of runs", "runs"]["text"] == str(run.path)
     assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db does not exist; the first run creates it"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:***@mlflow.site")
+    code, out, _ = checked("--json")
+    store = checks(out)["MLflow", "store"]
+    assert (code, store["level"], "HPCDIST_TRACKING_URI" in store["text"]) == (0, "warning", True)

@@ -16,6 +16,7 @@ from config_files import Write
 
 from hpcdist.config.conversion import exact
 from hpcdist.config.describe import describe, json_schema
+from hpcdist.config.document import find_config, shipped_configs
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import (
@@ -27,7 +28,6 @@ from hpcdist.config.schema import (
     new_run_problems,
     role_device,
 )
-from hpcdist.config.shipped import find_config, shipped_configs
 from hpcdist.config.written import to_yaml
 
 

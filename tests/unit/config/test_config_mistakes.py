@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from config_files import Write, problems
 
-from hpcdist.config.document import MAX_BYTES
+from hpcdist.config.document import MAX_BYTES, shipped_configs
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.shipped import shipped_configs
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError, shown
 

@@ -135,43 +135,9 @@ def test_redact_tree_covers_numbers_and_lists_but_not_roles() -> None:
     assert not is_redacted(shown["roles"])
 
 
-LINES_WITH_SECRETS = r"""
-password = "hunter2"
-    'api_key': 'abcdef0123456789',
-client_secret="sommer"
-url = 'http://ada:hunter2@mlflow'
-x = 'ghp_0123456789abcdefghijABCDEFGHIJ456789'
------BEGIN OPENSSH PRIVATE KEY-----
-"""
-#: In files other than code.
-SETTINGS_WITH_SECRETS = """
-WANDB_API_KEY=abcdef0123456789
-export DB_PASSWORD=hunter2
-  password: hunter2  # mine
-"""
-LINES_WITHOUT = r"""
-password = args.password
-token = os.environ["HF_TOKEN"]
-api_key=os.environ.get("WANDB_API_KEY", "")
-password = getpass("password: ")
-sort_key = "created_at"
-pad_token = "<pad>"
-password = "***"
-password = "${oc.env:DB_PASSWORD}"
-def login(password: str) -> None:
-url = f'http://{user}:{password}@host'
-password = "hunter2"  # pragma: allowlist secret
-parser.add_argument('--token', help='of the hub')
-"""
-
-
-def test_lines_with_secrets_are_told_from_others() -> None:
-    for text, code in ((LINES_WITH_SECRETS, True), (SETTINGS_WITH_SECRETS, False)):
-        assert [line for line in text.strip().splitlines() if not holds_secret(line, code=code)] == []
-    assert [line for line in LINES_WITHOUT.strip().splitlines() if holds_secret(line, code=True)] == []
+def test_secret_in_a_long_line_of_a_file_is_detected() -> None:
     assert holds_secret("x" * 100_000 + ' "api_key": "abcdef0123456789" ' + "y" * 100_000, code=True)
-    for text in ("x" * 200_000, "password: ${DB_PASSWORD}", "password: <yours>"):
-        assert not holds_secret(text, code=False)
+    assert not holds_secret("x" * 200_000, code=False)
 
 
 # --- Stored configs, and parameters that a trainer of the user's own declares as a dataclass.
