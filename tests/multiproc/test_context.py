@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import time
-from contextlib import nullcontext
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -89,17 +90,9 @@ def restore_with_other_world_size(here: Rank, path: Path) -> dict[str, Any]:
     return values
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return new_run(tmp_path_factory.mktemp("context"))
-
-
-@pytest.fixture(scope="module")
-def ranks(run: RunDir) -> list[dict[str, Any]]:
-    return spawn_ranks(save_and_restore, 2, path=run.path)
-
-
-def test_ranks_start_equal_and_restore_their_own_state(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    ranks = spawn_ranks(save_and_restore, 2, path=run.path)
     assert torch.equal(ranks[0]["initial"], ranks[1]["initial"])
     assert all(one != other for one, other in zip(ranks[0]["per rank"], ranks[1]["per rank"], strict=True))
     for rank, values in enumerate(ranks):
@@ -111,17 +104,14 @@ def test_ranks_start_equal_and_restore_their_own_state(ranks: list[dict[str, Any
         assert torch.equal(restored.local["mine"], torch.full((2,), rank))
         assert set(restored.model) == {"weight", "bias"}
         assert torch.equal(restored.model["weight"], values["initial"])
-
-
-def test_rank_0_logs_and_sums_are_equal_on_all_ranks(ranks: list[dict[str, Any]], run: RunDir) -> None:
+    # Rank 0 logs, and sums are equal on all ranks.
     assert ranks[0]["sum"] == ranks[1]["sum"] == [2.0**25 + 2, 0.1 + 0.1, 1.0, -(2.0**53)]
     (file,) = run.journal.glob("*.jsonl")
     assert file.name == "attempt-001.rank-00000.jsonl"
     logged = [(record.step, record.metrics) for record in read_records(file)[0]]
     assert logged == [(step, {"loss": step / 2, "rank": 0.0}) for step in (1, 2, 3)]
 
-
-def test_other_world_size_restores_weights_and_reseeds_generators(ranks: list[dict[str, Any]], run: RunDir) -> None:
+    # Another number of ranks restores the weights and seeds the generators anew.
     others = spawn_ranks(restore_with_other_world_size, 3, path=run.path)
     for values in others:
         assert values["restored"].step == 4
@@ -130,12 +120,6 @@ def test_other_world_size_restores_weights_and_reseeds_generators(ranks: list[di
         assert torch.equal(values["restored"].model["weight"], ranks[0]["initial"])
     assert len({values["draws"] for values in others}) == 3
     assert not {values["draws"] for values in others} & {values["after saving"] for values in ranks}
-
-    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
-        restored = ctx.restore()
-        assert restored is not None
-        assert restored.local is None
-        ctx.close()
 
 
 def test_mlflow_in_a_rank_reads_back_what_the_context_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +132,27 @@ def test_mlflow_in_a_rank_reads_back_what_the_context_logged(tmp_path: Path, mon
         ctx.log({"train/loss": 0.5}, 3)
         assert MlflowClient(records.uri).get_run(run_id_of(run)).data.metrics == {"train/loss": 0.5}
         ctx.close()
+
+
+def train_the_example(here: Rank, path: Path) -> None:
+    """Run the trainer in the docstring of `Context`."""
+    example = re.search(r"(?s)\n(        def train\(.*?)\n\n    Attributes:", Context.__doc__ or "")
+    assert example is not None
+    step = {"build_model": lambda: nn.Linear(1, 1), "train_step": lambda model, optimizer: torch.tensor(0.5)}
+    names: dict[str, Any] = {"Config": Config, "Context": Context, "torch": torch, **step}
+    exec(dedent(example[1]), names)
+    config = Config(params={"total_steps": 25})
+    with open_context(here, RunDir(path), config) as ctx:
+        names["train"](ctx, config)
+        ctx.close()
+
+
+def test_example_of_the_documentation_logs_and_saves_the_last_step(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    spawn_ranks(train_the_example, 2, path=run.path)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000025"]
+    (file,) = run.journal.glob("*.jsonl")
+    assert [record.step for record in read_records(file)[0] if "train/loss" in record.metrics] == [10, 20]
 
 
 # --- sharded models
@@ -258,17 +263,6 @@ def test_return_without_save_after_an_agreed_stop_is_an_error(tmp_path: Path) ->
         ctx.close()
 
 
-def test_failed_background_save_is_raised_by_close(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
-        ctx.restore()
-        run.checkpoints.rmdir()
-        run.checkpoints.write_text("a file instead of the folder")
-        save(ctx, 4)
-        with pytest.raises(CheckpointError, match="checkpoint of step 4 could not be written"):
-            ctx.close()
-
-
 def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
     """As when a supervisor was suspended and another one has started the next attempt."""
     run = new_run(tmp_path)
@@ -294,17 +288,9 @@ def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> 
         save(ctx, 4)
         ctx.close()
     for config, num_samples, problem in (
-        (
-            elastic(48),
-            100,
-            r"data\.global_batch_size=48, but the checkpoint was saved with 24: set that, or start a new",
-        ),
+        (elastic(48), 100, r"data\.global_batch_size=48, but the checkpoint was saved with 24: set that, or start"),
         (elastic(24, 6), 100, r"elastic\.micro_batches=6, but the checkpoint was saved with 4: set that, or start"),
-        (
-            elastic(),
-            99,
-            "the training set has 99 samples, but the checkpoint was saved with 100: use the same data, or",
-        ),
+        (elastic(), 99, "the training set has 99 samples, but the checkpoint was saved with 100: use the same data"),
     ):
         with open_context(SINGLE_RANK, run, config) as ctx:
             ctx.division(num_samples)  # before the checkpoint is known
@@ -312,16 +298,13 @@ def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> 
             with pytest.raises(ConfigError, match=f"^{problem}"):
                 ctx.division(num_samples)
             ctx.close()
-    with open_context(SINGLE_RANK, run, elastic(24, 4)) as ctx:
-        ctx.restore()
-        ctx.division(100)
-        ctx.division(50)  # a second training set
-        save(ctx, 8)
-        ctx.close()
-    with open_context(SINGLE_RANK, run, elastic()) as ctx:
-        ctx.restore()
-        ctx.division(50)
-        ctx.close()
+    for second in (100, 50):  # a second training set
+        with open_context(SINGLE_RANK, run, elastic(24, 4)) as ctx:
+            ctx.restore()
+            ctx.division(second)
+            ctx.division(50)
+            save(ctx, 8)
+            ctx.close()
 
 
 # --- Checkpoints of a model that several ranks own: each rank writes its shard, one process reads the whole model.
@@ -445,16 +428,14 @@ class SlowNetwork(nn.Module):
         return y
 
 
-def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0.0, accumulate: int = 1) -> Totals:
+def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0.0) -> Totals:
     """Train a few steps; return the totals of all steps but the first."""
     model = ctx.wrap(SlowNetwork(compute_s))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     before = Totals()
     for step in range(first, first + NUM_STEPS + 1):
-        for number in range(accumulate):
-            time.sleep(data_s)  # data loading
-            with nullcontext() if number == accumulate - 1 else model.no_sync():
-                model(torch.ones(4, 4)).sum().backward()
+        time.sleep(data_s)  # data loading
+        model(torch.ones(4, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         ctx.should_stop(step)
@@ -476,7 +457,6 @@ def timed_totals(here: Rank) -> dict[str, Any]:
             "apart": train(ctx, 1, compute_s=SLOW_S * (here.rank == 1), data_s=SLOW_S * (here.rank == 2)),
             # All ranks wait for the buffers of rank 0 before the forward pass.
             "first": train(ctx, 21, data_s=SLOW_S * (here.rank == 0)),
-            "accumulated": train(ctx, 41, data_s=SLOW_S * (here.rank == 2), accumulate=3),
         }
         ctx.close()
         journal, beat = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl", read_json(ctx.attempt.beat(here.rank))
@@ -498,16 +478,13 @@ def test_slow_compute_and_slow_data_are_attributed_to_the_slow_rank(tmp_path: Pa
     assert first[0].data_s >= num_timed * SLOW_S > max(first[1].data_s, first[2].data_s)
     assert max(totals.compute_s for totals in first) < num_timed * SLOW_S, "waiting for buffers is not compute time"
 
-    accumulated = [found["accumulated"] for found in ranks]
-    assert accumulated[2].data_s >= 3 * num_timed * SLOW_S > accumulated[0].data_s
-
     points = [line for line in ranks[0]["journal"] if "time/step_s" in line["m"]]
     assert [line["s"] for line in points[:3]] == [4, 8, 12]
     assert all(set(line["m"]) == {"time/step_s", "time/data_s", "time/compute_s"} for line in points)
     assert all("time/step_s" not in line["m"] for found in ranks[1:] for line in found["journal"]), "one rank per node"
     timing = ranks[2]["beat"]["timing"]
-    assert timing["own_steps"] >= 3 * num_timed
-    assert timing["data_s"] >= 4 * num_timed * SLOW_S
+    assert timing["own_steps"] >= 2 * num_timed
+    assert timing["data_s"] >= num_timed * SLOW_S
 
 
 def compiled_and_copied(here: Rank) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from hpcdist.trainers.rnn.train import LanguageModel
 
 pytestmark = pytest.mark.processes
 
-#: Blocks packages in a child process, which starts with `python -I`.
-BLOCK = """
+#: Loads an exported file with the library of its format alone: writes its weights, or its output for `inputs.npy`.
+LOAD = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -37,116 +37,79 @@ class Block:
             raise ModuleNotFoundError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
 import numpy as np
-inputs = np.load("inputs.npy")
-"""
-#: Each defines `answer(weights, x)`: the model's own code, as a user has it.
-NETWORK = """
-import torch
-from torch.nn import functional as F
-def answer(weights, x):
-    x = F.max_pool2d(F.relu(F.conv2d(x, weights["conv1.weight"], weights["conv1.bias"], padding=1)), 2)
-    x = F.max_pool2d(F.relu(F.conv2d(x, weights["conv2.weight"], weights["conv2.bias"], padding=1)), 2)
-    x = F.relu(F.linear(x.flatten(1), weights["fc1.weight"], weights["fc1.bias"]))
-    return F.linear(x, weights["fc2.weight"], weights["fc2.bias"])
-"""
-POLICY = """
-import torch
-from torch import nn
-def answer(weights, x):
-    actor = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
-    actor.load_state_dict({name.removeprefix("actor."): w for name, w in weights.items() if name.startswith("actor.")})
-    return actor(x)
-"""
-LANGUAGE = """
-import torch
-from torch import nn
-def answer(weights, x):
-    lstm = nn.LSTM(16, 16, batch_first=True)
-    lstm.load_state_dict({name.removeprefix("lstm."): w for name, w in weights.items() if name.startswith("lstm.")})
-    hidden, _ = lstm(nn.functional.embedding(x, weights["encoder.weight"]))
-    return nn.functional.linear(hidden, weights["decoder.weight"], weights["decoder.bias"])
-"""
-RESNET = """
-import torch
-from torchvision.models import resnet18
-def answer(weights, x):
-    model = resnet18(num_classes=10).eval()
-    model.load_state_dict(weights)
-    return model(x)
-"""
-CLICKS = """
-import torch
-from torch import nn
-def answer(weights, x):
-    numeric, ids = x[:, :2].float(), x[:, 2:].long().unflatten(1, (3, 3))
-    pooled = [
-        (weights[f"tables.{name}.weight"][ids[:, n].clamp(min=0)] * (ids[:, n] >= 0).unsqueeze(2)).sum(1)
-        for n, name in enumerate(("user", "item", "tag"))
-    ]
-    dense = nn.Sequential(nn.Linear(3 * 8 + 2, 32), nn.ReLU(), nn.Linear(32, 1))
-    dense.load_state_dict({name.removeprefix("dense."): w for name, w in weights.items() if name.startswith("dense.")})
-    return dense(torch.cat([*pooled, numeric], 1)).squeeze(1).sigmoid()
 """
 LOADERS = {
-    "safetensors": "from safetensors.torch import load_file\nweights = load_file(sys.argv[1])\n",
-    "torch": "weights = torch.load(sys.argv[1], weights_only=True)\n",
+    "safetensors": "from safetensors.numpy import load_file\nnp.savez('found.npz', **load_file(sys.argv[1]))\n",
+    "torch": (
+        "import torch\n"
+        "weights = torch.load(sys.argv[1], weights_only=True)\n"
+        "np.savez('found.npz', **{name: weight.numpy() for name, weight in weights.items()})\n"
+    ),
     "onnx": (
         "import onnxruntime\n"
         "session = onnxruntime.InferenceSession(sys.argv[1])\n"
-        "found = session.run(None, {session.get_inputs()[0].name: inputs})[0]\n"
+        "found = session.run(None, {session.get_inputs()[0].name: np.load('inputs.npy')})[0]\n"
+        "np.savez('found.npz', output=found)\n"
     ),
 }
 
 
-def answer_without_hpcdist(kind: str, file: Path, code: str, inputs: np.ndarray) -> np.ndarray:
-    """Return the output of an exported model, loaded in a process by the library of its format alone."""
+def load_without_hpcdist(kind: str, file: Path, inputs: np.ndarray) -> dict[str, np.ndarray]:
     np.save(file.parent / "inputs.npy", inputs)
-    blocked = ["hpcdist", "mlflow", *(["torch", "torchvision"] if kind == "onnx" else [])]
-    call = "with torch.no_grad():\n    found = answer(weights, torch.from_numpy(inputs)).numpy()\n"
-    parts = [LOADERS[kind]] if kind == "onnx" else [code, LOADERS[kind], call]
-    source = "".join([f"BLOCKED = {blocked}\n", BLOCK, *parts, "np.save('found.npy', found)\n"])
+    blocked = ["hpcdist", "mlflow", *([] if kind == "torch" else ["torch", "torchvision"])]
     done = subprocess.run(
-        [sys.executable, "-I", "-c", source, file], cwd=file.parent, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-I", "-c", f"BLOCKED = {blocked}{LOAD}{LOADERS[kind]}", file],
+        cwd=file.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: np.ndarray = np.load(file.parent / "found.npy")
-    return found
+    return dict(np.load(file.parent / "found.npz"))
 
 
-def expected_output(runs: Runs, name: str, step: int, images: np.ndarray) -> np.ndarray:
+def expected_output(runs: Runs, name: str, step: int, model: nn.Module, inputs: np.ndarray) -> np.ndarray:
     """Return the output of the original model with the weights of a checkpoint."""
-    model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=images.shape[-1]).eval()
-    model.load_state_dict(load_weights(runs.run_dir(name).checkpoints / f"step-{step:08d}"))
+    model.eval().load_state_dict(load_weights(runs.run_dir(name).checkpoints / f"step-{step:08d}"))
     with torch.no_grad():
-        found: np.ndarray = model(torch.from_numpy(images)).numpy()
+        found: np.ndarray = model(torch.from_numpy(inputs)).numpy()
+    assert found.std() > 0
     return found
 
 
-def image_size(runs: Runs, name: str) -> int:
+def assert_export_is_the_model(
+    runs: Runs, name: str, kind: str, model: nn.Module, inputs: np.ndarray, folder: Path
+) -> None:
+    """Export the first checkpoint of a run, and compare the weights or the output of the file with the model."""
+    step, *_, last = runs.checkpoint_steps(name)
+    assert step < last
+    file = folder / f"model.{kind}"
+    done, output = runs.command("export", name, "--format", kind, "--checkpoint", str(step), "--output", str(file))
+    assert done == 0, output
+    assert output == f"{file}: {file.stat().st_size:,} bytes, step {step} of {name}\n"
+    found, expected = load_without_hpcdist(kind, file, inputs), expected_output(runs, name, step, model, inputs)
+    if kind == "onnx":
+        np.testing.assert_allclose(found["output"], expected, rtol=1e-3, atol=1e-5)
+    else:
+        assert found.keys() == model.state_dict().keys()
+        assert all(np.array_equal(found[key], weight.numpy()) for key, weight in model.state_dict().items())
+
+
+def images_and_network(runs: Runs, name: str) -> tuple[np.ndarray, nn.Module]:
     weights = load_weights(runs.run_dir(name).checkpoints / f"step-{LAST_STEP:08d}")
-    return 4 * round((weights["fc1.weight"].shape[1] / 64) ** 0.5)
+    size = 4 * round((weights["fc1.weight"].shape[1] / 64) ** 0.5)
+    images = np.random.default_rng(0).random((5, 1, size, size), dtype=np.float32)
+    return images, build_model("simple_cnn", num_classes=10, in_channels=1, image_size=size)
 
 
 @pytest.mark.parametrize(
     "kind", ["safetensors", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "onnx"))]
 )
 def test_exported_model_is_loaded_without_hpcdist(runs: Runs, control_run: str, tmp_path: Path, kind: str) -> None:
-    step = runs.checkpoint_steps(control_run)[0]  # not the final one
-    assert step < LAST_STEP
-    file = tmp_path / f"model.{kind}"
-    code, output = runs.command(
-        "export", control_run, "--format", kind, "--checkpoint", str(step), "--output", str(file)
-    )
-    assert code == 0, output
-    assert output == f"{file}: {file.stat().st_size:,} bytes, step {step} of {control_run}\n"
-    images = np.random.default_rng(0).random((5, 1, *[image_size(runs, control_run)] * 2), dtype=np.float32)
-    found = answer_without_hpcdist(kind, file, NETWORK, images)
-    np.testing.assert_allclose(found, expected_output(runs, control_run, step, images), rtol=1e-4, atol=1e-5)
+    images, network = images_and_network(runs, control_run)
+    assert_export_is_the_model(runs, control_run, kind, network, images, tmp_path)
 
 
 @pytest.mark.faults  # up to a minute
 def test_logged_model_answers_requests_of_mlflow_models_serve(runs: Runs, control_run: str, tmp_path: Path) -> None:
-    images = np.random.default_rng(0).random((3, 1, *[image_size(runs, control_run)] * 2), dtype=np.float32)
+    images, network = images_and_network(runs, control_run)
     log = tmp_path / "serve.log"
     with model_server(runs, f"runs:/{runs.mlflow_id(control_run)}/model", log) as url:
         request = urllib.request.Request(
@@ -159,7 +122,8 @@ def test_logged_model_answers_requests_of_mlflow_models_serve(runs: Runs, contro
                 found = np.array(json.load(answer)["predictions"])
         except urllib.error.HTTPError as error:
             pytest.fail(f"{error}: {error.read().decode()[:2000]}\n{log.read_text()}")
-    np.testing.assert_allclose(found, expected_output(runs, control_run, LAST_STEP, images), rtol=1e-4, atol=1e-5)
+    expected = expected_output(runs, control_run, LAST_STEP, network, images)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @contextmanager
@@ -200,22 +164,6 @@ def model_server(runs: Runs, model_uri: str, log: Path) -> Iterator[str]:
 # --- The models of the trainers besides ddp, half a minute each.
 
 
-def language_model() -> nn.Module:
-    return LanguageModel(vocab_size=300, embedding=16, hidden=16, layers=1)
-
-
-def click_model() -> nn.Module:
-    return ClickModel({"user": 60, "item": 30, "tag": 5}, dim=8, num_numeric=2, hidden=[32], bag_size=3)
-
-
-def policy() -> nn.Module:
-    return Policy(num_inputs=4, num_outputs=2, hidden=[64], is_discrete=True, activation="relu")
-
-
-def resnet() -> nn.Module:
-    return build_model("resnet18", num_classes=10, in_channels=3, image_size=16)
-
-
 def samples(draw: np.random.Generator) -> np.ndarray:
     """Return numeric features and ids; -1 stands for no id."""
     ids = [draw.integers(-1, rows, (6, 3)) for rows in (60, 30, 5)]
@@ -229,7 +177,6 @@ class Case:
     config: str
     overrides: tuple[str, ...]
     model: Callable[[], nn.Module]
-    code: str
     inputs: Callable[[np.random.Generator], np.ndarray]
 
 
@@ -240,8 +187,7 @@ CASES = {
             *("rl.num_envs=8", "rl.updates_per_epoch=5", "rl.num_eval_episodes=3"),
             *("stop.max_epochs=2", "stop.threshold=1000", "checkpoint.every_steps=4"),
         ),
-        model=policy,
-        code=POLICY,
+        model=lambda: Policy(num_inputs=4, num_outputs=2, hidden=[64], is_discrete=True, activation="relu"),
         inputs=lambda draw: draw.standard_normal((6, 4), dtype=np.float32),
     ),
     "rnn": Case(
@@ -251,8 +197,7 @@ CASES = {
             *("rnn.hidden_size=16", "rnn.batch_size=8", "rnn.bptt=16", "rnn.num_sample_tokens=0"),
             *("stop.max_epochs=1", "stop.max_steps=20", "checkpoint.every_steps=5"),
         ),
-        model=language_model,
-        code=LANGUAGE,
+        model=lambda: LanguageModel(vocab_size=300, embedding=16, hidden=16, layers=1),
         inputs=lambda draw: draw.integers(0, 300, (6, 16)),
     ),
     "pipeline": Case(
@@ -261,8 +206,7 @@ CASES = {
             *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
             *("stop.max_epochs=1", "checkpoint.every_steps=15"),
         ),
-        model=resnet,
-        code=RESNET,
+        model=lambda: build_model("resnet18", num_classes=10, in_channels=3, image_size=16),
         inputs=lambda draw: draw.random((6, 3, 16, 16), dtype=np.float32),
     ),
     "hybrid": Case(
@@ -271,8 +215,7 @@ CASES = {
             *("hybrid.tables={user: 60, item: 30, tag: 5}", "hybrid.num_samples=6400", "hybrid.batch_size=128"),
             *("hybrid.num_numeric_columns=2", "stop.max_epochs=1", "checkpoint.every_steps=10"),
         ),
-        model=click_model,
-        code=CLICKS,
+        model=lambda: ClickModel({"user": 60, "item": 30, "tag": 5}, dim=8, num_numeric=2, hidden=[32], bag_size=3),
         inputs=samples,
     ),
 }
@@ -292,22 +235,10 @@ def trainer(request: pytest.FixtureRequest, runs: Runs) -> str:
 
 @pytest.mark.faults
 def test_export_is_loaded_by_the_target_library_alone(runs: Runs, trainer: str, tmp_path: Path) -> None:
-    name, case = f"repeated-{trainer}", CASES[trainer]
-    step = runs.checkpoint_steps(name)[0]
-    assert step < runs.checkpoint_steps(name)[-1], "not the final one"
+    case = CASES[trainer]
     inputs = case.inputs(np.random.default_rng(0))
-    model = case.model().eval()
-    weights = load_weights(runs.run_dir(name).checkpoints / f"step-{step:08d}")
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(inputs)).numpy()
-    assert expected.std() > 0
     for kind in LOADERS:
-        file = tmp_path / f"model.{kind}"
-        code, output = runs.command("export", name, "--format", kind, "--checkpoint", str(step), "--output", str(file))
-        assert code == 0, output
-        found = answer_without_hpcdist(kind, file, case.code, inputs)
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5, err_msg=kind)
+        assert_export_is_the_model(runs, f"repeated-{trainer}", kind, case.model(), inputs, tmp_path)
 
 
 @pytest.mark.faults

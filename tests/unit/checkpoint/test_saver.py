@@ -68,10 +68,10 @@ def value(store: CheckpointStore, step: int) -> float:
     return store.load(store.folder / f"step-{step:08d}").model["w"][0].item()
 
 
-def test_changes_after_save_are_not_in_the_checkpoint(
+def test_a_save_copies_the_state_and_waits_for_the_previous_one(
     store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate, returned = Gate(monkeypatch), threading.Event()
     weight = torch.zeros(1000)
     trainer = {"position": [1, 2], "momentum": torch.zeros(3)}
     saver.save(1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])
@@ -79,22 +79,6 @@ def test_changes_after_save_are_not_in_the_checkpoint(
     weight.fill_(7)
     trainer["momentum"].fill_(7)
     trainer["position"].append(3)
-    gate.open.set()
-    saver.wait()
-
-    loaded = store.load(store.folder / "step-00000001")
-    assert torch.equal(loaded.model["w"], torch.zeros(1000))
-    assert torch.equal(loaded.trainer["momentum"], torch.zeros(3))
-    assert loaded.trainer["position"] == [1, 2]
-
-
-def test_next_save_waits_for_the_previous_one(
-    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    save(saver, 1)
-    assert gate.reached.wait(30)
-    returned = threading.Event()
 
     def second() -> None:
         save(saver, 2)
@@ -107,7 +91,11 @@ def test_next_save_waits_for_the_previous_one(
     thread.join(30)
     assert returned.is_set()
     saver.wait()
-    assert (value(store, 1), value(store, 2)) == (1.0, 2.0)
+    loaded = store.load(store.folder / "step-00000001")
+    assert torch.equal(loaded.model["w"], torch.zeros(1000))
+    assert torch.equal(loaded.trainer["momentum"], torch.zeros(3))
+    assert loaded.trainer["position"] == [1, 2]
+    assert value(store, 2) == 2.0
 
 
 def test_tied_weights_are_stored_once_and_loaded_tied(store: CheckpointStore, saver: AsyncSaver) -> None:
@@ -143,13 +131,6 @@ def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointSto
         verify_hashes(manifest)
 
 
-def test_each_save_prunes_old_checkpoints(store: CheckpointStore, saver: AsyncSaver) -> None:
-    for step in range(5):
-        save(saver, step, metrics={"loss": 1.0})
-    saver.wait()
-    assert sorted(entry.name for entry in store.folder.iterdir()) == ["step-00000003", "step-00000004"]
-
-
 # --- refusals and errors
 
 
@@ -169,18 +150,6 @@ def test_older_step_is_refused_and_same_step_is_not_saved_again(
         pytest.raises(CheckpointError, match=r"step 4 is older than the newest .*, step 5"),
     ):
         save(other, 4)
-
-
-def test_steps_before_an_invalid_newest_checkpoint_can_be_saved(store: CheckpointStore, saver: AsyncSaver) -> None:
-    save(saver, 5, wait=True)
-    save(saver, 9, wait=True)
-    (store.folder / "step-00000009" / "model.pt").write_bytes(b"")
-    resumed = CheckpointStore(store.folder)
-    resumed.latest()
-    with closing(AsyncSaver(resumed)) as again:
-        save(again, 6)
-        save(again, 9)
-    assert value(store, 9) == 9.0
 
 
 def test_negative_step_foreign_value_and_closed_saver_are_refused(saver: AsyncSaver) -> None:
@@ -204,7 +173,7 @@ def fail_at_step_2(saver: AsyncSaver, how: str) -> None:
             getattr(saver, how)()
 
 
-@pytest.mark.parametrize("how", ["save", "wait", "close"])
+@pytest.mark.parametrize("how", ["save", "close"])
 def test_error_of_the_background_thread_is_raised_once(tmp_path: Path, how: str) -> None:
     (tmp_path / "file").touch()
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -221,30 +190,6 @@ def test_error_of_the_background_thread_is_raised_once(tmp_path: Path, how: str)
         save(saver, 4)
         saver.close()
         assert value(store, 4) == 4.0
-
-
-def test_check_does_not_wait_and_raises_the_error_of_a_failed_save(store: CheckpointStore) -> None:
-    gate = threading.Event()
-
-    def fail_later() -> None:
-        assert gate.wait(30)
-        raise ValueError("no journal")
-
-    def check_until_error() -> None:
-        while True:  # the time limit of the test ends it
-            saver.check()
-
-    saver = AsyncSaver(store, before_publish=fail_later)
-    saver.check()
-    save(saver, 1)
-    saver.check()
-    gate.set()
-    with pytest.raises(CheckpointError, match=r"saving to .*checkpoints failed: ValueError: no journal") as caught:
-        check_until_error()
-    assert isinstance(caught.value.__cause__, ValueError)
-    saver.check()
-    saver.close()
-    assert list(store.folder.iterdir()) == []
 
 
 # --- killed at any moment
@@ -392,9 +337,7 @@ def test_save_is_retried_until_the_file_system_is_reachable(
     assert store.latest() is not None
 
 
-@pytest.mark.parametrize(
-    ("error", "how"), [(errno.ESTALE, "close"), (errno.ESTALE, "wait"), (errno.ENOSPC, "save")], ids=str
-)
+@pytest.mark.parametrize(("error", "how"), [(errno.ESTALE, "close"), (errno.ENOSPC, "save")], ids=str)
 def test_failed_last_save_and_full_disk_are_errors(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, how: str
 ) -> None:
@@ -470,17 +413,11 @@ def test_buffers_are_reused_except_for_changed_tensors() -> None:
     assert all(bool((tensor == 1).all()) for tensor in second.values())
     assert len({tensor.data_ptr() for tensor in second.values()}) == 3
     assert set(buffers._buffers) == {("a",), ("b",), ("new",)}
-
-
-def test_tensor_with_other_dtype_or_strides_gets_a_new_buffer_and_keeps_them() -> None:
-    buffers = HostBuffers()
     square = torch.randn(4, 4)
-    buffers.copy({"w": square})
     image = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    for other in (square.double(), square.t(), square.to(torch.int32), image):
+    for other in (square, square.double(), square.t(), square.to(torch.int32), image):
         host, _ = buffers.copy({"w": other})
-        assert host["w"].dtype == other.dtype
-        assert host["w"].stride() == other.stride()
+        assert (host["w"].dtype, host["w"].stride()) == (other.dtype, other.stride())
         assert torch.equal(host["w"], other)
         assert not host["w"].requires_grad
 
@@ -518,21 +455,10 @@ def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage(
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (
-            {"trainer": {"best": np.zeros(2)}},
-            r"trainer\['best'\] is a numpy.ndarray, which a checkpoint cannot contain",
-        ),
+        ({"trainer": {"best": np.zeros(2)}}, r"trainer\['best'\] is a numpy.ndarray, which a checkpoint cannot"),
         ({"trainer": [0, lambda: 0]}, r"trainer\[1\] is a builtins.function"),
-        ({"trainer": {"s": {(1, 2)}}}, r"trainer\['s'\] is a builtins.set"),
-        (
-            {"trainer": {frozenset(): 1}},
-            r"trainer has the key frozenset\(\), but keys in a checkpoint are strings or numbers",
-        ),
-        (
-            {"model": {"w": torch.eye(2).to_sparse()}},
-            r"model\['w'\] is a Tensor of layout torch.sparse_coo on cpu",
-        ),
-        ({"model": {"w": torch.empty(2, device="meta")}}, r"model\['w'\] is a Tensor .* on meta"),
+        ({"trainer": {frozenset(): 1}}, r"the key frozenset\(\), but keys in a checkpoint are strings or numbers"),
+        ({"model": {"w": torch.eye(2).to_sparse()}}, r"model\['w'\] is a Tensor of layout torch.sparse_coo on cpu"),
         ({"model": {"w": nn.UninitializedParameter()}}, r"model\['w'\] is a UninitializedParameter"),
     ],
 )

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,14 +73,6 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
     assert torch.equal(store.load(path, verify=False).model["w"], loaded.model["w"])
 
 
-def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
-    assert store.latest() is None
-    assert store.newest_step() is None
-    store.remove_leftovers()
-    store.prune()
-    assert not store.folder.exists()
-
-
 def test_steps_of_nine_digits_are_in_order(store: CheckpointStore) -> None:
     for step in (99_999_999, 100_000_000, 5):
         store.write(snapshot(step))
@@ -125,11 +116,6 @@ def test_short_write_is_completed() -> None:
 # --- invalid checkpoints
 
 
-def replace_step(folder: Path, value: str) -> None:
-    path = folder / "manifest.json"
-    path.write_text(re.sub(r'"step": \d+', f'"step": {value}', path.read_text()))
-
-
 def truncate(folder: Path, name: str = "model.pt", num_bytes: int = 1) -> None:
     os.truncate(folder / name, (folder / name).stat().st_size - num_bytes)
 
@@ -149,30 +135,19 @@ def change_manifest(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
-def replace_model_by_a_folder(folder: Path) -> None:
-    (folder / "model.pt").unlink()
-    (folder / "model.pt").mkdir()
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    files["model.pt"]["bytes"] = (folder / "model.pt").stat().st_size
-    change_manifest(folder, files=files)
-
-
 DAMAGE = [
     (truncate, r"model.pt has \d+ bytes, but \d+ according to its manifest"),
     (flip_a_byte, r"trainer.pt has changed since it was written \(its SHA-256 differs\)"),
     (remove_manifest, r"manifest.json cannot be read \(No such file or directory\)"),
-    (lambda folder: truncate(folder, "manifest.json", 100), r"manifest.json is broken \(JSONDecodeError: "),
-    (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
     (lambda folder: change_manifest(folder, format_version=9), r"format_version is 9, but this hpcdist reads only 1"),
     (lambda folder: change_manifest(folder, step=4), r"manifest.json is that of step 4"),
-    (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
-    (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
-    (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
-    (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version is 'v{49}, but this"),
+    (
+        lambda folder: change_manifest(folder, step=math.inf),
+        r"is broken \(OverflowError: cannot convert float infinity",
+    ),
     (lambda folder: (folder / "model.pt").unlink(), r"model.pt cannot be read \(No such file or directory\)"),
-    (replace_model_by_a_folder, r"model.pt cannot be read \(Is a directory\)"),
 ]
 
 
@@ -203,19 +178,21 @@ def test_leftover_temporary_folders_are_removed(store: CheckpointStore) -> None:
     assert names(store) == ["notes"]
 
 
-def test_leftover_that_cannot_be_removed_is_an_error(store: CheckpointStore) -> None:
+def test_folders_that_cannot_be_used_are_errors(store: CheckpointStore, tmp_path: Path) -> None:
     store.folder.mkdir()
     (store.folder / ".tmp-step-00000001-0").write_text("a file where a folder was")
-    with pytest.raises(
-        CheckpointError, match=r"incomplete checkpoint .*\.tmp-step-00000001-0 cannot be removed: Not a dir"
-    ):
+    leftover = r"incomplete checkpoint .*\.tmp-step-00000001-0 cannot be removed: Not a dir"
+    with pytest.raises(CheckpointError, match=leftover):
         store.remove_leftovers()
-
-
-def test_unreadable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"checkpoint folder .*file cannot be read: Not a directory"):
         CheckpointStore(tmp_path / "file").latest()
+    message = (
+        r"checkpoint of step 1 could not be written to .*file/checkpoints: Not a directory "
+        r"\([\d,]+ MB free\); older checkpoints are unchanged"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointStore(tmp_path / "file" / "checkpoints").write(snapshot(1))
 
 
 # --- crafted files
@@ -262,8 +239,6 @@ def test_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_
     ("name", "content", "message"),
     [
         ("model.pt", [1], r"model.pt contains a list, not a dict"),
-        ("model.pt", b"PK\x03\x04 nothing", r"because it does not contain plain data only: RuntimeError: "),
-        ("trainer.pt", {"trainer": 1}, r"trainer.pt does not contain `trainer` and `rank_states`"),
         ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not contain `trainer` and `rank_states`"),
     ],
 )
@@ -287,7 +262,7 @@ def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: A
     assert steps(store) == kept
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_manifest])
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_manifest])
 @pytest.mark.parametrize("restored", [True, False])
 def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, damage: Any, restored: bool) -> None:
     writer = CheckpointStore(tmp_path)
@@ -304,19 +279,6 @@ def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, da
     assert steps(store) == ([3, 4, 8, 9] if restored else [2, 3, 8, 9])
 
 
-def test_prune_keeps_the_only_valid_checkpoint(tmp_path: Path) -> None:
-    writer = CheckpointStore(tmp_path)
-    for step in (1, 2, 3, 4):
-        writer.write(snapshot(step))
-    for step in (2, 3, 4):
-        flip_a_byte(tmp_path / f"step-{step:08d}")
-    store = CheckpointStore(tmp_path)
-    store.prune()
-    found = store.latest()
-    assert found is not None
-    assert found.step == 1
-
-
 def test_checkpoint_that_cannot_be_removed_is_an_error(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         store.write(snapshot(step))
@@ -330,17 +292,6 @@ def test_checkpoint_that_cannot_be_removed_is_an_error(store: CheckpointStore, m
 
 
 # --- write errors
-
-
-def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    store = CheckpointStore(tmp_path / "file" / "checkpoints")
-    message = (
-        r"checkpoint of step 1 could not be written to .*file/checkpoints: Not a directory "
-        r"\([\d,]+ MB free\); older checkpoints are unchanged"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        store.write(snapshot(1))
 
 
 @pytest.mark.processes

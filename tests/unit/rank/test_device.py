@@ -18,16 +18,11 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, PreflightError, TopologyError
 from hpcdist.rank import collective_check
-from hpcdist.rank.collective_check import blame, largest_exact, log_env, terms, uses_tcp
+from hpcdist.rank.collective_check import blame, log_env, terms, uses_tcp
 from hpcdist.rank.process_group import cuda_index, place, ranks_on_node
 from hpcdist.run.folder import Attempt
 
 HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
-
-
-def rank_of_node(number: int, world_size: int = 4) -> Topology:
-    """Return the topology of a rank on a single node."""
-    return topology_of(number, world_size)
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def place_all(config: Config) -> list[tuple[str, str]]:
     """Return device and backend of each of four ranks on one node."""
-    found = [place(config, rank_of_node(number), {}) for number in range(4)]
+    found = [place(config, topology_of(number, 4), {}) for number in range(4)]
     return [(str(device), backend) for device, backend in found]
 
 
@@ -50,6 +45,8 @@ def test_gpus_go_to_the_trainers_if_other_roles_use_the_cpu() -> None:
     assert place_all(by_device) == expected
     by_request = Config(roles=HYBRID, cluster=ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=2)}))
     assert place_all(by_request) == expected
+    of_all = Config(roles={"agent": 1, "observer": 1})
+    assert place(of_all, topology_of(1, 2), {}) == (torch.device("cuda", 1), "nccl")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -58,23 +55,12 @@ def test_more_ranks_with_gpus_than_visible_gpus_are_refused() -> None:
         place_all(Config(roles=HYBRID, launch=LaunchConfig(devices={"master": "cpu"})))
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_ranks_that_all_use_gpus_use_nccl() -> None:
-    config = Config(roles={"agent": 1, "observer": 1})
-    assert place(config, rank_of_node(1, 2), {}) == (torch.device("cuda", 1), "nccl")
-
-
 def test_role_that_requires_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = Config(roles=HYBRID, launch=LaunchConfig(devices={"trainer": "cuda"}))
-    assert str(place(config, rank_of_node(0), {})[0]) == "cpu"
+    assert str(place(config, topology_of(0, 4), {})[0]) == "cpu"
     with pytest.raises(ConfigError, match=r"^launch\.devices\.trainer=cuda, but no GPU is visible here: use "):
-        place(config, rank_of_node(1), {})
-
-
-def test_roles_that_do_not_add_up_to_the_world_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^roles add up to 4 ranks \(.*\), but 2 were started$"):
-        place(Config(roles=HYBRID), rank_of_node(0, 2), {})
+        place(config, topology_of(1, 4), {})
 
 
 def test_ranks_on_node_follow_the_distribution() -> None:
@@ -95,31 +81,24 @@ def test_ranks_on_node_follow_the_distribution() -> None:
     ("local_rank", "num_local", "num_visible", "env", "index"),
     [
         (1, 2, 0, {}, None),
-        (0, 1, 1, {}, 0),
         (3, 4, 4, {}, 3),  # all of the node's
-        (3, 4, 8, {}, 3),
         (1, 2, 2, {"SLURM_GPUS_ON_NODE": "4"}, 1),  # --gpus-per-task=2, or a view narrowed by the user
         (3, 4, 1, {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 0),  # one for each task
-        (3, 4, 1, {"SLURM_GPUS_ON_NODE": "8"}, 0),
         (3, 4, 2, {"SLURM_GPUS_ON_NODE": "8"}, 0),  # two for each task
-        (1, 2, 1, {"CUDA_VISIBLE_DEVICES": "1"}, 0),  # a launcher that sets one for each rank
         (1, 2, 1, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, 0),
     ],
 )
 def test_cuda_index_of_ranks_with_enough_gpus(
     local_rank: int, num_local: int, num_visible: int, env: Env, index: int | None
 ) -> None:
-    assert cuda_index(rank_of_node(local_rank, num_local), num_visible, env) == index
+    assert cuda_index(topology_of(local_rank, num_local), num_visible, env) == index
 
 
 @pytest.mark.parametrize(
     ("num_local", "num_visible", "env", "known"),
     [
         (4, 2, {}, "CUDA_VISIBLE_DEVICES not set"),
-        (4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1"),
-        (2, 1, {}, "CUDA_VISIBLE_DEVICES not set"),  # a machine with one GPU
         (2, 1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "CUDA_VISIBLE_DEVICES=0,7"),
-        (2, 1, {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, "SLURM_GPUS_ON_NODE=1, CUDA_VISIBLE_"),
         (4, 1, {"SLURM_GPUS_ON_NODE": "2"}, "SLURM_GPUS_ON_NODE=2"),  # --ntasks-per-gpu=2
         (8, 2, {"SLURM_GPUS_ON_NODE": "8"}, "SLURM_GPUS_ON_NODE=8"),  # --gpu-bind=closest
     ],
@@ -130,21 +109,16 @@ def test_cuda_index_refuses_to_share_a_gpu_between_ranks(
     problem = re.escape(f"rank 1 sees {num_visible} GPU(s) ({known}")
     fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.num_ranks={num_visible})"
     with pytest.raises(TopologyError, match=problem) as caught:
-        cuda_index(rank_of_node(1, num_local), num_visible, env)
+        cuda_index(topology_of(1, num_local), num_visible, env)
     assert f"but {num_local} ranks run on its node, so two ranks would use the same GPU" in str(caught.value)
     assert str(caught.value).endswith(fix)
 
 
-def test_cuda_index_refuses_invalid_number_of_gpus() -> None:
-    with pytest.raises(TopologyError, match="SLURM_GPUS_ON_NODE must be a whole number, got 'gpu:2'"):
-        cuda_index(rank_of_node(1, 2), 1, {"SLURM_GPUS_ON_NODE": "gpu:2"})
-
-
 def test_cuda_index_counts_only_ranks_that_use_gpus() -> None:
     """A master, two trainers and a parameter server on a machine with two GPUs."""
-    assert [cuda_index(rank_of_node(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
+    assert [cuda_index(topology_of(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
     with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, so two ranks would use the same GPU"):
-        cuda_index(rank_of_node(1, 4), 1, {}, [1, 2])
+        cuda_index(topology_of(1, 4), 1, {}, [1, 2])
 
 
 # --- Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814.
@@ -157,14 +131,12 @@ TOPOLOGY = topology_of(2, 4, 2, hosts=("n1", "n2"), master_addr="n1", launcher="
     ("log", "is_tcp"),
     [
         ("", False),
-        ("n2:91:115 [0] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read\n", False),
         (
             "n2:91:91 [0] NCCL INFO NET/IB : No device found.\n"
             "n2:91:91 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.2<0>\n"
             "n2:91:91 [0] NCCL INFO Using network Socket\n",
             True,
         ),
-        ("n2:91:91 [0] NCCL INFO Using network IB\n", False),
         ("n2:91:91 [0] NCCL INFO Using network AWS Libfabric\n", False),
         ("n2:91:114 [7] NCCL INFO Channel 03/0 : 15[7] -> 6[6] [send] via NET/Socket/3\n", True),
         (
@@ -172,7 +144,6 @@ TOPOLOGY = topology_of(2, 4, 2, hosts=("n1", "n2"), master_addr="n1", launcher="
             "n2:91:114 [0] NCCL INFO Channel 01 : 2[c7000] -> 0[87000] [receive] via NET/IB/5/GDRDMA\n",
             False,
         ),
-        ("n2:91:114 [4] NCCL INFO Channel 06/0 : 36[4] -> 20[4] [send] via NET/IBext_v8/3\n", False),
     ],
 )
 def test_transport_is_read_from_recorded_lines(log: str, is_tcp: bool) -> None:
@@ -214,10 +185,9 @@ NAMES = ["rank 0 on n1", "rank 1 on n1", "rank 2 on n2", "rank 3 on n2"]
     [
         ([0, 0, 3, 0], [1, 1, 0, 1], ": what rank 2 on n2 adds arrives wrong at 3 of 4 ranks; have the node's memory"),
         ([0, 1, 1, 0], [0, 1, 0, 0], " at rank 1 on n1 alone; have the node's memory"),
-        ([4, 4, 4, 4], [1, 1, 1, 1], " at 4 of 4 ranks, by no single rank's fault; try another launch.backend"),
         ([0, 0, 0, 0], [1, 1, 0, 0], " at 2 of 4 ranks, by no single rank's fault; try another launch.backend"),
     ],
-    ids=["one sender", "one receiver", "all ranks", "several receivers"],
+    ids=["one sender", "one receiver", "several receivers"],
 )
 def test_message_names_the_rank_only_if_a_single_rank_is_faulty(
     culprits: list[int], finders: list[int], message: str
@@ -227,7 +197,7 @@ def test_message_names_the_rank_only_if_a_single_rank_is_faulty(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
-@pytest.mark.parametrize("num_ranks", [2, 7, 16, 40, 300])
+@pytest.mark.parametrize("num_ranks", [2, 7, 300])
 def test_every_partial_sum_is_exact(num_ranks: int, dtype: torch.dtype) -> None:
     """Backends add in any order; here one rank after the other, in the dtype itself."""
     sums = torch.zeros((2, 700), dtype=dtype)
@@ -236,11 +206,6 @@ def test_every_partial_sum_is_exact(num_ranks: int, dtype: torch.dtype) -> None:
         sums += own
     assert torch.equal(sums, expected)
     assert (sums[0] > 0).all(), "an element without a contribution would hide a fault"
-
-
-def test_largest_exact_number_follows_from_the_mantissa() -> None:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
-    assert [largest_exact(dtype) for dtype in dtypes] == [2**8, 2**11, 2**24, 255]
 
 
 def test_timeout_error_names_firewall_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:

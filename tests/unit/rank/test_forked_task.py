@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -256,67 +253,24 @@ def test_signals_to_a_task_reach_its_rank_once(node: Node, tmp_path: Path) -> No
         assert task.end()[0] == 11
 
 
-def test_task_becomes_the_rank_if_the_parent_cannot_fork(node: Node) -> None:
-    node.start_parent("raise ImportError('no such library')")
+@pytest.mark.parametrize(
+    ("torch", "limit_s", "exit_code", "reason"),
+    [
+        ("raise ImportError('no such library')", 600.0, CANNOT_FORK, "ImportError: no such library"),
+        # By this limit the parent must have begun to import, on a busy machine, too. Its log shows where it stands.
+        ("import time\ntime.sleep(600)", 5.0, 128 + signal.SIGALRM, 'torch.py", line 2 in <module>'),
+    ],
+    ids=["failed import", "long import"],
+)
+def test_task_becomes_the_rank_if_the_parent_cannot_fork(
+    node: Node, torch: str, limit_s: float, exit_code: int, reason: str
+) -> None:
+    node.start_parent(torch, limit_s=limit_s)
     code, log = node.start(0, "import sys; sys.exit(6)").end()
     assert (code, log.startswith("hpcdist: this rank imports torch itself: ")) == (6, True), log
     assert node.slurmstepd is not None
-    assert node.slurmstepd.wait(SOON_S) == CANNOT_FORK
-    assert "ImportError: no such library" in (node.run.path / "rank-parent-n1.log").read_text()
-
-
-def test_parent_that_imports_for_too_long_ends(node: Node) -> None:
-    """Its log shows where. The task does not wait for its own time limit."""
-    # By this limit the parent must have begun to import, on a busy machine, too.
-    node.start_parent("import time\ntime.sleep(600)", limit_s=5.0)
-    code, log = node.start(0, "import sys; sys.exit(6)").end()
-    assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
-    assert node.slurmstepd is not None
-    assert node.slurmstepd.wait(SOON_S) == 128 + signal.SIGALRM
-    assert 'torch.py", line 2 in <module>' in (node.run.path / "rank-parent-n1.log").read_text()
-
-
-def test_parent_without_free_descriptors_ends_and_says_why(node: Node) -> None:
-    node.start_parent()
-    assert node.start(0, "pass").end() == (0, "")
-    (parent,) = parents_of(node.run)
-    resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    code, log = node.start(0, "import sys; sys.exit(6)").end()
-    assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
-    assert "cannot accept a connection: Too many open files" in (node.run.path / "rank-parent-n1.log").read_text()
-
-
-def test_parent_forks_although_its_log_is_on_a_full_disk(node: Node) -> None:
-    node.start_parent(output="/dev/full")
-    tell = "import os; print(os.getppid())"
-    (parent,) = {node.start(rank, tell).end() for rank in (0, 1)}
-    assert parent == (0, f"{parents_of(node.run)[0]}\n")
-
-
-def test_parent_ends_if_slurmstepd_has_ended_during_the_imports(node: Node, tmp_path: Path) -> None:
-    os.mkfifo(begin := tmp_path / "begin")
-    node.start_parent(f"open({str(begin)!r}).read()\n{TORCH}")
-    with open(begin, "w"):
-        assert node.slurmstepd is not None
-        node.slurmstepd.kill()
-        node.slurmstepd.wait()
-    wait_for(lambda: parents_of(node.run) == [], "the end of the parent", timeout_s=SOON_S)
-
-
-def test_task_does_not_wait_at_a_full_backlog(node: Node) -> None:
-    place = f"/proc/self/fd/{os.open(node.run.path / 'attempts', os.O_PATH)}/{node.name}.n1"
-    with ExitStack() as stack:
-        listener, *idle = (stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(4))
-        listener.bind(place)
-        listener.listen(0)
-        for one in idle:
-            one.setblocking(False)
-            one.connect_ex(place)
-        write_package(node.folder, TORCH)
-        code, log = node.start(0, "import sys; sys.exit(6)", connect_s=0.1).end()
-    os.close(int(place.split("/")[4]))
-    assert code == 6
-    assert "no parent process of ranks listens on this node" in log
+    assert node.slurmstepd.wait(SOON_S) == exit_code
+    assert reason in (node.run.path / "rank-parent-n1.log").read_text()
 
 
 def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:

@@ -81,10 +81,6 @@ def test_what_does_not_end_is_cut_off_and_the_rest_is_done(tmp_path: Path, endle
     assert (tmp_path / "left").exists()
     assert (tmp_path / "buffer").read_text() == "written"
     assert ("thread 'endless' (" in done.stderr) == (endless == ENDLESS)
-
-
-@pytest.mark.processes
-def test_a_call_that_no_signal_interrupts_is_cut_off(tmp_path: Path) -> None:
     done = end(tmp_path, UNINTERRUPTED, limit_s=0.1, stuck_s=0.1)
     assert "a function of atexit does not end, and is cut off: thread 'MainThread' (" in done.stderr
 

@@ -118,19 +118,6 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
         hpcdist.log({"loss": "x"}, 4)  # type: ignore[dict-item]
 
 
-def test_a_script_pauses_at_the_step_of_its_config(run: RunDir, records: RankRecords) -> None:
-    attempt = run.attempt(1)
-    with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, ALONE, records) as script:
-        assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
-        assert attempt.read_request() is None
-        assert hpcdist.should_stop(3)
-        assert hpcdist.should_stop(4), "it stays True"
-        assert script.stop_agreed
-    request = attempt.read_request()
-    assert request is not None
-    assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=3")
-
-
 def live(run: RunDir) -> RunDir:
     run.config.write_text("trainer: {target: ddp, script: [train.py]}\n")
     run.write_state(replace(run.read_state(), status="running", attempt=1, world_size=1))
@@ -187,21 +174,19 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
     assert result.error.startswith("not saved, since the script does not call hpcdist.should_save(step)")
 
 
-def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir, records: RankRecords) -> None:
+def test_a_script_saves_at_the_interval_of_its_config_and_pauses_at_its_step(run: RunDir, records: RankRecords) -> None:
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
-    with entered_script(config, run.attempt(1), ALONE, records) as script:
+    attempt = run.attempt(1)
+    with entered_script(config, attempt, ALONE, records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
+        assert attempt.read_request() is None
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
-
-
-def test_several_ranks_need_a_process_group(run: RunDir) -> None:
-    running = RunningScript(CONFIG, run, run.attempt(1), topology_of(0, 2))
-    try:
-        with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
-            running.should_stop(1, None)
-    finally:
-        running.close()
+        assert hpcdist.should_stop(8), "it stays True"
+        assert script.stop_agreed
+    request = attempt.read_request()
+    assert request is not None
+    assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=7")
 
 
 def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
@@ -209,6 +194,8 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
     first = RunningScript(CONFIG, run, run.attempt(1), topology_of(0, 2))
     other = RunningScript(CONFIG, run, run.attempt(1), topology_of(1, 2))
     try:
+        with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
+            first.should_stop(1, None)
         with pytest.raises(TrainerError, match=r"^hpcdist\.agree_among: rank 0 must count steps: put the role"):
             first.agree_among([1])
         first.agree_among([0])
@@ -220,6 +207,7 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
         assert any(first.should_stop(step, None) for step in range(2, 20_000))
     finally:
         first.close()
+        other.close()
 
 
 def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:

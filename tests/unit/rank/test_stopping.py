@@ -106,13 +106,6 @@ def test_profiles_follow_each_other_and_end_with_the_rank(rank: OneRank) -> None
     assert rank.result(3) == CommandResult(error="the ranks ended before the profile began")
 
 
-def test_only_chosen_ranks_are_profiled(rank: OneRank) -> None:
-    rank.send(profile(1, 1))
-    rank.train(4)
-    assert not rank.run.artifacts.exists()
-    assert not rank.commands.profile_is_due
-
-
 def test_profile_that_cannot_be_written_does_not_end_the_training(
     rank: OneRank, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,30 +149,21 @@ def test_node_that_sees_several_commands_at_once_obeys_all_of_them(rank: OneRank
 
 
 def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
-    rank.train(1)
+    rank.send(profile(100, 0))
+    rank.train(2)
     assert not rank.commands.save_is_due
     rank.send(SAVE)
     rank.send(SAVE)
     rank.train(4)
     assert rank.commands.save_is_due
-    written = rank.commands.saving(5)
+    written = rank.commands.saving(6)
     assert not rank.commands.save_is_due
-    assert rank.result(1) is None
+    assert rank.result(2) is None
     written()
-    expected = CommandResult(step=5, path="checkpoints/step-00000005")
-    assert [rank.result(number) for number in (1, 2)] == [expected, expected]
-    rank.commands.saving(6)()
-    assert not rank.attempt.command_result(3, 0).exists()
-
-
-def test_save_during_a_profile_does_not_answer_the_profile(rank: OneRank) -> None:
-    rank.send(profile(100, 0))
-    rank.train(3)
-    rank.send(SAVE)
-    rank.train(4)
+    expected = CommandResult(step=6, path="checkpoints/step-00000006")
+    assert [rank.result(number) for number in (1, 2, 3)] == [None, expected, expected], "the profile goes on"
     rank.commands.saving(7)()
-    assert rank.result(1) is None
-    assert rank.result(2) == CommandResult(step=7, path="checkpoints/step-00000007")
+    assert not rank.attempt.command_result(4, 0).exists()
     rank.commands.close()
 
 

@@ -8,48 +8,31 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from launcher_env import ARBITRARY, BATCH, HET, OWN, STEP, TORCHRUN, Env, layout, without
+from launcher_env import BATCH, HET, OWN, STEP, TORCHRUN, Env, layout, without
 
-from hpcdist.config.topology import Roles, Topology, port_for, rank_table, span
+from hpcdist.config.topology import Roles, Topology, port_for, rank_table
 from hpcdist.errors import ConfigError, TopologyError
 
 VALID: dict[str, Any] = {
-    "rank": 3,
-    "world_size": 4,
-    "local_rank": 1,
-    "local_world_size": 2,
-    "node_rank": 1,
-    "num_nodes": 2,
-    "hosts": ("n1", "n2"),
-    "master_addr": "n1",
-    "master_port": 20500,
-    "launcher": "hpcdist",
-    "job_id": "17",
+    "rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1, "num_nodes": 2,
+    "hosts": ("n1", "n2"), "master_addr": "n1", "master_port": 20500, "launcher": "hpcdist", "job_id": "17",
     "attempt": 2,
-}
+}  # fmt: skip
 
 
-# --- invariants
-
-
-def test_topology_is_frozen_and_its_token_depends_on_job_and_attempt() -> None:
+def test_token_depends_on_job_and_attempt() -> None:
     topology = Topology(**VALID)
     assert "17" in topology.token
-    assert topology.token != dataclasses.replace(topology, attempt=3).token
-    assert topology.token != dataclasses.replace(topology, job_id="18").token
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        topology.rank = 0  # type: ignore[misc]
+    others = (dataclasses.replace(topology, attempt=3), dataclasses.replace(topology, job_id="18"))
+    assert len({topology.token, *(other.token for other in others)}) == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"rank": 4}, "0 <= rank < world_size, got rank=4, world_size=4"),
-        ({"rank": -1}, "0 <= rank < world_size, got rank=-1, world_size=4"),
-        ({"local_rank": 2}, "0 <= local_rank < local_world_size, got local_rank=2, local_world_size=2"),
         ({"local_rank": -1}, "0 <= local_rank < local_world_size, got local_rank=-1, local_world_size=2"),
         ({"node_rank": 2}, "0 <= node_rank < num_nodes, got node_rank=2, num_nodes=2"),
-        ({"node_rank": -1}, "0 <= node_rank < num_nodes, got node_rank=-1, num_nodes=2"),
         (
             {"node_rank": 0, "num_nodes": 1, "hosts": ()},
             "local_world_size == world_size if num_nodes == 1, got world_size=4, local_world_size=2, num_nodes=1",
@@ -60,9 +43,7 @@ def test_topology_is_frozen_and_its_token_depends_on_job_and_attempt() -> None:
         ),
         ({"hosts": ("n1",)}, "num_nodes names in hosts, or none, got num_nodes=2, hosts=('n1',)"),
         ({"hosts": ("n1", "n1")}, "distinct names in hosts, got hosts=('n1', 'n1')"),
-        ({"master_addr": ""}, "a name or address in master_addr, got master_addr=''"),
         ({"master_addr": "a b"}, "a name or address in master_addr, got master_addr='a b'"),
-        ({"master_port": 0}, "1 <= master_port <= 65535, got master_port=0"),
         ({"master_port": 65536}, "1 <= master_port <= 65535, got master_port=65536"),
         ({"job_id": ""}, "a job_id without spaces, got job_id=''"),
         ({"attempt": -1}, "attempt >= 0, got attempt=-1"),
@@ -74,35 +55,28 @@ def test_inconsistent_fields_are_refused(changes: dict[str, Any], problem: str) 
         Topology(**VALID | changes)
 
 
-# --- variables of hpcdist
+# --- from the variables of torchrun
+
+AT = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
 
-def test_own_variables_take_precedence_over_torchrun_and_slurm() -> None:
+def test_own_variables_take_precedence_over_torchrun_and_torchrun_over_slurm() -> None:
     assert Topology.from_env(STEP | TORCHRUN | OWN) == Topology(**VALID | {"hosts": ()})
-
-
-# --- variables of torchrun
-
-
-def test_torchrun_takes_precedence_over_slurm() -> None:
     topology = Topology.from_env(STEP | TORCHRUN)
     assert layout(topology) == (5, 8, 1, 4, 1, 2)
     assert (topology.launcher, topology.master_addr, topology.master_port) == ("torchrun", "n1", 29500)
     assert (topology.hosts, topology.attempt) == ((), 0)
+    others = ({"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"})
+    assert len({Topology.from_env(TORCHRUN | other).token for other in ({}, *others)}) == 3
 
 
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
         (without(TORCHRUN, "GROUP_WORLD_SIZE"), (5, 8, 1, 4, 1, 2)),
-        (without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), (5, 8, 1, 4, 1, 2)),
         (TORCHRUN | {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3"}, (5, 7, 1, 3, 1, 2)),  # uneven: 4 and 3
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "h", "MASTER_PORT": "1"},
-            (1, 2, 1, 2, 0, 1),
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, (0, 1, 0, 1, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **AT}, (1, 2, 1, 2, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", **AT}, (0, 1, 0, 1, 0, 1)),
     ],
 )
 def test_torchrun_layouts_with_optional_variables_left_out(env: Env, expected: tuple[int, ...]) -> None:
@@ -111,25 +85,7 @@ def test_torchrun_layouts_with_optional_variables_left_out(env: Env, expected: t
     assert topology.launcher == "torchrun"
 
 
-def test_token_differs_after_torchrun_restart_and_between_ports() -> None:
-    first = Topology.from_env(TORCHRUN)
-    restarted = Topology.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    other_run = Topology.from_env(TORCHRUN | {"MASTER_PORT": "29501"})
-    assert len({first.token, restarted.token, other_run.token}) == 3
-
-
-# --- no launcher
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {},
-        {"PATH": "/bin", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
-        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
-        {"RANK": "", "WORLD_SIZE": "", "HPCDIST_RANK": ""},
-    ],
-)
+@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"HPCDIST_RANK": ""}])
 def test_environment_without_a_launcher_is_a_single_rank(env: Env) -> None:
     topology = Topology.from_env(env)
     assert layout(topology) == (0, 1, 0, 1, 0, 1)
@@ -142,7 +98,6 @@ def test_environment_without_a_launcher_is_a_single_rank(env: Env) -> None:
     [
         ({"RANK": "0"}, "RANK=0 set, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not; start the ranks with torchrun"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1, WORLD_SIZE=1 set, but MASTER_ADDR, MASTER_PORT not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 set, but RANK, MASTER_ADDR, MASTER_PORT not"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 set, but RANK"),
         ({"WORLD_SIZE": "all"}, "WORLD_SIZE must be a whole number, got 'all'"),
         ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS must be a whole number, got 'many'; put srun"),
@@ -162,13 +117,9 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
     "or unset these variables": [
         (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
         (OWN | {"HPCDIST_JOB_ID": ""}, "but HPCDIST_JOB_ID not; let `hpcdist run`"),
-        ({"HPCDIST_RANK": "1"}, "HPCDIST_RANK=1 set, but HPCDIST_WORLD_SIZE, "),
         ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
         (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
-        (OWN | {"HPCDIST_RANK": "-1"}, "HPCDIST_RANK must be a whole number, got '-1'"),
-        (OWN | {"HPCDIST_RANK": "²"}, "HPCDIST_RANK must be a whole number, got '²'"),
         (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
-        (OWN | {"HPCDIST_MASTER_PORT": "99999"}, "HPCDIST_MASTER_PORT=99999"),
         (
             OWN | {"HPCDIST_RANK": "4"},
             "a topology requires 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
@@ -186,9 +137,6 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
         ),
         (without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE must be set"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
-        (TORCHRUN | {"RANK": "8"}, "rank=8, world_size=8 (from RANK=8, LOCAL_RANK=1, GROUP_RANK=1, WORLD_SIZE=8, "),
-        (TORCHRUN | {"GROUP_RANK": "2"}, "node_rank=2, num_nodes=2"),
-        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a b"}, "a job_id without spaces, got job_id='a b-29500'"),
     ],
     "pass its SLURM_ variables on unchanged, also into containers": [
@@ -203,8 +151,6 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
             "SLURM_STEP_NODELIST names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1",
         ),
         (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
-        (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
-        (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
         *(
             (STEP | {name: "x"}, f"{name} must be a whole number")
@@ -212,7 +158,6 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
         ),
         (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-': 'n[1-' is not"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
         (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
         (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set"),
         (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
@@ -234,19 +179,15 @@ def test_incomplete_or_contradictory_variables_are_refused(env: Env, problem: st
 # --- ports
 
 
-@pytest.mark.parametrize("job_id", ["1", "4294967295", "20250101-120000", "run", "", "1234_7", "a\udcff", "9" * 40])
-def test_ports_are_deterministic_and_in_range(job_id: str) -> None:
-    ports = [port_for(job_id, attempt) for attempt in range(13000)]
-    assert ports == [port_for(job_id, attempt) for attempt in range(13000)]
-    assert all(20480 <= port <= 32760 for port in ports)
-    assert all(now != next_port for now, next_port in pairwise(ports))
-
-
-@pytest.mark.parametrize("prefix", ["", "run-"])
-def test_ports_of_consecutive_jobs_differ(prefix: str) -> None:
-    ports = [port_for(f"{prefix}{job}", attempt) for job in (1000, 1001) for attempt in range(16)]
-    assert len(set(ports)) == len(ports)
-    assert len({port_for(f"{prefix}{job}", 0) for job in range(12281)}) == 12281
+def test_ports_are_in_range_and_differ_between_attempts_and_consecutive_jobs() -> None:
+    for job_id in ("1", "20250101-120000", "", "a\udcff", "9" * 40):
+        ports = [port_for(job_id, attempt) for attempt in range(13000)]
+        assert all(20480 <= port <= 32760 for port in ports)
+        assert all(now != next_port for now, next_port in pairwise(ports))
+    for prefix in ("", "run-"):
+        ports = [port_for(f"{prefix}{job}", attempt) for job in (1000, 1001) for attempt in range(16)]
+        assert len(set(ports)) == len(ports)
+        assert len({port_for(f"{prefix}{job}", 0) for job in range(12281)}) == 12281
     assert port_for("1234", 0) == 24778, "in every process"
 
 
@@ -259,14 +200,14 @@ def test_rank_of_a_slurm_step() -> None:
     assert topology.hosts == ("n1", "n2", "n3")
     assert (topology.launcher, topology.job_id, topology.attempt) == ("slurm", "42", 0)
     assert (topology.master_addr, topology.master_port) == ("n1", port_for("42", 0))
+    of_the_job = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID")
+    assert Topology.from_env(without(STEP, *of_the_job)) == topology, "from the variables of the job"
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         # --distribution=cyclic: ranks 1, 2 on other nodes, 3 and 4 back on the first
-        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}, (1, 5, 0, 1, 1, 3)),
-        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}, (3, 5, 1, 3, 0, 3)),
         ({"SLURM_PROCID": "4", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}, (4, 5, 2, 3, 0, 3)),
         # --distribution=arbitrary, hostfile n3 n1 n3 n2: rank 2
         (
@@ -295,11 +236,6 @@ def test_layouts_of_slurm_steps(changes: Env, expected: tuple[int, ...]) -> None
     assert topology.master_addr == topology.hosts[0]
 
 
-def test_variables_of_the_job_replace_missing_step_variables() -> None:
-    env = without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID")
-    assert Topology.from_env(env) == Topology.from_env(STEP)
-
-
 def test_own_variables_override_attempt_and_rendezvous_of_slurm() -> None:
     requeued = Topology.from_env(STEP | {"SLURM_RESTART_COUNT": "1"})
     restarted = Topology.from_env(STEP | {"SLURM_RESTART_COUNT": "1", "HPCDIST_ATTEMPT": "5"})
@@ -311,24 +247,13 @@ def test_own_variables_override_attempt_and_rendezvous_of_slurm() -> None:
     assert (overridden.job_id, overridden.launcher, overridden.hosts) == ("17", "slurm", ("n1", "n2", "n3"))
 
 
-RANK_0_ON_LAST_NODE = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
-
-
 def test_rank_0_on_another_node_is_accepted_only_with_its_address() -> None:
-    topology = Topology.from_env(RANK_0_ON_LAST_NODE | {"HPCDIST_MASTER_ADDR": "n3"})
+    on_last_node = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    topology = Topology.from_env(on_last_node | {"HPCDIST_MASTER_ADDR": "n3"})
     assert (topology.rank, topology.node_rank, topology.master_addr) == (0, 2, "n3")
     problem = r"rank 0 is expected on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
     with pytest.raises(TopologyError, match=problem):
-        Topology.from_env(RANK_0_ON_LAST_NODE)
-
-
-def test_ranks_of_a_heterogeneous_step_are_numbered_over_all_components() -> None:
-    topology = Topology.from_env(HET)
-    assert layout(topology) == (4, 5, 1, 2, 2, 3)
-    assert (topology.hosts, topology.master_addr, topology.job_id) == (("n1", "n2", "n3"), "n1", "3")
-    first = HET | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
-    assert layout(Topology.from_env(first)) == (0, 5, 0, 1, 0, 3)
-    assert Topology.from_env(first).token == topology.token
+        Topology.from_env(on_last_node)
 
 
 def test_nodes_of_a_heterogeneous_step_are_ordered_by_component() -> None:
@@ -359,13 +284,6 @@ def test_step_in_one_component_of_a_heterogeneous_job() -> None:
     assert Topology.from_env(env | {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}).hosts == ("n2", "n3")
 
 
-def test_master_of_an_arbitrary_distribution_is_the_node_of_rank_0() -> None:
-    topology = Topology.from_env(ARBITRARY | {"HPCDIST_MASTER_ADDR": "n3"})
-    assert (layout(topology), topology.master_addr) == ((0, 5, 0, 1, 2, 3), "n3")
-    other = {"SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "HPCDIST_MASTER_ADDR": "n3"}
-    assert layout(Topology.from_env(ARBITRARY | other)) == (2, 5, 1, 2, 0, 3)
-
-
 # --- Slurm jobs without an srun step
 
 
@@ -387,15 +305,10 @@ def test_allocation_of_one_task_without_a_step_is_a_single_rank(changes: Env) ->
     ("env", "shown"),
     [
         (BATCH | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4"),
-        (BATCH | {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "SLURM_NTASKS=4, SLURM_NNODES=2"),
         (BATCH | {"SLURM_NNODES": "2"}, "SLURM_NNODES=2"),
-        (BATCH | {"SLURM_NTASKS_PER_NODE": "8"}, "SLURM_NTASKS_PER_NODE=8"),
-        (BATCH | {"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2"),
         (BATCH | {"SLURM_JOB_NODELIST": "n[1-2]"}, "SLURM_JOB_NODELIST=n[1-2]"),
         (without(STEP, "SLURM_STEP_ID", "SLURM_STEPID"), "SLURM_PROCID=1"),
         (without(STEP, "SLURM_PROCID"), "SLURM_NTASKS=5"),
-        (STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, "SLURM_NTASKS=5"),
-        (STEP | {"SLURM_STEP_ID": "batch"}, "SLURM_NTASKS=5"),
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3"),
         ({"SLURM_NTASKS": "4", "MASTER_ADDR": "localhost"}, "SLURM_NTASKS=4"),
     ],
@@ -442,13 +355,12 @@ def test_wrong_counts_unknown_roles_and_unknown_ranks_are_refused() -> None:
 def test_require_refuses_other_roles_and_counts() -> None:
     Roles.of(RL, 5).require(agent=1, observer=None)
     Roles.of(RL, 5).require(observer=4, agent=1)
-    message = (
-        "this trainer needs the roles agent 1, observer 1 or more, got trainer 5: set roles='{agent: 1, observer: 1}'"
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    problem = "this trainer needs the roles agent 1, observer 1 or more, got "
+    with pytest.raises(ConfigError) as caught:
         Roles.of({}, 5).require(agent=1, observer=None)
+    assert str(caught.value) == f"{problem}trainer 5: set roles='{{agent: 1, observer: 1}}'"
     for wrong in ({"agent": 2, "observer": 3}, {"agent": 1}, {"agent": 1, "observer": 3, "judge": 1}):
-        with pytest.raises(ConfigError, match=r"^this trainer needs the roles agent 1, observer 1 or more, got "):
+        with pytest.raises(ConfigError, match=problem):
             Roles.of(wrong, sum(wrong.values())).require(agent=1, observer=None)
 
 
@@ -468,7 +380,3 @@ def test_rank_table_has_one_line_for_each_role_on_each_node() -> None:
         "0-511     parameter_server:0-511",
         "512-4095  trainer:0-3583",
     ]
-
-
-def test_span_formats_single_numbers_and_ranges() -> None:
-    assert [span(range(3, 4)), span(range(3, 5)), span(range(4096))] == ["3", "3-4", "0-4095"]
