@@ -109,12 +109,11 @@ def show(
 def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     """Print the report and a comparison with an earlier run. Raises UserMistake if they are not comparable."""
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.trainers.comm import report
-    from hpcdist.trainers.comm.results import differences, read_results
+    from hpcdist.trainers.comm.results import comparison, differences, read_results, report, show
 
     results = read_results(run.artifacts)
     terminal = console()
-    report.show(terminal, report.report(results, terminal.width))
+    show(terminal, report(results, terminal.width))
     if not compare:
         return
     earlier = _newest_comparable(run, results) if compare == LAST else resolve_run(compare, runs_dir)
@@ -124,7 +123,7 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     before = read_results(earlier.artifacts)
     if different := differences(results, before):
         raise UserMistake(f"not comparable with run {earlier.name}: {different}")
-    report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
+    show(terminal, comparison(results, before, earlier.name, terminal.width))
 
 
 def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:

@@ -43,7 +43,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor checks cli
-trainers.comm.results trainers.comm.report
+trainers.comm.results
 rank.processes rank.forked_task rank.private_network
 """.split()  # noqa: SIM905
 

@@ -40,8 +40,7 @@ from hpcdist.trainers.comm.operations import (
     check,
     make_teams,
 )
-from hpcdist.trainers.comm.report import as_text
-from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, bottleneck
+from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, as_text, bottleneck
 
 log = logging.getLogger(__name__)
 #: Data types that are measured: of operations that only move data, and of reductions.

@@ -320,7 +320,7 @@ PRINTERS = {
     "cli.app": "sets the error handler of the streams",
     "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
     "cli.runs": "asks whether standard output is a terminal",
-    "trainers.comm.report": "a console that writes a file",
+    "trainers.comm.results": "a console that writes a file",
     "containers.images": "the standard output of a tool of the engine goes to standard error",
 }
 #: Processes of hpcdist whose output is a log file or is read by a program.

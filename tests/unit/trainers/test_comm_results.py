@@ -14,18 +14,22 @@ from rich.console import Console
 from sample_comm import Factor, row, sample, with_links
 
 from hpcdist.errors import RunFolderError
-from hpcdist.trainers.comm.report import WIDTH, as_text, compared, report, show
 from hpcdist.trainers.comm.results import (
     ARTIFACT,
+    WIDTH,
     CheckResult,
     RankPlace,
     Results,
     Row,
+    as_text,
     bottleneck,
     changes,
+    comparison,
     differences,
     read_results,
+    report,
     sentences,
+    show,
     slower,
 )
 from hpcdist.trainers.comm.train import summary
@@ -229,12 +233,12 @@ def slow_all_reduce(factor: float, powers: range) -> Results:
     return replace(found, rows=list(map(changed, found.rows)))
 
 
-def comparison(now: Results, before: Results) -> list[str]:
+def compared(now: Results, before: Results) -> list[str]:
     return list(sentences(changes(now, before)))
 
 
 def test_slowdown_is_reported_with_size_and_times() -> None:
-    (sentence,) = comparison(slow_all_reduce(3.0, range(20, 24)), sample())
+    (sentence,) = compared(slow_all_reduce(3.0, range(20, 24)), sample())
     pattern = r"all_reduce is slower at 4 of 29 sizes, most at \d+ MiB: \S*3\S*× the time \(.* ms, before .* ms\)"
     assert re.fullmatch(pattern, sentence), sentence
 
@@ -278,7 +282,7 @@ BUSY = replace(
     ],
 )
 def test_slowdowns_within_noise_are_not_reported(now: Results, before: Results, expected: str) -> None:
-    assert comparison(now, before)[0].startswith(expected)
+    assert compared(now, before)[0].startswith(expected)
 
 
 def test_slowdowns_are_ordered_by_factor() -> None:
@@ -287,13 +291,13 @@ def test_slowdowns_are_ordered_by_factor() -> None:
         replace(one, median_s=9 * one.median_s, min_s=9 * one.min_s) if one.operation == "broadcast" else one
         for one in now.rows
     ]
-    found = [sentence.partition(" is ")[0] for sentence in comparison(replace(now, rows=rows), sample())]
+    found = [sentence.partition(" is ")[0] for sentence in compared(replace(now, rows=rows), sample())]
     assert found == ["broadcast", "all_reduce"]
 
 
 def test_operations_of_one_benchmark_only_are_omitted() -> None:
     one, other = (replace(sample(), rows=[row(name, 1e-3, 8)]) for name in ("gather", "scatter"))
-    assert comparison(one, other) == ["the benchmarks have no measurement in common"]
+    assert compared(one, other) == ["the benchmarks have no measurement in common"]
 
 
 def test_operation_with_a_single_size_can_be_slower() -> None:
@@ -452,7 +456,7 @@ def test_comparison_marks_slower_operations() -> None:
         ],
     )
     page = io.StringIO()
-    show(Console(file=page, width=WIDTH, color_system=None), compared(slow, now, "first", WIDTH))
+    show(Console(file=page, width=WIDTH, color_system=None), comparison(slow, now, "first", WIDTH))
     found = table(page.getvalue(), "time relative to first; ! slower beyond noise")
     assert [line[1] for line in found[2:]] == ["1.00", "1.00", "3.00 !"]
     assert "compared with first: broadcast is slower at 29 of 29 sizes, " in page.getvalue()
