@@ -23,7 +23,7 @@ from hpcdist_runs import wait_for
 import hpcdist
 from hpcdist.errors import ConfigError
 from hpcdist.host import machine
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.commands import run_within
 from hpcdist.host.machine import (
     Gpu,
     Lookups,
@@ -142,30 +142,6 @@ def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.Mo
     assert in_mig_mode == Gpu(index=3, name=IN_MIG_MODE_NAME, used_mb=None, total_mb=None, uncorrected_errors=None)
 
 
-def test_old_driver_reports_throttling_and_memory_by_the_former_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def memory_info(handle: object, version: int | None = None) -> object:
-        if version is not None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return memory(12, 24564)
-
-    fake = install_fake_nvml(monkeypatch, gpu("Tesla V100", CurrentClocksThrottleReasons=0x20))
-    object.__setattr__(fake, "nvmlDeviceGetMemoryInfo", memory_info)
-    (old,) = machine.gpus()
-    assert (old.used_mb, old.total_mb, old.throttled) == (12, 24564, ("too hot (software slowdown)",))
-
-
-def test_query_that_pynvml_has_not_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(self: FakeNvml, name: str) -> object:
-        if "Clocks" in name:
-            raise AttributeError(name)
-        return original(self, name)
-
-    original = FakeNvml.__getattr__
-    monkeypatch.setattr(FakeNvml, "__getattr__", without)
-    install_fake_nvml(monkeypatch, BROKEN)
-    assert [one.throttled for one in machine.gpus()] == [()]
-
-
 def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, IDLE, None, {}, BROKEN)
     assert [one.index for one in machine.gpus()] == [0, 3]
@@ -188,21 +164,13 @@ def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.M
     assert machine.open_gpus() == {}
 
 
-def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "versions", dict)
-    install_fake_nvml(monkeypatch, IDLE, driver="550.54")
-    assert driver_version() == "550.54"
-
-
 @pytest.mark.parametrize(
     ("value", "selected", "visible"),
     [
         (None, None, 2),
-        ("0,1", ["0", "1"], 2),
         ("", [], 0),
         ("-1", [], 0),
         ("2,", ["2"], 1),
-        ("GPU-5a1c", ["GPU-5a1c"], 1),
         ("0,1,2", ["0", "1", "2"], 2),
         ("MIG-GPU-8932f937/1/2,MIG-5c4b,MIG-77e2", ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"], 3),
     ],
@@ -230,32 +198,24 @@ def test_facts_come_from_the_environment_and_files_of_the_image(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("mark", "runtime"),
-    [(".dockerenv", "docker"), ("run/.containerenv", "podman"), ("ch/environment", "charliecloud"), ("etc/hosts", "")],
-)
-def test_runtime_is_known_by_its_files(tmp_path: Path, mark: str, runtime: str) -> None:
-    (tmp_path / mark).parent.mkdir(exist_ok=True)
-    (tmp_path / mark).touch()
-    assert container_runtime(tmp_path) == runtime
-
-
-@pytest.mark.parametrize(
-    ("root_mount", "runtime"),
+    ("mark", "root_mount", "runtime"),
     [
+        (".dockerenv", "", "docker"),
+        ("run/.containerenv", "", "podman"),
+        ("ch/environment", "", "charliecloud"),
+        ("etc/hosts", "", ""),
         # A virtual machine whose disk was made of an image of docker.
-        ("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw", ""),
-        ("27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw", ""),
-        ("540 430 0:30 / / rw - overlay overlay rw,lowerdir=/a", "docker"),
-        ("540 430 254:0 /var/lib/docker/vfs/dir/0a / rw - ext4 /dev/vda rw", "docker"),
-        ("540 430 7:0 / / ro - squashfs /dev/loop0 ro", "docker"),
+        (".dockerenv", "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw", ""),
+        (".dockerenv", "540 430 0:30 / / rw - overlay overlay rw,lowerdir=/a", "docker"),
+        (".dockerenv", "540 430 254:0 /var/lib/docker/vfs/dir/0a / rw - ext4 /dev/vda rw", "docker"),
     ],
 )
-def test_files_of_a_runtime_do_not_suffice_on_the_disk_of_a_machine(
-    tmp_path: Path, root_mount: str, runtime: str
-) -> None:
-    (tmp_path / ".dockerenv").touch()
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/mountinfo").write_text(f"22 27 0:21 / /proc rw - proc proc rw\n{root_mount}\n")
+def test_runtime_is_known_by_its_files_and_mounts(tmp_path: Path, mark: str, root_mount: str, runtime: str) -> None:
+    (tmp_path / mark).parent.mkdir(exist_ok=True)
+    (tmp_path / mark).touch()
+    if root_mount:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/mountinfo").write_text(f"22 27 0:21 / /proc rw - proc proc rw\n{root_mount}\n")
     assert container_runtime(tmp_path) == runtime
 
 
@@ -269,35 +229,29 @@ def host_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def install(host_machine: Path, *names: str) -> None:
-    for name in names:
-        (host_machine / name).touch(mode=0o755)
-
-
 @pytest.mark.parametrize(
     ("device", "installed", "missing"),
     [
         ("cpu", (), "a C++ compiler (g++) and Python's headers (Python.h)"),
-        ("cpu", ("gcc", "Python.h"), "a C++ compiler (g++)"),
-        ("cpu", ("g++",), "Python's headers (Python.h)"),
         ("cuda", ("g++", "Python.h"), "a C compiler (gcc)"),
+        ("cpu", ("g++", "Python.h"), ""),
+        ("cuda", ("clang", "Python.h"), ""),
     ],
 )
 def test_missing_parts_are_named(host_machine: Path, device: str, installed: tuple[str, ...], missing: str) -> None:
-    install(host_machine, *installed)
-    with pytest.raises(ConfigError) as raised:
-        require_compiler(device, {"PATH": str(host_machine)})
-    assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
-
-
-@pytest.mark.parametrize(
-    ("device", "name", "env"), [("cpu", "g++", {}), ("cuda", "clang", {}), ("cpu", "mine", {"CXX": "mine -O1"})]
-)
-def test_complete_installation_is_accepted(host_machine: Path, device: str, name: str, env: dict[str, str]) -> None:
-    install(host_machine, name, "Python.h")
-    require_compiler(device, {"PATH": str(host_machine), **env})
-    with pytest.raises(ConfigError, match="needs a C"):
-        require_compiler(device, {"PATH": str(host_machine), "CXX": "absent", "CC": "absent"})
+    for name in installed:
+        (host_machine / name).touch(mode=0o755)
+    env = {"PATH": str(host_machine)}
+    if missing:
+        with pytest.raises(ConfigError) as raised:
+            require_compiler(device, env)
+        assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
+    else:
+        require_compiler(device, env)
+        (host_machine / "mine").touch(mode=0o755)
+        require_compiler(device, {**env, "CXX": "mine -O1", "CC": "mine"})
+        with pytest.raises(ConfigError, match="needs a C"):
+            require_compiler(device, {**env, "CXX": "absent", "CC": "absent"})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant a folder of another user")
@@ -327,8 +281,8 @@ def test_cache_that_another_user_may_have_filled_is_not_used(tmp_path: Path, mon
 # --- Schedules and bandwidths that preflight, ranks and benchmark share.
 
 
-@pytest.mark.parametrize("num_players", [2, 3, 4, 9, 16, 33, 64])
-@pytest.mark.parametrize("num_rounds", [1, 3, 7, 64])
+@pytest.mark.parametrize("num_players", [2, 3, 9, 16, 64])
+@pytest.mark.parametrize("num_rounds", [1, 7, 64])
 def test_tournament_pairs_each_player_with_a_new_partner_in_each_round(num_players: int, num_rounds: int) -> None:
     rounds = tournament(num_players, num_rounds)
     assert len(rounds) == min(num_rounds, num_players - 1 + num_players % 2)
@@ -374,25 +328,6 @@ def test_units() -> None:
 
 
 @pytest.mark.processes
-def test_result_has_exit_code_and_output() -> None:
-    done = run_within(
-        ["sh", "-c", "echo $NAME; echo oops >&2; exit 3"], 60, env={"NAME": "me", "PATH": "/usr/bin:/bin"}
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "me\n", "oops\n")
-    with pytest.raises(FileNotFoundError, match="no-such-command"):
-        run_within(["no-such-command"], 60)
-
-
-@pytest.mark.processes
-def test_end_of_a_command_is_awaited_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleep(seconds: float) -> None:
-        pytest.fail("it polls")
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    assert run_within(["sleep", "0.1"], 60).returncode == 0
-
-
-@pytest.mark.processes
 def test_hanging_command_is_ended_with_its_children(tmp_path: Path) -> None:
     """The output is available although a leftover child process holds it open."""
     script = f"trap '' TERM; sleep 1000 & echo $! > {tmp_path}/pid; echo early; wait; sleep 1000"
@@ -409,13 +344,6 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-@pytest.mark.processes
-def test_last_line_is_not_empty_and_cut() -> None:
-    assert last_line("one\n  two \n\n") == "two"
-    assert last_line("x" * 300) == "x" * 200
-    assert last_line("\n") == ""
 
 
 # --- Energy counters: NVML and RAPL, here a replacement of NVML and files as the kernel writes them
@@ -441,13 +369,6 @@ def test_packages_and_memory_are_counted_from_the_start_of_the_meter(tmp_path: P
     assert meter.joules() == {"intel-rapl:0 package-0": 50.0, "intel-rapl:0:1 dram": 3.0}
 
 
-def test_counter_that_starts_again_at_its_limit_keeps_the_sum(tmp_path: Path) -> None:
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 990)
-    meter = EnergyMeter(None, {}, powercap=tmp_path)
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 5)
-    assert meter.joules() == {"intel-rapl:0 package-0": 15.0}
-
-
 def test_failed_read_keeps_the_sum_and_the_next_one_includes_its_time(tmp_path: Path) -> None:
     domain = write_domain(tmp_path, "intel-rapl:0", "package-0", 10)
     meter = EnergyMeter(None, {}, powercap=tmp_path)
@@ -455,12 +376,6 @@ def test_failed_read_keeps_the_sum_and_the_next_one_includes_its_time(tmp_path: 
     assert meter.joules() == {"intel-rapl:0 package-0": 0.0}
     write_domain(tmp_path, "intel-rapl:0", "package-0", 30)
     assert meter.joules() == {"intel-rapl:0 package-0": 20.0}
-
-
-def test_counter_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    (write_domain(tmp_path, "intel-rapl:0", "package-0", 10) / "energy_uj").unlink()
-    assert EnergyMeter(None, {}, powercap=tmp_path).joules() == {}
-    assert EnergyMeter(None, {}, powercap=tmp_path / "missing").joules() == {}
 
 
 def test_shared_node_has_no_energy_of_packages(tmp_path: Path) -> None:

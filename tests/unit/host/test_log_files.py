@@ -50,20 +50,6 @@ def test_complete_lines_are_shown_once(tmp_path: Path) -> None:
     assert shown.count("\n") == 20_001
 
 
-def test_long_line_is_truncated(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = LogTail(path)
-    append(path, b"before\n" + b"x" * 300_000)
-    text = "".join(tail.news())
-    assert text.startswith("before\nxxx")
-    assert text.endswith(f"xxx [line of more than {PIECE_BYTES} bytes, truncated]\n")
-    assert len(text) < 3000
-    append(path, b"x" * 300_000)
-    assert list(tail.news()) == []
-    append(path, b"end\nafter\n")
-    assert list(tail.news()) == ["after\n"]
-
-
 def test_memory_is_bounded_for_long_lines_and_much_new_text(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with open(path, "wb") as file:

@@ -155,11 +155,6 @@ def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
     assert sum(waits) < 60
 
 
-def test_no_server() -> None:
-    with pytest.raises(TrackingError, match=r"the server cannot be reached \(Connection refused\): check the address"):
-        open_client("http://127.0.0.1:1")
-
-
 # --- Resolution and redaction of the tracking URI.
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +25,6 @@ from hpcdist.tracking.points import (
     Point,
     PointBudget,
     SentPoints,
-    StepSet,
-    without_node,
 )
 from hpcdist.tracking.sync_runs import sync
 
@@ -51,18 +48,6 @@ def drain(folder: Path, progress: SentPoints, newest: int = 99, *, over: bool = 
 
 def values(points: list[Point], key: str = "loss") -> list[float]:
     return [point.value for point in points if point.key == key]
-
-
-def test_late_lines_count_below_the_first_step_of_the_next_attempt(tmp_path: Path) -> None:
-    progress = SentPoints()
-    write(tmp_path, 1, [10, 20])
-    write(tmp_path, 2, [50, 60])
-    assert values(drain(tmp_path, progress)) == [1010, 1020, 2050, 2060]
-    # These lines arrive late; from step 50 on the second attempt has them.
-    write(tmp_path, 1, [30, 40, 50, 70])
-    assert values(drain(tmp_path, progress)) == [1030, 1040]
-    write(tmp_path, 2, [70])
-    assert values(drain(tmp_path, progress)) == [2070]
 
 
 def test_each_attempt_has_its_own_mark_even_at_the_same_step(tmp_path: Path) -> None:
@@ -242,57 +227,6 @@ def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch:
     assert len({point.step for point in simulation.received if point.key == "attempt"}) <= attempt
 
 
-def test_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "attempt-001.rank-00000.jsonl"
-    with open(path, "w") as file:
-        for step in [*range(0, 4000, 10), *([777] * 2), 778]:
-            file.write(json.dumps({"t": 0, "s": step, "m": {f"key/{number}": 0.5 for number in range(30)}}) + "\n")
-    num_read = 0
-    read = journal_reader._read
-
-    def counted(path: Path, offset: int, num_bytes: int) -> bytes:
-        nonlocal num_read
-        data = read(path, offset, num_bytes)
-        num_read += len(data)
-        return data
-
-    monkeypatch.setattr(journal_reader, "_read", counted)
-    progress = SentPoints()
-    found = JournalTail(tmp_path, progress)
-    while chunks := found.next_chunks(1, over=False):
-        found.new_points(chunks)
-        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
-    assert found.counts.num_repeated == 30
-    assert num_read < 2.5 * path.stat().st_size
-
-
-def test_data_read_at_once_is_bounded_for_any_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 1000)
-    for rank in range(20):
-        lines = [json.dumps({"t": 0, "s": step, "m": {f"rank{rank}": 0.5}}) + "\n" for step in range(30)]
-        (tmp_path / f"attempt-001.rank-{rank:05d}.jsonl").write_text("".join(lines))
-    progress = SentPoints()
-    found = JournalTail(tmp_path, progress)
-    num_points = 0
-    while chunks := found.next_chunks(1, over=False):
-        assert len(chunks) <= 4
-        num_points += len(found.new_points(chunks))
-        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
-    assert num_points == 20 * 30 + 1
-
-
-def test_steps_take_less_than_a_byte_each() -> None:
-    tracemalloc.start()
-    try:
-        found = StepSet()
-        for step in range(1_000_000):
-            found.add(step)
-        assert tracemalloc.get_traced_memory()[0] < 500_000
-    finally:
-        tracemalloc.stop()
-
-
 # --- The budgets of charts and points.
 
 
@@ -356,35 +290,6 @@ def test_nan_and_infinities_of_a_bucket_are_sent() -> None:
         assert math.isnan(sent[1234])
     first_is_nan = series_of([math.nan if step == LIMIT else float(step) for step in range(2 * LIMIT)])
     assert {LIMIT, LIMIT + 1, 2 * LIMIT - 1} <= {point.step for point in select(first_is_nan)}
-
-
-def test_metric_continues_after_the_end_of_a_run() -> None:
-    found, budget = series_of([float(step % 17) for step in range(200)]), PointBudget({})
-    sent = budget.select(found[:121])
-    assert budget.is_holding
-    sent += budget.flush()
-    assert found[120] in sent
-    assert not budget.is_holding
-    sent += budget.select(found[121:]) + budget.flush()
-    assert len(sent) == len(set(sent))
-    assert found[-1] in sent
-    assert budget.num_thinned == len(found) - len(sent)
-
-
-@pytest.mark.parametrize(
-    ("key", "without"),
-    [
-        ("system/n7/gpu_0_power_usage_watts", "system/gpu_0_power_usage_watts"),
-        ("time/n7/step_s", "time/step_s"),
-        ("system/cpu_utilization_percentage", None),
-        ("time/step_s", None),
-        ("time/of/day", None),
-        ("eval/n7/step_s", None),
-        ("system//x", None),
-    ],
-)
-def test_metrics_of_nodes_are_known_by_their_names(key: str, without: str | None) -> None:
-    assert without_node(key) == without
 
 
 def write_record(run: RunDir, attempt: int, rank: int, time_s: float, step: int, metrics: dict[str, float]) -> None:

@@ -13,11 +13,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.config.document import flat
-from hpcdist.config.launch_schema import TrackingConfig
-from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, TrainerConfig, trainer_sections
-from hpcdist.config.written import StoredConfig, flat_values
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.written import StoredConfig
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
@@ -25,7 +22,7 @@ from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRec
 from hpcdist.run.snapshot import CodeState
 from hpcdist.tracking import pages
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.pages import MARK, NOTE_TAG, fixed_tags, names, params, run_name
+from hpcdist.tracking.pages import MARK, NOTE_TAG, run_name
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
 from hpcdist.tracking.sync_runs import sync
 
@@ -33,6 +30,7 @@ PRIMARY = "mlflow.experiment.primaryMetric.name"
 DATA = (
     DatasetRecord(name="digits", num_samples=9, digest="ab", source="/data"),
     DatasetRecord(name="digits", split="test"),
+    *(DatasetRecord(name="clicks", digest="7e8e", split=split) for split in ("train", "test")),
 )
 
 
@@ -73,21 +71,10 @@ def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene, mon
     assert "**finished**: trained 20 steps" in note(scene)
 
 
-def test_nothing_is_sent_twice_for_the_page(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate(scene)
-    write_training(scene.run.new_attempt(), TrainingRecord(datasets=DATA))
-    scene.state(status="finished", ended=2.0)
-    scene.shipper().ship_once()
-    again, sent = scene.shipper(), []
-    client = again.open_run().client
-    for name in ("log_inputs", "set_experiment_tag", "log_batch"):
-        monkeypatch.setattr(client, name, lambda *_, name=name, **__: sent.append(name))
-    again.ship_once()
-    assert sent == []
-
-
 def test_text_of_the_user_is_kept(scene: Scene) -> None:
+    scene.write_config(CONFIG | {"tracking": CONFIG["tracking"] | {"tags": {NOTE_TAG: "see the wiki"}}})
     scene.shipper().ship_once()
+    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**running**")
     run_id = scene.entity.info.run_id
     scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*, api_key=mine\n{MARK}\n\nold")
     scene.state(status="stopped", reason="why")
@@ -101,16 +88,6 @@ def test_text_of_the_user_is_kept(scene: Scene) -> None:
     assert len(note(scene)) == 8000
 
 
-def test_configured_description_precedes_the_generated_one(scene: Scene) -> None:
-    tracking = CONFIG["tracking"] | {"tags": {NOTE_TAG: "see the wiki"}}
-    scene.write_config(CONFIG | {"tracking": tracking})
-    scene.shipper().ship_once()
-    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**running**")
-    scene.state(status="finished")
-    scene.shipper().ship_once()
-    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**finished**")
-
-
 def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "INTERVAL_S", 0.0)
     attempt = scene.run.new_attempt()
@@ -121,45 +98,28 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         shipper.ship_once()
     scene.shipper().ship_once()
-    found = sorted(scene.entity.inputs.dataset_inputs, key=lambda item: str(item.tags[0].value))
-    assert [(item.dataset.name, [(tag.key, tag.value) for tag in item.tags]) for item in found] == [
-        ("digits", [("mlflow.data.context", "test")]),
-        ("digits", [("mlflow.data.context", "train")]),
-    ]
-    train = found[1].dataset
+    found = {(item.dataset.name, item.tags[0].value): item.dataset for item in scene.entity.inputs.dataset_inputs}
+    assert len(scene.entity.inputs.dataset_inputs) == len(found) == 4
+    train = found["digits", "train"]
     assert (train.digest, json.loads(train.source), json.loads(train.profile)) == (
         "ab", {"uri": "/data"}, {"num_rows": 9}
     )  # fmt: skip
-    assert len(found[0].dataset.digest) == 8, "MLflow requires a digest"
+    assert len(found["digits", "test"].digest) == 8, "MLflow requires a digest"
+    splits = [found["clicks", split].digest for split in ("train", "test")]
+    assert splits == ["7e8e-train", "7e8e-test"], "MLflow takes equal digests for one dataset"
 
 
-def test_splits_with_one_digest_are_inputs_each(scene: Scene) -> None:
-    write_training(
-        scene.run.new_attempt(),
-        TrainingRecord(
-            datasets=tuple(DatasetRecord(name="clicks", digest="7e8e", split=split) for split in ("train", "test"))
-        ),
-    )
+def test_primary_metric_is_set_once_it_is_measured_unless_a_user_has_chosen_one(scene: Scene) -> None:
     scene.shipper().ship_once()
-    found = {item.dataset.digest: item.tags[0].value for item in scene.entity.inputs.dataset_inputs}
-    assert found == {"7e8e-train": "train", "7e8e-test": "test"}
-
-
-def test_primary_metric_is_set_once_it_is_measured(scene: Scene) -> None:
-    scene.shipper().ship_once()
+    experiment = scene.entity.info.experiment_id
     assert PRIMARY not in experiment_tags(scene)
     evaluate(scene)
     scene.state(status="finished")
     scene.shipper().ship_once()
     tags = experiment_tags(scene)
     assert (tags[PRIMARY], tags["mlflow.experiment.primaryMetric.greaterIsBetter"]) == ("eval/accuracy", "True")
-
-
-def test_primary_metric_of_the_user_is_kept(scene: Scene) -> None:
-    scene.shipper().ship_once()
-    scene.client.set_experiment_tag(scene.entity.info.experiment_id, PRIMARY, "mine")
-    evaluate(scene)
-    scene.state(status="finished")
+    scene.client.set_experiment_tag(experiment, PRIMARY, "mine")
+    scene.state(status="finished", attempt=2)
     scene.shipper().ship_once()
     assert experiment_tags(scene)[PRIMARY] == "mine"
 
@@ -225,48 +185,6 @@ def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene
 
 
 # --- Parameters and tags of a run.
-
-
-@pytest.mark.parametrize(
-    ("config", "used"),
-    [
-        (["ddp_digits"], {"model", "data", "optim", "schedule", "precision"}),
-        (["rl_cartpole"], {"rl", "optim", "schedule"}),
-    ],
-)
-def test_params_contain_only_sections_that_the_trainer_uses(config: list[str], used: set[str], tmp_path: Path) -> None:
-    loaded = load_config(config[0], config[1:])
-    stored = StoredConfig(config=loaded, values=flat_values(loaded))
-    found = {key.partition(".")[0] for key in params(RunDir(tmp_path), stored)}
-    trained = {*trainer_sections(), "model", "data", "optim", "schedule", "precision"}
-    assert found & trained == used
-    assert {"seed", "trainer", "stop", "checkpoint", "launch"} <= found
-
-
-def test_tags_contain_the_image_and_the_cores_of_the_creating_machine(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    write_json(run.environment, {"cores": 2, "host": "login1"})
-    facts = {"runtime": "podman", "image": "hpcdist:0.1.0", "image_digest": "sha256:ab", "torch": "2.15", "cuda": None}
-    write_json(run.container, facts)
-    found = fixed_tags(run, StoredConfig())
-    assert {key: text for key, text in found.items() if key.startswith("hpcdist.") and key != "hpcdist.folder"} == {
-        "hpcdist.host": "login1",
-        "hpcdist.host_cores": "2",
-        "hpcdist.image": "hpcdist:0.1.0",
-        "hpcdist.image_digest": "sha256:ab",
-        "hpcdist.container.runtime": "podman",
-        "hpcdist.container.torch": "2.15",
-    }
-
-
-def test_names_that_mlflow_does_not_accept_are_known(tmp_path: Path) -> None:
-    env, own = {"A%": "1", "A#": "2", "A_": "3"}, {"owner%": "x", "owner#": "y", "owner_": "z"}
-    config = StoredConfig(
-        config=Config(trainer=TrainerConfig(target="mine:train"), tracking=TrackingConfig(tags=own)),
-        values=flat({"launch": {"env": env}, "tracking": {"tags": own}}),
-    )
-    changed = {key for key, clean in names(RunDir(tmp_path), config) if key != clean}
-    assert changed >= {"launch.env.A%", "launch.env.A#", "owner%", "owner#", "tracking.tags.owner%"}
 
 
 # --- What `hpcdist rerun` reads of a run: its folder, or MLflow alone.

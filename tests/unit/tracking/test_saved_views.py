@@ -7,14 +7,12 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import mlflow_application, serving
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 from tracking_scene import CONFIG, Scene
@@ -30,7 +28,7 @@ from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
 from hpcdist.tracking import links, pages
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.mlflow_client import MlflowException, MlflowRun
+from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.pages import ParentRun
 
 TAG = "mlflow.sharedViewState."
@@ -124,51 +122,26 @@ def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     assert view(scene, "sweep")["state"] == sweep["state"]
 
 
-def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.shipper().ship_once()
-    tags = scene.entity.data.tags
-    assert "hpcdist.lost_steps" not in tags
-    assert tags["hpcdist.nodes"] == "n1"  # the host of a run without Slurm
-
+def test_columns_of_tags_have_values(scene: Scene) -> None:
     def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
         return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
 
-    best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
-    facts = replace(
-        read_facts(scene.run),
-        attempts=(attempt(1, 7), attempt(2, None), attempt(3, 3)),
-        best=best,
-        monitor="eval/accuracy",
-    )
-    entries = [
-        Entry(cause="compute", attempt=1, node="n1", seconds=2556.1),
-        Entry(cause="idle", attempt=1, node="n1", seconds=1.0),
-    ]
-    ledger = Ledger(unit="GPU", entries=tuple(entries))
-    monkeypatch.setattr(pages, "read_facts", lambda run, state: facts)
-    monkeypatch.setattr(pages, "read_ledger", lambda run: ledger)
-    write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
-    starts = {
-        "0": {"began": 1.0, "nodes": "n[1-2]", "queue_s": 3.4},
-        "1": {"began": 2.0, "nodes": "n[2-3]", "queue_s": 100.0},
-    }
-    write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.shipper().ship_once()
-    tags = scene.entity.data.tags
-    shown = [column[6:-1] for view in pages.prepared({"m": "max"}, ["lr"]).values() for column in view["columnOrder"]]
-    assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
-    assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[1-2],n[2-3]")
-    assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
-    assert tags["hpcdist.best"] == "0.9824 at step 1,200"
-    assert tags["hpcdist.cost"] == "0.71 GPU-hours, goodput 100 %"
-
-
-def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:
-    for first in range(0, 60, 20):
-        as_cell(scene, *(f"params.key_{number}" for number in range(first, first + 20)))
-        scene.shipper().ship_once()
-    keys = [column for column in view(scene, "sweep")["state"]["selectedColumns"] if column[:6] == "params"]
-    assert keys == [f"params.`params.key_{number}`" for number in range(30, 60)]
+    seconds = {"compute": 2556.1, "idle": 1.0}
+    entries = tuple(Entry(cause=cause, attempt=1, node="n1", seconds=value) for cause, value in seconds.items())
+    best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
+    attempts = (attempt(1, 7), attempt(2, None), attempt(3, 3))
+    facts = replace(read_facts(scene.run), attempts=attempts, best=best, monitor="eval/accuracy")
+    found = pages.view_tags(facts, Ledger(unit="GPU", entries=entries))
+    assert found == {
+        "hpcdist.best": "0.9824 at step 1,200",
+        "hpcdist.cost": "0.71 GPU-hours, goodput 100 %",
+        "hpcdist.interruptions": "1: x; 2: x; 3: x",
+        "hpcdist.lost_steps": "10",
+    }
+    shown = {column[6:-1] for view in pages.prepared({"m": "max"}, ["lr"]).values() for column in view["columnOrder"]}
+    known = {"hpcdist.run.sweep", *found, *scene.entity.data.tags}
+    assert {key for key in shown if key.startswith("hpcdist.")} <= known
 
 
 def test_own_view_is_replaced_and_views_of_users_are_not_touched(scene: Scene) -> None:
@@ -192,55 +165,6 @@ def test_another_version_of_mlflow_gets_no_views(
     assert "no views are written: MLflow 3.170.1 is not one of the tested versions" in caplog.text
     assert tags(scene) == {}
     assert "views" not in (read_json(scene.run.mlflow) or {})
-
-
-def test_server_is_asked_for_its_version(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    responses: list[tuple[str, bytes]] = [
-        ("200 OK", b"3.16.0"),
-        ("200 OK", b"<html>3.17</html>"),
-        ("401 Unauthorized", b"3.17.0"),
-    ]
-    with mlflow_application(tmp_path, (tmp_path / "artifacts").as_uri(), monkeypatch) as mlflow:
-
-        def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            if not responses or environ["PATH_INFO"] != "/version":
-                return mlflow(environ, start_response)
-            status, body = responses.pop(0)
-            start_response(status, [])
-            return [body]
-
-        with serving(application) as scene.uri:
-            while responses:
-                scene.shipper().ship_once()
-                assert tags(scene) == {}
-            scene.shipper().ship_once()
-            assert len(tags(scene)) == 3
-
-
-def test_rejected_view_delays_nothing_and_is_tried_again_at_the_end(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tries: list[str] = []
-
-    def reject(client: Any, experiment_id: str, key: str, value: Any) -> None:
-        tries.append(key)
-        raise MlflowException("Permission denied")
-
-    monkeypatch.setattr("mlflow.MlflowClient.set_experiment_tag", reject)
-    scene.log([1, 2])
-    shipper = scene.shipper()
-    with caplog.at_level(logging.DEBUG, pages.__name__):
-        shipper.ship_once()
-        shipper.ship_once()
-    assert scene.steps() == [1, 2]
-    assert len(tries) == 1
-    assert [(record.levelname, record.message.endswith("Permission denied")) for record in caplog.records] == [
-        ("DEBUG", True)
-    ]
-    monkeypatch.undo()
-    scene.state(status="finished")
-    shipper.ship_once()
-    assert len(tags(scene)) == 3
 
 
 # --- The MLflow parent run of a sweep, in a real database.
@@ -377,12 +301,6 @@ def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
     assert sweep.parent() == ("FINISHED", "new")
 
 
-def test_cell_without_a_sweep_folder_is_an_ordinary_run(sweep: SweepScene) -> None:
-    shutil.rmtree(sweep.folder.path)
-    sweep.ship(0)
-    assert set(sweep.entities()) == {"tune-seed_1"}
-
-
 @pytest.mark.parametrize(
     ("file", "message"),
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", r"Is a directory: .*/tune/\.mlflow\.lock")],
@@ -410,28 +328,20 @@ def make(root: Path, name: str, **ids: Any) -> RunDir:
     return run
 
 
-def test_address_has_no_credentials() -> None:
-    assert links.web_address("http://mlflow:5000") == "http://mlflow:5000"
-    assert links.web_address("https://ada:***@mlflow.org/team/") == "https://mlflow.org/team"
-    assert links.web_address("http://ada@[::1]:5000/") == "http://[::1]:5000"
-
-
 def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None:
     listing = "http://mlflow:5000/#/experiments/7/runs?workflowType=machine_learning"
     page = "review in MLflow: http://mlflow:5000/#/experiments/7/runs/ab?workflowType=machine_learning"
-    assert links.end_of_run(make(tmp_path, "exp/old", **IDS)) == [page]
+    secret = IDS | {"uri": "http://ada:***@mlflow:5000/"}
+    assert links.end_of_run(make(tmp_path, "exp/old", **secret)) == [page]
+    database, damaged = IDS | {"uri": "sqlite:////runs/mlflow.db"}, IDS | {"run_id": 5}
+    for number, ids in enumerate(({}, database, damaged, {"uri": "http://mlflow:5000", "run_id": "ab"})):
+        assert links.end_of_run(make(tmp_path, f"exp/run-{number}", **ids)) == []
     run = make(tmp_path, "exp/new", **IDS, views=["hpcdist-cost", "hpcdist-overview", "of a newer version", 3])
     assert links.end_of_run(run) == [
         page,
         f"  Overview: {listing}&viewStateShareKey=hpcdist-overview",
         f"  Cost: {listing}&viewStateShareKey=hpcdist-cost",
     ]
-
-
-def test_run_without_an_address_has_no_links(tmp_path: Path) -> None:
-    database, damaged = IDS | {"uri": "sqlite:////runs/mlflow.db"}, IDS | {"run_id": 5}
-    for number, ids in enumerate(({}, database, damaged, {"uri": "http://mlflow:5000", "run_id": "ab"})):
-        assert links.end_of_run(make(tmp_path, f"exp/run-{number}", **ids)) == []
 
 
 def test_link_to_the_newest_run_opens_the_view_with_metrics(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -27,7 +26,7 @@ from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import lease
 from hpcdist.run.commands import CommandResult, LiveCommand, read_command, write_result
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
@@ -125,14 +124,14 @@ def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
 def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
-    shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
+    process = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
     wait_until(lambda: "run_id" in (read_json(scene.run.mlflow) or {}) and scene.status() == "KILLED", 60)
     # The job is requeued and runs again.
     scene.log([3], attempt=2)
     scene.state(status="running", attempt=2, ended=None)
     wait_until(lambda: scene.status() == "RUNNING", 60)
     scene.state(status="finished", ended=2e9)
-    assert shipper.drain(60)
+    assert process.drain(60)
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
@@ -168,39 +167,6 @@ def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: py
         fcntl.flock(file, fcntl.LOCK_EX)
         assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
     assert "another shipper uploads first" in caplog.text
-
-
-def test_shipper_runs_on_a_file_system_without_locks(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene.shipper().ship_once()
-    flock = fcntl.flock
-
-    def flock_without_locks(file: Any, flags: int) -> None:
-        if file.name.endswith(".shipper.lock"):
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-        flock(file, flags)
-
-    monkeypatch.setattr(fcntl, "flock", flock_without_locks)
-    scene.state(status="finished", ended=2e9)
-    assert ship_forever(scene.run, scene.uri, os.getppid())
-    assert "first/journal/.shipper.lock cannot be locked (no flock)" in caplog.text
-
-
-def test_lock_is_awaited_after_a_transient_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    flock, failures = fcntl.flock, [OSError(errno.EIO, os.strerror(errno.EIO))]
-
-    def fail_once(file: Any, flags: int) -> None:
-        if failures and file.name.endswith(".shipper.lock"):
-            raise failures.pop()
-        flock(file, flags)
-
-    scene.state(status="finished", ended=2e9)
-    with open(scene.run.journal / ".shipper.lock", "a") as file:
-        flock(file, fcntl.LOCK_EX)
-        monkeypatch.setattr(fcntl, "flock", fail_once)
-        assert sync(scene.run, scene.uri).busy
-    assert not failures
 
 
 def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,62 +251,43 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
 
 
 class Parent:
-    """A supervisor that does something at each poll."""
+    """A supervisor whose run changes at each poll."""
 
-    def __init__(self, *actions: Callable[[], bool | None]) -> None:
+    def __init__(self, *actions: Callable[[], object]) -> None:
         self.actions = list(actions)
         self.gone = False
-        self.num_polls = 0
 
     def wait(self, _seconds: float) -> bool:
-        self.num_polls += 1
-        return bool(self.actions.pop(0)()) if self.actions else False
+        return self.actions.pop(0)() is True
 
     def leave(self) -> None:
         self.gone = True
 
 
-def num_polls(run: RunDir, parent: Parent) -> int:
-    _wait_for_first_step(run, cast(_Parent, parent))
-    return parent.num_polls
+def beat(scene: Scene, step: int, age_s: float = 0.0) -> None:
+    write_json(scene.run.attempt(1).beat(0), {"step": step, "time": time.time() - age_s, "metrics": {}})
 
 
-@pytest.fixture
-def run(runs_dir: Path) -> RunDir:
-    run = RunDir.create(runs_dir / "exp" / "run")
-    run.new_attempt()
-    run.write_state(State(status="running", attempt=1))
-    return run
-
-
-def beat(run: RunDir, step: int, age_s: float = 0.0) -> None:
-    write_json(run.attempt(1).beat(0), {"step": step, "time": time.time() - age_s, "metrics": {}})
-
-
-def test_shipper_waits_for_the_first_step(run: RunDir) -> None:
-    """A step of an earlier start of the supervisor does not count."""
-    beat(run, 7, age_s=60.0)
-    parent = Parent(lambda: None, lambda: beat(run, 0), lambda: beat(run, 1, age_s=-1.0))
-    assert num_polls(run, parent) == 3
-
-
-@pytest.mark.parametrize("status", ["finished", "failed", "cancelled", "queued"])
-def test_shipper_does_not_wait_after_the_end_of_the_run(run: RunDir, status: str) -> None:
-    parent = Parent(lambda: run.write_state(State(status=status, attempt=1)))  # type: ignore[arg-type]
-    assert num_polls(run, parent) == 1
-
-
-def test_signal_and_the_end_of_the_supervisor_end_the_wait(run: RunDir) -> None:
-    assert num_polls(run, Parent(lambda: False, lambda: True)) == 2
-    parent = Parent()
-    parent.actions = [lambda: None, parent.leave]
-    assert num_polls(run, parent) == 2
-
-
-def test_wait_has_a_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts may report no steps."""
-    monkeypatch.setattr(shipper, "IMPORT_WITHIN_S", 0.0)
-    assert num_polls(run, Parent()) == 0
+def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.run.new_attempt()
+    beat(scene, 7, age_s=60.0)  # of an earlier start of the supervisor
+    leaving = Parent(lambda: None)
+    leaving.actions.append(leaving.leave)
+    for parent in (
+        Parent(lambda: False, lambda: True),  # a signal
+        leaving,
+        Parent(lambda: None, lambda: beat(scene, 0), lambda: beat(scene, 1, age_s=-1.0)),
+    ):
+        _wait_for_first_step(scene.run, cast(_Parent, parent))
+        assert parent.actions == []
+    beat(scene, 7, age_s=60.0)
+    for status in ("finished", "failed", "cancelled", "queued"):
+        parent = Parent(lambda status=status: scene.state(status=status), lambda: scene.state(status="running"))
+        _wait_for_first_step(scene.run, cast(_Parent, parent))
+        assert len(parent.actions) == 1, status
+        scene.state(status="running")
+    monkeypatch.setattr(shipper, "IMPORT_WITHIN_S", 0.0)  # scripts may report no steps
+    _wait_for_first_step(scene.run, cast(_Parent, Parent()))
 
 
 # --- `hpcdist sync --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
@@ -485,34 +432,6 @@ def live(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
         yield Live(scene, "stop", "save", "profile")
 
 
-def test_stop_is_requested_once_and_answered(live: Live) -> None:
-    assert live.obey("stop") == "stop: first will save and stop; `hpcdist status first` shows its progress"
-    request = read_json(live.attempt.request) or {}
-    assert (request["action"], request["cause"], request["by"]) == ("stop", "user", "the tag hpcdist.command in MLflow")
-    assert "hpcdist.command" not in live.tags()
-    live.attempt.request.unlink()
-    live.ship()
-    assert not live.attempt.request.exists()
-
-
-def test_command_that_is_set_before_the_tag_is_removed_is_obeyed_next(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note = command_tag.CommandTag._note
-
-    def note_and_set(self: command_tag.CommandTag, command: command_tag.SentCommand) -> None:
-        note(self, command)
-        if command.text == "save" and not command.result:
-            live.set("stop")
-
-    monkeypatch.setattr(command_tag.CommandTag, "_note", note_and_set)
-    assert live.obey("save") == "save: sent to the ranks"
-    assert live.tags()["hpcdist.command"] == "stop"
-    live.ship()
-    assert (read_json(live.attempt.request) or {})["action"] == "stop"
-    assert "hpcdist.command" not in live.tags()
-
-
 def test_results_of_the_ranks_follow(live: Live) -> None:
     text = "profile steps=3 ranks=2,0"
     assert live.obey(text) == f"{text}: sent to the ranks"
@@ -616,8 +535,9 @@ def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
     live.ship()
     assert not live.attempt.command(2).exists()
     if text == "stop":
-        assert (read_json(live.attempt.request) or {})["action"] == "stop"
-        assert live.result().startswith("stop: first will save and stop")
+        request = read_json(live.attempt.request) or {}
+        assert [request[key] for key in ("action", "cause", "by")] == ["stop", "user", command_tag.AUTHOR]
+        assert live.result() == "stop: first will save and stop; `hpcdist status first` shows its progress"
     else:
         assert live.result() == f"{text}: sent to the ranks"
         assert live.attempt.command(1).exists()
