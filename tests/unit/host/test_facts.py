@@ -359,30 +359,24 @@ def write_domain(powercap: Path, folder: str, name: str, joules: float, limit: f
 
 
 def test_packages_and_memory_are_counted_from_the_start_of_the_meter(tmp_path: Path) -> None:
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 100)
+    domain = write_domain(tmp_path, "intel-rapl:0", "package-0", 100)
     write_domain(tmp_path, "intel-rapl:0:0", "core", 40)  # a part of the package
     write_domain(tmp_path, "intel-rapl:0:1", "dram", 7)
+    unreadable = write_domain(tmp_path, "intel-rapl:1", "package-1", 1)
+    (unreadable / "energy_uj").unlink()
     meter = EnergyMeter(None, {}, powercap=tmp_path)
     assert meter.joules() == {"intel-rapl:0 package-0": 0.0, "intel-rapl:0:1 dram": 0.0}
     write_domain(tmp_path, "intel-rapl:0", "package-0", 150)
     write_domain(tmp_path, "intel-rapl:0:1", "dram", 10)
     assert meter.joules() == {"intel-rapl:0 package-0": 50.0, "intel-rapl:0:1 dram": 3.0}
-
-
-def test_failed_read_keeps_the_sum_and_the_next_one_includes_its_time(tmp_path: Path) -> None:
-    domain = write_domain(tmp_path, "intel-rapl:0", "package-0", 10)
-    meter = EnergyMeter(None, {}, powercap=tmp_path)
-    (domain / "energy_uj").unlink()
-    assert meter.joules() == {"intel-rapl:0 package-0": 0.0}
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 30)
-    assert meter.joules() == {"intel-rapl:0 package-0": 20.0}
-
-
-def test_shared_node_has_no_energy_of_packages(tmp_path: Path) -> None:
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 10)
+    (domain / "energy_uj").unlink()  # a failed read keeps the sum
+    assert meter.joules()["intel-rapl:0 package-0"] == 50.0
+    write_domain(tmp_path, "intel-rapl:0", "package-0", 20)  # the counter has started again at its limit of 1000 J
+    assert meter.joules()["intel-rapl:0 package-0"] == 920.0
     cpus = psutil.cpu_count() or 1
     assert EnergyMeter(None, {"SLURM_CPUS_ON_NODE": str(cpus)}, powercap=tmp_path).joules()
-    assert EnergyMeter(None, {"SLURM_CPUS_ON_NODE": str(cpus + 1)}, powercap=tmp_path).joules() == {}
+    shared = EnergyMeter(None, {"SLURM_CPUS_ON_NODE": str(cpus + 1)}, powercap=tmp_path)
+    assert shared.joules() == {}, "other jobs on the node use energy as well"
     assert EnergyMeter(None, None, powercap=tmp_path).joules() == {}, "another process of the node reads them"
 
 

@@ -28,7 +28,6 @@ from hpcdist.host.files import (
     long_lock,
     make_private,
     open_lock,
-    open_regular,
     parse_json,
     read_json,
     read_json_lines,
@@ -442,11 +441,3 @@ def test_new_folder_may_exist_after_an_error_but_not_before(
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     with pytest.raises(FileExistsError):
         make_folder(tmp_path / "a")
-
-
-def test_folder_in_place_of_a_file_is_an_error_with_its_name_and_leaves_no_descriptor(tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(IsADirectoryError) as caught:
-        open_regular(tmp_path)
-    assert caught.value.filename == str(tmp_path)
-    assert os.listdir("/proc/self/fd") == before

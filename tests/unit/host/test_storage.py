@@ -20,36 +20,15 @@ def set_mounts(monkeypatch: pytest.MonkeyPatch, *mounts: tuple[str, str, str]) -
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: found)
 
 
-@pytest.mark.parametrize(
-    ("path", "mount"),
-    [
-        ("/home/ada/runs", ("nfs4", "server:/my home")),
-        ("/homeless/runs", ("ext4", "/dev/sda1")),
-        ("/home/ada/scratch/runs", ("xfs", "/dev/sdb")),
-        ("/over", ("beegfs", "beegfs_nodev")),
-    ],
-)
-def test_mount_is_the_last_one_on_the_nearest_parent(
-    monkeypatch: pytest.MonkeyPatch, path: str, mount: tuple[str, str]
-) -> None:
-    set_mounts(
-        monkeypatch,
-        ("/", "ext4", "/dev/sda1"),
-        ("/home", "nfs4", "server:/my home"),
-        ("/home/ada/scratch", "xfs", "/dev/sdb"),
-        ("/over", "ext4", "/dev/sdc"),
-        ("/over", "beegfs", "beegfs_nodev"),
-    )
-    assert storage.mount_of(Path(path)) == mount
-
-
-def test_mount_without_information_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_is_the_last_one_on_the_nearest_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/self/mounts")
 
     assert storage.file_system(Path("/proc/self")) == "proc"
-    set_mounts(monkeypatch)
-    assert storage.mount_of(Path("/srv/runs")) == ("", "")
+    root, home = ("/", "ext4", "/dev/sda1"), ("/home", "nfs4", "server:/my home")
+    set_mounts(monkeypatch, root, home, ("/over", "ext4", "/dev/sdc"), ("/over", "beegfs", "beegfs_nodev"))
+    found = {path: storage.mount_of(Path(path)) for path in ("/home/ada/runs", "/homeless/runs", "/over")}
+    assert found == {"/home/ada/runs": home[1:], "/homeless/runs": root[1:], "/over": ("beegfs", "beegfs_nodev")}
     monkeypatch.setattr(psutil, "disk_partitions", fail)
     assert storage.mount_of(Path("/srv/runs")) == ("", "")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 from tracking_scene import CONFIG, Scene
 
@@ -27,7 +26,6 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
 from hpcdist.tracking import links, pages
-from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.pages import ParentRun
 
@@ -86,14 +84,10 @@ def test_views_of_a_run(scene: Scene) -> None:
     assert set(tags(scene)) == {f"{TAG}hpcdist-{name}" for name in ("overview", "failures", "cost")}
     assert (read_json(scene.run.mlflow) or {})["views"] == ["hpcdist-overview", "hpcdist-failures", "hpcdist-cost"]
     overview = view(scene, "overview")
-    assert overview["name"] == "Overview"
-    assert overview["createdAt"] == overview["updatedAt"] > 10**12
     columns = overview["state"]["selectedColumns"]
-    best, loss = "tags.`hpcdist.best`", "metrics.`train/loss`"
-    assert columns[:5] == ["tags.`hpcdist.state`", best, "tags.`hpcdist.cost`", "metrics.`eval/accuracy`", loss]
+    loss = "metrics.`train/loss`"
+    assert (overview["name"], columns[3:5]) == ("Overview", ["metrics.`eval/accuracy`", loss])
     assert overview["state"]["columnWidths"][loss] >= 180, "a float with all of its digits is not cut"
-    assert "duration" not in columns
-    assert "duration" in overview["state"]["columnOrder"]
 
 
 def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
@@ -170,7 +164,7 @@ def test_another_version_of_mlflow_gets_no_views(
 # --- The MLflow parent run of a sweep, in a real database.
 
 
-class SweepScene:
+class SweepScene(Scene):
     """A sweep with cells `seed=1`, `seed=2`, …, and its MLflow runs."""
 
     def __init__(self, root: Path) -> None:
@@ -193,19 +187,13 @@ class SweepScene:
 
     def ship(self, index: int, **state: Any) -> None:
         """Set the state of a cell and upload it."""
-        run = self.runs[index]
-        run.write_state(replace(run.read_state(), **state))
-        Delivery(run, self.uri).ship_once()
-
-    @property
-    def client(self) -> MlflowClient:
-        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        self.run = self.runs[index]
+        self.state(**state)
+        self.shipper().ship_once()
 
     def entities(self) -> dict[str, MlflowEntity]:
         """Return all MLflow runs by name."""
-        experiment = self.client.get_experiment_by_name("exp")
-        assert experiment is not None
-        found = self.client.search_runs([experiment.experiment_id])
+        found = self.client.search_runs([self.client.get_experiment_by_name("exp").experiment_id])
         assert len({run.info.run_name for run in found}) == len(found)
         return {run.info.run_name: run for run in found}
 
@@ -262,14 +250,6 @@ def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
     assert ids == {sweep.entities()["tune"].info.run_id}
-
-
-def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
-    sweep.ship(0)
-    ids = read_json(sweep.folder.mlflow) or {}
-    sweep.folder.mlflow.write_text(f'{{"run_uid": "{ids["run_uid"]}"}}')
-    sweep.ship(1)
-    assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == ids["run_id"]
 
 
 def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,36 +324,27 @@ def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None
     ]
 
 
-def test_link_to_the_newest_run_opens_the_view_with_metrics(tmp_path: Path) -> None:
+def test_links_name_the_newest_run_and_all_experiments_with_their_views(tmp_path: Path) -> None:
     found = [
-        make(tmp_path, "b/old", **IDS | {"experiment_id": "8"}, views=["hpcdist-overview"]),
-        make(tmp_path, "a/new", **IDS, views=["hpcdist-overview", "hpcdist-cost"]),
+        make(tmp_path, "b/old", **IDS | {"experiment_id": "8"}, views=["hpcdist-overview", "hpcdist-sweep"]),
+        make(tmp_path, "a/new", **IDS, views=["hpcdist-overview"]),
+        make(tmp_path, "a/old", **IDS, views="damaged"),
         make(tmp_path, "c/elsewhere", **IDS | {"uri": "http://other"}),
         make(tmp_path, "d/damaged", **IDS | {"experiment_id": "9"}),
     ]
-    for number, run in enumerate(found):
-        run.write_state(State(status="finished", created=float(number)))
-    (found[3].path / "state.json").write_text("{")
-    address = "http://mlflow:5000/"
-    listing = f"{address}#/experiments/7/runs?workflowType=machine_learning"
-    assert links.of_newest(found, IDS["uri"], address) == f"{listing}&viewStateShareKey=hpcdist-overview"
+    for run, created in zip(found, (0.0, 3.0, 1.0, 4.0, 5.0), strict=True):
+        run.write_state(State(status="finished", created=created))
+    (found[4].path / "state.json").write_text("{")
+    address, query = "http://mlflow:5000/", "runs?workflowType=machine_learning"
+    a, b = (f"{address}#/experiments/{number}/{query}" for number in (7, 8))
+    assert links.of_experiments(found[:4], IDS["uri"], address) == [
+        f"a: {a}",
+        f"  Overview: {a}&viewStateShareKey=hpcdist-overview",
+        f"b: {b}",
+        f"  Overview: {b}&viewStateShareKey=hpcdist-overview",
+        f"  Sweep: {b}&viewStateShareKey=hpcdist-sweep",
+    ]
+    assert links.of_newest(found, IDS["uri"], address) == f"{a}&viewStateShareKey=hpcdist-overview"
     write_json(found[1].mlflow, IDS | {"views": []})
-    assert links.of_newest(found, IDS["uri"], address) == listing
+    assert links.of_newest(found, IDS["uri"], address) == a
     assert links.of_newest([], IDS["uri"], address) == f"{address}#/experiments?workflowType=machine_learning"
-
-
-def test_experiments_are_listed_with_the_views_of_all_their_runs(tmp_path: Path) -> None:
-    found = [
-        make(tmp_path, "b/one", **IDS, views=["hpcdist-overview"]),
-        make(tmp_path, "b/two", **IDS, views="damaged"),
-        make(tmp_path, "b/three", **IDS, views=["hpcdist-overview", "hpcdist-sweep"]),
-        make(tmp_path, "a/one", **IDS | {"experiment_id": "8"}),
-        make(tmp_path, "other/one", **IDS | {"uri": "http://other"}),
-    ]
-    address = "http://mlflow:5000/"
-    assert links.of_experiments(found, "http://mlflow:5000", address) == [
-        f"a: {address}#/experiments/8/runs?workflowType=machine_learning",
-        f"b: {address}#/experiments/7/runs?workflowType=machine_learning",
-        f"  Overview: {address}#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-overview",
-        f"  Sweep: {address}#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-sweep",
-    ]
