@@ -154,9 +154,9 @@ def cancel(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> No
 
 def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.host.files import require_mine
-    from hpcdist.run.ending import end, end_sweep
     from hpcdist.run.lookup import resolve
-    from hpcdist.run.sweeps import SweepDir
+    from hpcdist.run.status import end
+    from hpcdist.run.sweeps import SweepDir, end_sweep
 
     found = resolve(name, runs_dir)
     require_mine(found.path, action)

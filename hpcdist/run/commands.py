@@ -16,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -62,7 +63,7 @@ class CommandResult:
 
 
 def read_command(attempt: Attempt, number: int, *, within_s: float | None = None) -> LiveCommand | None:
-    """Return a command, or None if there is none of this number, or if it is incomplete."""
+    """Return a command; None if there is none of this number, or it is incomplete."""
     path = attempt.command(number)
     raw = read_json(path, within_s=within_s)
     try:
@@ -97,22 +98,16 @@ def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult
     write_json(attempt.command_result(number, rank), asdict(result))
 
 
-def read_result(attempt: Attempt, number: int, rank: int) -> CommandResult | None:
-    """Return the result of a rank; None if it has not finished, or the file is damaged."""
-    return read_if_valid(CommandResult, attempt.command_result(number, rank))
-
-
 def outcome_of(
     attempt: Attempt, number: int, ranks: Sequence[int], *, is_over: bool, folder: str = ""
 ) -> tuple[list[str], bool] | None:
     """Return one line for each rank, and whether all have obeyed a command; None while a result may follow.
 
     Args:
-        ranks: those of a profile, or rank 0.
         is_over: the attempt has ended, so that no further results follow. Determine it before this call.
         folder: of the paths in the lines; by default they are relative to the run folder.
     """
-    results = {rank: read_result(attempt, number, rank) for rank in ranks}
+    results = {rank: read_if_valid(CommandResult, attempt.command_result(number, rank)) for rank in ranks}
     if None in results.values() and not is_over:
         return None
     missing = f"attempt {attempt.number} ended before it was done"
@@ -120,17 +115,14 @@ def outcome_of(
     return lines, all(it is not None and not it.error for it in results.values())
 
 
-# Send a command to the ranks of a running attempt, for `hpcdist save`, `hpcdist profile` and the tag in MLflow.
-
 #: Steps of one profile: the events of all of them are in memory until the last one.
 MAX_PROFILE_STEPS = 1000
 
 
 def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
-    """Send a command to the ranks of a running run. Returns the attempt and the number of the command.
+    """Send a command to the ranks of a running run, unless its key was sent to this attempt before.
 
-    A command whose key was sent to this attempt before is not sent again. Raises UserMistake if the run has no running
-    ranks, or these ranks cannot obey.
+    Returns the attempt and the number of the command. Raises UserMistake if the run has no ranks that can obey.
     """
     state = run.read_state()
     attempt = run.attempt(state.attempt)
@@ -157,27 +149,24 @@ def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
     if request := attempt.read_request():
         raise UserMistake(f"run {run.name} is ending ({request.sentence})")
     text = json.dumps(files.stamped({**asdict(command), "time": time.time()})) + "\n"
-    return attempt, retry.retry(lambda: _create(attempt, text), attempt.path)
 
+    def create() -> int:
+        temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"
+        write_atomic(temporary, text, mode=0o600)
+        try:
+            for number in itertools.count(1):
+                with suppress(FileExistsError):
+                    os.link(temporary, attempt.command(number))  # unlike a rename, it fails if the name is taken
+                    break
+        finally:
+            retry.discard(temporary)
+        return number
 
-def _create(attempt: Attempt, text: str) -> int:
-    """Create a complete command file with the next free number. Returns the number."""
-    temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"
-    write_atomic(temporary, text, mode=0o600)
-    number = 1
-    try:
-        while True:
-            try:
-                os.link(temporary, attempt.command(number))  # unlike a rename, it fails if another command has the name
-                return number
-            except FileExistsError:
-                number += 1
-    finally:
-        retry.discard(temporary)
+    return attempt, retry.retry(create, attempt.path)
 
 
 def parse_ranks(text: str, name: str) -> list[int]:
-    """Return the ranks in a text such as `0,3`. Raises UserMistake, which names the option `name`."""
+    """Return the ranks in a text such as `0,3`, the value of option `name`."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         raise UserMistake(f"{name} {text[:40]!r}: expected ranks, separated by commas, such as 0,3")
@@ -185,7 +174,6 @@ def parse_ranks(text: str, name: str) -> list[int]:
 
 
 def profile_command(num_steps: int, ranks: list[int], *, by: str = "") -> LiveCommand:
-    """Return a command to profile steps. Raises UserMistake for a number of steps that is not supported."""
     if not 1 <= num_steps <= MAX_PROFILE_STEPS:
         raise UserMistake(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, got {num_steps}")
     return LiveCommand(action="profile", by=by or user_name(), num_steps=num_steps, ranks=ranks)

@@ -28,7 +28,7 @@ _GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 
 
 def with_name(config: Config) -> Config:
-    """Return the config with a run name: its own, or one made from trainer, time and a random suffix."""
+    """Return the config with a run name: its own, or one of trainer, time and a random suffix."""
     if config.name:
         return config
     return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
@@ -39,7 +39,6 @@ def is_generated(name: str) -> bool:
 
 
 def label_of(config: Config) -> str:
-    """Return the trainer's name, which generated run names begin with."""
     script = config.trainer.script_name.removesuffix(".py")
     return plain_name(script) if script else config.trainer.target.replace(":", ".")
 
@@ -92,7 +91,6 @@ def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
 
 
 def _check_syntax(key: str, file: Path) -> None:
-    """Raise ConfigError if a file is no valid Python: a rank would find it only when it starts."""
     if file.suffix != ".py":
         return
     try:

@@ -1,5 +1,4 @@
-"""The run folder and the folders of its attempts: layout, state file, requests to stop, outcomes and heartbeats; the
-folder of runs above; and the identity that shows a replaced folder.
+"""The run folder, the folders of its attempts, and the folder of runs above.
 
     runs/<experiment>/<run>/
         config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json
@@ -67,8 +66,6 @@ from hpcdist.errors import RunFolderError
 from hpcdist.host import files, retry
 from hpcdist.host.files import read_json, read_json_lines, write_atomic, write_json, write_private
 
-# The folder of one attempt: names of its files, requests to stop, outcomes and heartbeats of its ranks.
-
 KEY_BYTES = 32
 #: Why an attempt is to end. `signal`: a signal to a supervisor outside of a job. `preemption`: Slurm ends the job, also
 #: for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`: `stop.pause_at_step`.
@@ -99,7 +96,6 @@ class StopRequest:
         return _SENTENCES[self.cause].format(by=self.by)
 
     def after(self, how: str) -> str:
-        """Return how an attempt ended, if that is known, and this request as the cause."""
         return f"{how} ({self.sentence})" if how else self.sentence
 
 
@@ -173,9 +169,8 @@ class Attempt:
 
     def straggler_events(self) -> list[dict[str, Any]]:
         texts = ("role", "name", "event", "text")
-        return [
-            event for event in read_json_lines(self.stragglers) if all(isinstance(event.get(key), str) for key in texts)
-        ]
+        events = read_json_lines(self.stragglers)
+        return [event for event in events if all(isinstance(event.get(key), str) for key in texts)]
 
     def current_stragglers(self) -> list[str]:
         """Return the last message about each node or rank that is a straggler now, or was at the end."""
@@ -209,12 +204,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and abs(value) <= files.LARGEST
 
 
-# The folder of runs and the database in it, which belong to one user.
-#
-# Two users of one folder would lock each other out of the sqlite database and of the experiments' folders, and a
-# group-writable folder would let each member change the code that other members' runs execute. Users share results
-# through a tracking server. Folders of root are accepted, too: container images have one that all users can write to,
-# and root can change every file anyway.
+# The folder of runs and the database in it belong to one user. Two users would lock each other out of the database and
+# of the experiments' folders, and a group-writable folder would let each member change the code that other members'
+# runs execute. Users share results through a tracking server. Folders of root are accepted, too: container images have
+# one that all users can write to, and root can change every file anyway.
 
 DATABASE = "mlflow.db"
 
@@ -247,10 +240,9 @@ def claim_experiment(folder: Path) -> None:
 
 
 def make_database(path: Path) -> None:
-    """Create an empty sqlite database, or restrict an existing one to its owner (mode 0600).
+    """Create an empty sqlite database, or restrict an existing one to its owner: its journals get the same mode.
 
-    sqlite creates its journals with the mode of the database. Raises RunFolderError if the database belongs to another
-    user, or others may write to its folder.
+    Raises RunFolderError if the database belongs to another user, or others may write to its folder.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     files.require_safe(path)
@@ -354,7 +346,6 @@ class RunDir:
         self.artifacts = path / "artifacts"
 
     def snapshot_of(self, path: Path) -> Path | None:
-        """Return the copy of a file in this run's code snapshot, or None if there is none."""
         root = self._copied_root()
         return self.copy_in(root, path) if root else None
 
@@ -371,7 +362,6 @@ class RunDir:
         return text.replace(f"{self.code}/", f"{root.rstrip('/')}/") if root else text
 
     def _copied_root(self) -> str:
-        """Return the top of the code that was copied; empty if there is no copy."""
         code = (read_json(self.environment) or {}).get("code")
         return str(code["root"]) if isinstance(code, dict) and code.get("copied") else ""
 
@@ -390,9 +380,7 @@ class RunDir:
                     f"run folder {path} exists already: choose another `name`, or continue that run with"
                     f" `hpcdist resume {path.name}`"
                 ) from error
-            hint = (
-                " (in a container, start it as the folder's owner: `--user $(id -u):$(id -g)`, rootless `--user 0:0`)"
-            )
+            hint = " (in a container, run as the folder's owner: `--user $(id -u):$(id -g)`, rootless `--user 0:0`)"
             raise RunFolderError(
                 f"run folder {path} cannot be created ({error.strerror}): set `runs_dir` to a folder that you can write"
                 + hint * isinstance(error, PermissionError)
@@ -436,8 +424,6 @@ class RunDir:
         return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
-        """Create the folder of the next attempt, with its key."""
-
         def make() -> Attempt:
             attempt = self.attempt(max((attempt.number for attempt in self.attempts()), default=0) + 1)
             attempt.path.mkdir()
@@ -452,17 +438,15 @@ class RunDir:
         return Attempt(self.path / "attempts" / f"{number:03d}")
 
 
-# The identity of a run folder, by which processes notice that the folder has been replaced by another one.
-#
-# The file `identity` holds random bytes, which only the owner of the folder can read. The supervisor passes their
-# SHA-256 to its processes. Another user cannot give a folder this file, and links are not followed. Unlike device,
-# inode and owner, it is the same on all nodes, in containers, in user namespaces and after a move of the folder.
+# The identity of a run folder, by which processes notice that the folder has been replaced by another one. The file
+# `identity` holds random bytes, which only the owner of the folder can read; the supervisor passes their SHA-256 to its
+# processes. Another user cannot give a folder this file, and links are not followed. Unlike device, inode and owner, it
+# is the same on all nodes, in containers, in user namespaces and after a move of the folder.
 
 IDENTITY_VARIABLE = "HPCDIST_FOLDER_IDENTITY"
 
 
 def identity(folder: Path) -> str:
-    """Return the identity of a run folder, which gets one if it has none."""
     if not _read(folder):
         write_private(folder / "identity", secrets.token_hex(32))
     return _read(folder)
@@ -500,11 +484,9 @@ def _read(folder: Path) -> str:
     return hashlib.sha256(content).hexdigest() if len(content) == 64 else ""
 
 
-# Intervals of reads and writes in a run folder, which limit the load of the shared file system at any scale.
-#
-# Small runs read and write about once a second; with more than WRITES_PER_S ranks, each rank does so less often. The
-# limits are exceeded only if hangs could not be detected otherwise: with more ranks than a quarter of
-# `launch.hang_timeout_s` × WRITES_PER_S, 28,800 by default. `benchmarks/scale.py` measures the resulting load.
+# Intervals of reads and writes in a run folder, which limit the load of the shared file system at any scale. They are
+# exceeded only if hangs could not be detected otherwise: with more ranks than a quarter of `launch.hang_timeout_s` ×
+# WRITES_PER_S, 28,800 by default. `benchmarks/scale.py` measures the resulting load.
 
 #: Heartbeats of all ranks together; also system metrics of all nodes together.
 WRITES_PER_S = 64.0

@@ -39,13 +39,11 @@ POLL_S = 0.5
 
 
 def holder(run: RunDir) -> dict[str, Any] | None:
-    """Return the lease of a live holder, or None if the run is free."""
     found = _read(run)
     return found if found is not None and _is_alive(found) else None
 
 
 def _read(run: RunDir) -> dict[str, Any] | None:
-    """Return the lease; None if there is none or it is damaged."""
     found = read_json(run.lease)
     if found is None:
         return None
@@ -124,11 +122,9 @@ class Held:
                 # A successor that has already ended leaves no lease.
                 gone = found is None and _now_s() - self._renewed > STALE_S
                 if gone or (found is not None and found.get("owner") != self._mine["owner"]):
-                    by = (
-                        "process {pid} of {user} on {host}".format(**found)
-                        if found
-                        else "another process, which has ended"
-                    )
+                    by = "another process, which has ended"
+                    if found:
+                        by = "process {pid} of {user} on {host}".format(**found)
                     mine = f"process {self._mine['pid']} on {self._mine['host']}"
                     what = f"{self._run.kind} {self._run.name}"
                     self._lost = f"{what} was taken over by {by}, while {mine} could not renew its lease"
@@ -211,7 +207,7 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
 
 
 def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a lease that is stale by this host's clock after STALE_S without a change; None if it is gone."""
+    """Return a lease that has not changed for STALE_S; None if it is gone."""
     log.warning(
         "%s %s was held by process %s on %s; waiting up to %.0f s to make sure that it is not renewed",
         *(run.kind, run.name, other["pid"], other["host"], STALE_S),

@@ -51,9 +51,9 @@ def find_runs(runs_dir: Path) -> list[RunDir]:
 
 
 def resolve(text: str, runs_dir: Path) -> RunDir:
-    """Return a run, or a sweep as a SweepDir, by its folder, `experiment/name`, name, or a unique prefix of its name.
+    """Return a run or sweep by its folder, `experiment/name`, name, or a unique prefix of its name.
 
-    Names are compared literally. Runs of the current user take precedence over those of other users.
+    Runs of the current user take precedence over those of other users.
     """
     if not text.strip():
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
@@ -86,7 +86,7 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
 
 
 def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
-    """Return the user's run or sweep that was created last, without cells; with `active`, of those that run or wait."""
+    """Return the user's newest run or sweep, no cell; with `active`, of those that run or wait."""
     found: dict[float, RunDir] = {}
     for folder in _folders(runs_dir):
         run = _open(folder) if is_mine(folder) and not os.path.lexists(folder / "cell.json") else None
@@ -100,7 +100,6 @@ def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
 
 
 def resolve_run(text: str, runs_dir: Path) -> RunDir:
-    """Return a run like `resolve`. Raises RunFolderError for a sweep, too."""
     found = resolve(text, runs_dir)
     if isinstance(found, SweepDir):
         cells = [cell.name for cell in found.cells()]
@@ -111,8 +110,7 @@ def resolve_run(text: str, runs_dir: Path) -> RunDir:
 def find_unfinished(config: Config) -> RunDir | None:
     """Return the newest local run that was started with the same config and was stopped, or died, before its end.
 
-    Finished, failed and cancelled runs do not count, and neither do runs that a live supervisor holds. Takes up to a
-    minute if it is uncertain whether a supervisor in another container is alive.
+    Takes up to a minute if it is uncertain whether a supervisor in another container is alive.
     """
     found: list[tuple[float, RunDir]] = []
     for run in find_runs(Path(config.runs_dir)):
@@ -157,7 +155,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _folders(folder: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield the folders two levels below `runs_dir`, sorted, without unreadable ones."""
     with suppress(OSError), os.scandir(os.path.abspath(folder)) as entries:
         for below in sorted(Path(entry) for entry in entries if os.path.isdir(entry)):
             yield from _folders(below, depth - 1) if depth > 1 else [below]

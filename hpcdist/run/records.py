@@ -78,7 +78,6 @@ class AttemptTimes:
 
     @property
     def shares(self) -> dict[str, NodeShare]:
-        """The resources by node, without damaged records."""
         found = {}
         for name, raw in self.nodes.items():
             with suppress(RunFolderError):
@@ -98,7 +97,7 @@ def read_times(attempt: Attempt) -> AttemptTimes | None:
 
 
 def began_of(run: RunDir) -> float:
-    """Return when the supervisor of the first attempt of a run began; of a run without attempts, its creation."""
+    """Return when the supervisor of a run's first attempt began; without attempts, when the run was created."""
     try:
         first = next(iter(run.attempts()), None)
     except RunFolderError:  # a sweep
@@ -108,7 +107,7 @@ def began_of(run: RunDir) -> float:
 
 
 def end_of(attempt: Attempt, times: AttemptTimes) -> float:
-    """Return when an attempt ended; without a recorded end the time of its last heartbeat, or its begin."""
+    """Return when an attempt ended; without a record, the time of its last heartbeat, or its begin."""
     if times.ended is not None:
         return times.ended
     beats = (attempt.read_beat(rank) for share in times.shares.values() for rank in share.ranks)
@@ -131,7 +130,6 @@ def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> Attemp
 
 
 def reached_before(attempt: Attempt) -> int:
-    """Return the last step that earlier attempts have done, as the supervisor has recorded it."""
     times = read_times(attempt)
     return 0 if times is None else times.reached
 
@@ -139,8 +137,7 @@ def reached_before(attempt: Attempt) -> int:
 def reached_step(attempt: Attempt) -> int:
     """Return the largest step that an attempt and those before it have done, or 0.
 
-    It is read from the outcomes of the ranks, and from the heartbeats of the attempt's first ranks. A killed rank has
-    no outcome, and its heartbeat may be some seconds older than its end.
+    A killed rank has no outcome, and its heartbeat may be some seconds older than its end.
     """
     times = read_times(attempt)
     num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
@@ -193,7 +190,7 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
 
 
 class TrainingNotes:
-    """Writes `training.json` of an attempt at each change; does nothing on ranks other than 0."""
+    """Writes `training.json` of an attempt at each change, on rank 0."""
 
     def __init__(self, attempt: Attempt, *, is_main: bool) -> None:
         self._attempt = attempt
@@ -201,7 +198,6 @@ class TrainingNotes:
         self._record = TrainingRecord()
 
     def begin(self, first_step: int) -> None:
-        """Record the start of training after the steps of earlier attempts."""
         self._write(replace(self._record, first_step=first_step, began=time.time()))
 
     def add_dataset(self, dataset: DatasetRecord) -> None:
@@ -221,9 +217,8 @@ class TrainingNotes:
             log.warning("training.json of attempt %d cannot be written: %s", self._attempt.number, error.strerror)
 
 
-# The checkpoints of a run, and the step at which a resume continues; neither reads tensors nor imports torch.
-#
-# hpcdist knows the folder in which a plain script saves, but not the files.
+# The checkpoints of a run, and the step at which a resume continues, without tensors and torch. Of the files of a plain
+# script, hpcdist knows the folder only.
 
 #: Written last: a checkpoint without it is incomplete.
 MANIFEST_FILE = "manifest.json"
@@ -240,13 +235,11 @@ def step_of(folder: Path) -> int | None:
 
 
 def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
-    """Return step and folder of each checkpoint with a manifest, oldest first; no content is read."""
     manifests = retry.retry(lambda: list(run.checkpoints.glob(f"step-*/{MANIFEST_FILE}")), run.checkpoints)
     return sorted((step, path.parent) for path in manifests if (step := step_of(path.parent)) is not None)
 
 
 def script_files(run: RunDir) -> list[str]:
-    """Return the names of the files and folders that a script has saved in the folder, the newest last."""
     found = []
     for path in run.checkpoints.glob("[!.]*"):
         with suppress(FileNotFoundError):  # the script has just removed it
@@ -255,7 +248,6 @@ def script_files(run: RunDir) -> list[str]:
 
 
 def newest_step(run: RunDir) -> int | None:
-    """Return the step of the newest checkpoint with a readable manifest, or None; hashes are not verified."""
     for step, folder in reversed(complete_checkpoints(run)):
         if read_json(folder / MANIFEST_FILE) is not None:
             return step
@@ -263,12 +255,7 @@ def newest_step(run: RunDir) -> int | None:
 
 
 def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
-    """Return a sentence on where the next attempt of a run continues.
-
-    Args:
-        reached: last step that earlier attempts have done.
-        is_script: the files in the folder are those of a script, which decides itself what it loads.
-    """
+    """Return a sentence on where the next attempt continues; `reached` is the last step of earlier ones."""
     if is_script:
         names, done = script_files(run), f" (after step {reached})" if reached else ""
         if not names:
@@ -292,14 +279,13 @@ def script_of(run: RunDir) -> str:
 
 
 def continuation(run: RunDir) -> str:
-    """Return where `hpcdist resume` of a run continues."""
     if not (script := script_of(run)):
         return f"`hpcdist resume {run.name}` continues from the newest checkpoint"
     return f"`hpcdist resume {run.name}` {_start(script, script_files(run))}"
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
-    """Return how a run has stopped; of a script also the files saved since `began` and the effect of a resume."""
+    """Return how a run has stopped; of a script also what it has saved since `began`, and the effect of a resume."""
     if not script:
         return "everything saved"
     ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
@@ -328,11 +314,10 @@ def _time_of(path: Path) -> str:
 
 
 def keep(run: RunDir, values: Mapping[str, str]) -> None:
-    """Write secrets by variable name, mode 0600; remove the file if there are none."""
-    if not values:
+    if values:
+        write_private(run.secrets, json.dumps(host_files.stamped({"values": dict(values)})))
+    else:
         retry.remove(run.secrets)
-        return
-    write_private(run.secrets, json.dumps(host_files.stamped({"values": dict(values)})))
 
 
 def kept(run: RunDir) -> dict[str, str]:
@@ -395,7 +380,6 @@ class Override:
 
 
 def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
-    """Return the origin of a run that is started with this config, these overrides and this site profile."""
     from hpcdist.config.loading import load_config, written_keys
 
     try:
@@ -455,7 +439,6 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
 
 
 def check(run: RunDir, config: Config) -> None:
-    """Raise ConfigError for changes that are incompatible with the run's checkpoint, before anything is written."""
     step, stored = newest_step(run), read_stored(run.config)
     if step is None or config.trainer.script or stored.trainer is None or not stored.trainer.fixed_keys:
         return
@@ -474,8 +457,7 @@ def check(run: RunDir, config: Config) -> None:
 
 def change_config(run: RunDir, config: Config) -> None:
     """Make `config` the config of the next attempt. The caller holds the run's lease."""
-    # The secrets of the old config may be needed again.
-    keep(run, {**kept(run), **secrets_of(config)})
+    keep(run, {**kept(run), **secrets_of(config)})  # those of the old config may be needed again
     if read_stored(run.config).values == flat_values(config):
         return
     if (attempts := run.attempts()) and _old_config(run) is None:
@@ -497,7 +479,6 @@ def restore_config(run: RunDir) -> str:
 
 
 def with_restored_config(run: RunDir, state: State) -> State:
-    """Restore the old config if a run has failed before the first step with a changed one. Returns the state."""
     if state.status != "failed" or not (keys := restore_config(run)):
         return state
     why = f"config.yaml was restored, because no step was completed with the changed {keys}"
@@ -537,9 +518,9 @@ _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
     """Return the redacted parameters of a run by dotted key.
 
-    Of a shipped trainer, they are all keys but those in the sections of other trainers. Code of the user's own reads no
-    key that hpcdist knows of: its parameters are `params`, the seed, the keys that its YAML or an override has set, and
-    the arguments of a script. Without a readable `origin.json`, all keys are parameters.
+    Of a shipped trainer, they are all keys but those of other trainers' sections. Of the user's own code, they are
+    `params`, the seed, the keys that its YAML or an override has set, and the arguments of a script; without a readable
+    `origin.json`, all keys.
     """
     script, values, origin = stored.config.trainer.script, stored.values, read_origin(run)
     if stored.trainer is not None:
@@ -561,8 +542,8 @@ def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
 def script_arguments(command: Sequence[str]) -> dict[str, str]:
     """Return the arguments in `[script, argument, …]` by name, as argparse would name them.
 
-    A word after an option without `=` is taken for its value, and an option before another option for a flag, which
-    is `true`. Other words are `arg1`, `arg2`, …
+    A word after an option without `=` is its value; an option before another option is a flag, which is `true`. Other
+    words are `arg1`, `arg2`, …
     """
     found: dict[str, str] = {}
     numbers, flag = itertools.count(1), ""

@@ -37,7 +37,7 @@ from hpcdist.run.lease import user_name
 
 log = logging.getLogger(__name__)
 
-# The tree that holds the code of a run: git commands, the place of the trainer, and what Python imports from it.
+# The tree that holds the code of a run.
 
 #: Options of `git ls-files` for files that git neither tracks nor ignores.
 UNTRACKED = ("--others", "--exclude-standard")
@@ -59,7 +59,6 @@ def git_output(folder: Path, *arguments: str) -> str:
 
 
 def git_root(cwd: Path) -> Path | None:
-    """Return the top of the git work tree around a folder, or None."""
     top = git_output(cwd, "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else None
 
@@ -98,12 +97,7 @@ def is_own(config: Config) -> bool:
 
 
 def find_tree(config: Config, cwd: Path) -> tuple[Path, Path | None, bool]:
-    """Return the tree that holds the trainer, for a shipped one that of hpcdist.
-
-    Returns:
-        The top of the code, else `cwd`; the top of the git work tree, whose commit is that of the code, if there is
-        one; and whether the run folder gets a copy.
-    """
+    """Return the top of the trainer's code, else `cwd`; the top of its git work tree; and whether it is copied."""
     if is_own(config):
         place = trainer_place(config, [str(cwd)])
         root = (git_root(place.parent) if place is not None else None) or git_root(cwd)
@@ -125,11 +119,9 @@ def import_roots(top: Path, files: Collection[Path]) -> list[str]:
     return [folder.relative_to(top).as_posix() for folder in dict.fromkeys(found) if folder in folders]
 
 
-# The filter of a snapshot: likely secrets and ignored files are left out.
-#
-# The patch is sent to MLflow, where other users can read it, so hunks with likely secrets are left out. The copy of the
-# code stays in the run folder, and ranks execute it. Files with secrets are left out of the copy, except Python
-# modules, because the run would fail without them.
+# The filter of a snapshot. The patch is sent to MLflow, where other users can read it, so hunks with likely secrets are
+# left out. The copy of the code stays in the run folder. Files with secrets are left out of it, except Python modules,
+# because the run would fail without them.
 
 #: Read at the top of the code, in the syntax of `.gitignore`.
 IGNORE_FILE = ".hpcdistignore"
@@ -152,10 +144,7 @@ _HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
 
 
 def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
-    """Return a function that returns whether a path below `top` is no code.
-
-    It is then in `runs_dir`, a run, a sweep, a file or folder of hpcdist beside runs, or a virtual environment.
-    """
+    """Return a function that returns whether a path below `top` is no code but of runs, hpcdist or an environment."""
     runs_dir = runs_dir.resolve()  # paths from git contain no symbolic links
 
     @cache
@@ -178,7 +167,6 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
 
 
 def is_secret_file(name: str) -> bool:
-    """Return whether a file probably holds secrets, by its path in the tree."""
     *folders, leaf = name.lower().split("/")
     if any(fnmatchcase(leaf, pattern) for pattern in _HARMLESS_FILES):
         return False
@@ -188,7 +176,7 @@ def is_secret_file(name: str) -> bool:
 def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
     """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
 
-    Only the names of files that are not in `new` are checked: their content is in git's history.
+    Of files that are not in `new`, only the names are checked: their content is in git's history.
     """
     kept, left_out = [], []
     for path in files:
@@ -203,7 +191,7 @@ def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> 
 
 
 def _first_secret(path: Path) -> int | None:
-    """Return the number of the first line with a likely secret; None if there is none or the file is not scanned."""
+    """Return the number of the first line with a likely secret; None without one, or if the file is not scanned."""
     if path.suffix in _MODULES or path.is_symlink():
         return None
     try:
@@ -223,13 +211,11 @@ def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]
     """Return a patch without hunks that hold a likely secret, and the locations of these: `name` or `name:line`.
 
     Args:
-        patch: output of `git diff --binary --no-renames`.
-        names: the files of the patch, in its order.
+        patch: output of `git diff --binary --no-renames` for the files `names`.
         ignored: returns whether a file is left out without a message.
     """
     head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
-    if len(parts) != len(names):
-        # For example during a merge: parts cannot be assigned to files.
+    if len(parts) != len(names):  # for example during a merge
         return "", ["code.patch (files that are not merged yet)"]
     kept, left_out = [head], []
     for name, part in zip(names, parts, strict=True):
@@ -293,12 +279,10 @@ class CodeState:
 def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> CodeState:
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
-    The code is the git work tree that holds the trainer, else all files below `cwd`. In a git work tree, tracked and
-    untracked files are copied, except ignored ones. Elsewhere, hidden files and files that `.gitignore` excludes are
-    left out. `.hpcdistignore` applies in both cases. Likely secrets are left out and logged. Runs and virtual
-    environments are left out as well. Links in the copy lead to everything else.
-
-    The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
+    The code is the git work tree that holds the trainer, without ignored files, else all files below `cwd`, without
+    hidden files and those that `.gitignore` excludes. `.hpcdistignore` applies in both cases. Likely secrets are left
+    out and logged, and so are runs and virtual environments. Links in the copy lead to everything else. The code of a
+    shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
 
     Args:
         folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
@@ -313,10 +297,9 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
         patch = git_output(root, "diff", "--binary", *options)
         patch, left_out = clean_patch(patch, names, lambda name: root / name in ignored)
+    (run.path / "code.patch").unlink(missing_ok=True)
     if patch:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
-    else:
-        (run.path / "code.patch").unlink(missing_ok=True)
     new = set(git_paths(root, *UNTRACKED)) if root and copied else set()
     kept: list[Path] = []
     if copied:
@@ -352,10 +335,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
 
 
 def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Callable[[Path], bool]) -> None:
-    """Link what the copy leaves out, so that a path relative to `__file__` leads to the user's data.
-
-    The links also lead to modules that a build generates, which git usually ignores.
-    """
+    """Link what the copy leaves out: data, by a path relative to `__file__`, and modules that a build generates."""
     links = 0
     for folder in sorted({top, *(folder for file in files for folder in file.parents if top in folder.parents)}):
         for entry in folder.glob("*"):
@@ -363,19 +343,14 @@ def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Calla
             if entry.name in (".git", "__pycache__") or os.path.lexists(link) or is_foreign(entry):
                 continue
             if links == MAX_LINKS:
-                log.warning(
-                    "more than %d files beside the code in %s are neither copied nor linked: the script does not find"
-                    " them by paths relative to its own; move them to a folder of their own",
-                    MAX_LINKS,
-                    top,
-                )
+                why = "the script does not find them by paths relative to its own; move them to a folder of their own"
+                log.warning("over %d files beside the code in %s are neither copied nor linked: %s", links, top, why)
                 return
             link.symlink_to(entry)
             links += 1
 
 
 def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
-    """Return the folders of code that ranks do not import from the copy; logs that of the trainer."""
     place = trainer_place(config, import_path(code, run))
     live = []
     if place is not None and run.copy_in(code.root, place) is None and not place.is_relative_to(run.code.resolve()):
@@ -395,7 +370,6 @@ def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
 
 
 def _ignored(top: Path, *, in_git: bool) -> set[Path]:
-    """Return the files that `.hpcdistignore` excludes and, outside of a git work tree, `.gitignore`."""
     own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
     if in_git:
         if not own:
@@ -504,10 +478,8 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
             sizes[path] = path.lstat().st_size
     total = sum(sizes.values())
     if total > config.launch.code_max_mb * MB:
-        largest = ", ".join(
-            f"{path.relative_to(top)} ({size / MB:.1f} MB)"
-            for path, size in sorted(sizes.items(), key=lambda item: -item[1])[:3]
-        )
+        three = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+        largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in three)
         raise UserMistake(
             f"the code under {top} has {total / MB:.1f} MB, more than launch.code_max_mb={config.launch.code_max_mb:g}"
             f" (largest: {largest}): name data and outputs in .gitignore or {IGNORE_FILE} (the copy then has links to"
@@ -587,13 +559,11 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
 
 
 def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
-    """Return a sentence with the first names of some missing files; nothing without any."""
     more = f" and {number - _SHOWN} more" if number > _SHOWN else ""
     return (f"{kind}: {', '.join(names[:_SHOWN])}{more}",) if number else ()
 
 
 def _git(arguments: Sequence[str], data: bytes = b"") -> None:
-    """Run a git command. Raises UserMistake with the last line of its message if it fails."""
     try:
         done = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=_git_env())
     except FileNotFoundError:

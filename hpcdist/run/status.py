@@ -1,23 +1,23 @@
-"""Status of runs and sweeps, from the state file, the lease and Slurm, and the record of the jobs of a run."""
+"""The jobs of a run, its status by state file, lease and Slurm, and requests to stop or cancel it."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import LARGEST, fill, read_json, write_json
 from hpcdist.host.nodelist import expand
-from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record, sentence_of
-from hpcdist.run.lease import hold, holder
+from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, read_record, sentence_of
+from hpcdist.run.lease import hold, holder, user_name
+from hpcdist.run.records import script_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, job_id_of
 from hpcdist.slurm.output import JobInfo
@@ -69,7 +69,6 @@ class JobStart:
     failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
 
     def contains(self, moment: float) -> bool:
-        """Return whether the job was allocated in this start at a time in seconds since the epoch."""
         return self.began - _SAME_S <= moment and (self.ended is None or moment <= self.ended + _SAME_S)
 
 
@@ -123,7 +122,6 @@ def update_job_starts(run: RunDir) -> None:
 
 
 def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
-    """Return whether the end of a job is recorded; after some states Slurm may have started it again."""
     return (
         bool(starts)
         and all(start.get("ended") is not None and start.get("cores") for start in starts.values())
@@ -137,7 +135,6 @@ def _completed(
     """Return the records of a job with the facts of accounting, which are authoritative.
 
     Args:
-        job_name: empty if it is not known.
         is_certain: whether this job has the id now. Slurm may give the id of an old job to another one, whose starts
             are recognised by the name or, where it is not known, by the times.
     """
@@ -163,7 +160,7 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
     """Return the key of the nodes whose failure ended a start of a job, if they are known.
 
     Accounting does not name them in all versions of Slurm: they are the nodes of the start that are down or have booted
-    when this is asked for the first time, soon after its end. The records before, `earlier`, keep the answer.
+    soon after its end. The records before, `earlier`, keep the answer.
     """
     if record.get("state") != "NODE_FAIL" or not record.get("nodes"):
         return {}
@@ -185,11 +182,8 @@ def _write(run: RunDir, record: _Record) -> None:
 
 
 def all_job_starts(run: RunDir) -> list[JobStart]:
-    """Return all starts of all jobs of a run, oldest first."""
-    found = [
-        fill(JobStart, start, run.path / "job.json") for starts in _read(run).jobs.values() for start in starts.values()
-    ]
-    return sorted(found, key=lambda start: start.began)
+    starts = [start for starts in _read(run).jobs.values() for start in starts.values()]
+    return sorted((fill(JobStart, one, run.path / "job.json") for one in starts), key=lambda one: one.began)
 
 
 def job_starts(run: RunDir) -> list[dict[str, Any]]:
@@ -247,7 +241,6 @@ class RunStatus:
 
     @property
     def sentence(self) -> str:
-        """Status and reason."""
         return sentence_of(self.name, self.reason)
 
     @property
@@ -257,7 +250,6 @@ class RunStatus:
 
 
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
-    """Query Slurm for a run's job. Returns None for a local run."""
     job = job_of(run)
     return client.take_snapshot(job, history=history) if job is not None else None
 
@@ -291,9 +283,9 @@ def status_of(run: RunDir, *, history: bool = False) -> RunStatus:
 
 
 def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
-    """Return the status of a run, given a snapshot of its job (None for a local run).
+    """Return the status of a run, given a snapshot of its job, taken before this call; None for a local run.
 
-    The snapshot must be taken before this call: then a job that the snapshot shows as ended has written everything.
+    A job that the snapshot shows as ended has written everything.
     """
     # Opening a folder makes a network file system refresh its cached attributes.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
@@ -332,7 +324,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
 
 
 class StatusWatch:
-    """Statuses of runs, polled again and again; Slurm is queried only every few seconds.
+    """Statuses of runs, polled again and again; Slurm is queried every few seconds.
 
     A Slurm run counts as lost only after two snapshots of its job: a job leaves the queue before a slow file system
     shows the last state that its supervisor wrote.
@@ -346,7 +338,6 @@ class StatusWatch:
         self._first_lost: dict[Path, JobSnapshot] = {}
 
     def poll(self, runs: Sequence[RunDir]) -> list[RunStatus]:
-        """Return the current status of each run."""
         jobs = {run.path: job_of(run) for run in runs}
         is_new = any(self._jobs.get(path) != job for path, job in jobs.items())  # also after a resubmission
         self._jobs |= jobs
@@ -364,41 +355,6 @@ class StatusWatch:
                 found = replace(found, name=found.state.status, final=False, slurm_error="")
             statuses.append(found)
         return statuses
-
-
-def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> State:
-    """Return the state of a sweep, which a process holds if it is `active`, from its cells. Does not query Slurm."""
-    states: list[State] = []
-    num_live, num_unreadable = 0, 0
-    existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
-    for run in existing:
-        try:
-            on_slurm = run.slurm.exists()
-            found = status_from(run, JobSnapshot(error="not queried") if on_slurm else None)
-        except RunFolderError:
-            num_unreadable += 1
-            continue
-        states.append(found.state)
-        # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
-        waits = found.state.status == "running" or active or on_slurm
-        num_live += found.state.status not in ENDED and not found.final and waits
-    odd = ["missing"] * (len(cells) - len(existing)) + ["unreadable"] * num_unreadable
-    counts = Counter([state.status for state in states] + odd)
-    status: Status
-    if num_live:
-        status = "running" if any(state.attempt for state in states) else "queued"
-    else:
-        # A cell that is neither live nor ended has lost its supervisor.
-        found_ends = {"failed" if name == "running" else name for name in counts}
-        alone: Status = "finished" if found_ends == {"finished"} else "stopped"
-        status = "failed" if "failed" in found_ends else "cancelled" if "cancelled" in found_ends else alone
-    return State(
-        status=status,
-        reason=f"{len(cells)} cells: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}",
-        created=created,
-        ended=None if num_live else max((state.ended or state.created for state in states), default=time.time()),
-        attempt=sum(state.attempt for state in states),
-    )
 
 
 def close_if_lost(run: RunDir) -> str:
@@ -426,3 +382,68 @@ def close_if_lost(run: RunDir) -> str:
     with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign, lost=True))
     return reason
+
+
+# Requests to stop or cancel a run.
+
+#: A job that has left the queue has a supervisor after this time, or never.
+SUPERVISOR_WITHIN_S = 30.0
+POLL_S = 0.5
+
+
+def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
+    """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
+
+    Returns a message for the user. Raises UserMistake if the run is not running, or neither its supervisor nor Slurm
+    can be reached. `by` is the author of the request; by default the command of this user.
+    """
+    request = StopRequest(action=action, cause="user", by=by or author_of(action))
+    snapshot = query_job(run)
+    if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
+        if (done := _dequeue(run, request, snapshot)) is not None:
+            return done
+        # The job has just started, and its supervisor holds the run soon; no event shows that on another host.
+        deadline, before = time.monotonic() + SUPERVISOR_WITHIN_S, run.read_state().attempt
+        while time.monotonic() < deadline and (holder(run) is None or run.read_state().attempt <= before):
+            time.sleep(POLL_S)
+    state = run.read_state()
+    if holder(run) is None or state.attempt == 0:
+        raise UserMistake(
+            f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
+        )
+    run.send_request(request)
+    if action == "cancel":
+        return f"{run.name} will end at once"
+    if script := script_of(run):
+        limit = "and SIGKILL unless it ends within launch.stop_grace_s"
+        return f"{run.name}: {script} gets SIGTERM, {limit}; `hpcdist status {run.name}` shows what it has saved"
+    return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
+
+
+def author_of(action: str) -> str:
+    return f"`hpcdist {action}` by {user_name()}"
+
+
+def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | None:
+    job = job_of(run)
+    assert job is not None
+    status = status_from(run, snapshot)
+    if status.final:
+        raise UserMistake(f"run {run.name} is not running: it is {status.sentence}")
+    if snapshot.error:
+        raise UserMistake(
+            f"run {run.name} has no supervisor, and Slurm does not answer about job {job.id}: {snapshot.error}"
+        )
+    if status.facts is None or not status.facts.waiting:
+        return None
+    # A job that starts at this moment is left to its supervisor, which saves.
+    client.cancel_job(job.id, pending_only=True)
+    after = query_job(run)
+    if after is None or not after.is_over:
+        return None
+    ended: Status = "stopped" if request.action == "stop" else "cancelled"
+    reason = f"taken out of the queue ({request.sentence})"
+    # The lease of a dead job is void.
+    with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
+        run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
+    return f"job {job.id} of {run.name} was taken out of the queue; `hpcdist resume {run.name}` submits it again"

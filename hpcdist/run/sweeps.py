@@ -8,25 +8,37 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcdist.config.document import parse_value
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.written import flat_values, read_stored, redacted
-from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import fill, read_json, require_trusted, write_json
-from hpcdist.run.folder import RunDir, State, claim_experiment, read_record, require_record
+from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.host.files import fill, read_json, require_mine, require_trusted, write_json
+from hpcdist.run.folder import (
+    ENDED,
+    RunDir,
+    State,
+    Status,
+    StopRequest,
+    claim_experiment,
+    read_record,
+    require_record,
+)
 from hpcdist.run.lease import holder
 from hpcdist.run.records import Origin
-from hpcdist.run.status import sweep_state
+from hpcdist.run.status import author_of, end, status_from
+from hpcdist.slurm.client import JobSnapshot
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
@@ -58,7 +70,6 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Folder of the sweep's runs."""
         config = self.cells[0].config
         return Path(config.runs_dir) / config.experiment / self.name
 
@@ -95,7 +106,6 @@ def _covers(above: str, key: str) -> bool:
 
 
 def _split(raw: str) -> tuple[str, ...] | None:
-    """Return the values between commas; None if a bracket or quote is not closed."""
     parts: list[str] = []
     depth, quote, start = 0, "", 0
     for index, char in enumerate(raw):
@@ -119,7 +129,6 @@ def make_sweep(
     """Load the configs of all cells, and name the cells. Raises ConfigError with the mistakes of all cells.
 
     Args:
-        axes: values of each swept key, as texts.
         load: returns the config with additional overrides.
         label_of: returns the beginning of the sweep's name, if the config sets no name.
     """
@@ -192,13 +201,12 @@ def _base(config: Config, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two bases, one line each; keys that a newer hpcdist has added do not count."""
+    """Return the differences between two bases; keys that a newer hpcdist has added do not count."""
     names = [name for name in {**old, **new} if (name in old and name in new) or name.startswith("params.")]
     return [f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names if old.get(n, ...) != new.get(n, ...)]
 
 
 def _short_keys(keys: Sequence[str]) -> list[str]:
-    """Return the last part of each key, or the whole key if the last parts of several keys are equal."""
     last = [key.rpartition(".")[2] for key in keys]
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
@@ -214,13 +222,11 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """Return values by key as a short text: `lr=0.1 seed=2`."""
     pairs = zip(_short_keys(list(values)), values.values(), strict=True)
     return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
 
 
 def affects_results(key: str) -> bool:
-    """Return whether the value of a config key can change the results of a run."""
     return not any(_covers(one, key) for one in (*_MAY_CHANGE, "container", "preflight", "experiment"))
 
 
@@ -288,12 +294,42 @@ class SweepDir(RunDir):
         return found
 
     def cells(self) -> list[RunDir]:
-        """Return all cells, also those without a folder yet."""
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
 
     def read_state(self) -> State:
-        """Return the sweep's state, see `status.sweep_state`."""
-        return sweep_state(self.cells(), active=holder(self) is not None, created=float(self.read()["created"]))
+        """Return the state of the sweep, from the states of its cells. Does not query Slurm."""
+        cells, active, created = self.cells(), holder(self) is not None, float(self.read()["created"])
+        states: list[State] = []
+        num_live, num_unreadable = 0, 0
+        existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
+        for run in existing:
+            try:
+                on_slurm = run.slurm.exists()
+                found = status_from(run, JobSnapshot(error="not queried") if on_slurm else None)
+            except RunFolderError:
+                num_unreadable += 1
+                continue
+            states.append(found.state)
+            # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
+            waits = found.state.status == "running" or active or on_slurm
+            num_live += found.state.status not in ENDED and not found.final and waits
+        odd = ["missing"] * (len(cells) - len(existing)) + ["unreadable"] * num_unreadable
+        counts = Counter([state.status for state in states] + odd)
+        status: Status
+        if num_live:
+            status = "running" if any(state.attempt for state in states) else "queued"
+        else:
+            # A cell that is neither live nor ended has lost its supervisor.
+            found_ends = {"failed" if name == "running" else name for name in counts}
+            alone: Status = "finished" if found_ends == {"finished"} else "stopped"
+            status = "failed" if "failed" in found_ends else "cancelled" if "cancelled" in found_ends else alone
+        return State(
+            status=status,
+            reason=f"{len(cells)} cells: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}",
+            created=created,
+            ended=None if num_live else max((state.ended or state.created for state in states), default=time.time()),
+            attempt=sum(state.attempt for state in states),
+        )
 
 
 def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
@@ -314,7 +350,6 @@ def sweep_of(run: RunDir) -> SweepDir | None:
 
 
 def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
-    """Record in a run's folder that the run is a cell of a sweep."""
     write_json(run.path / "cell.json", {"sweep": sweep.name, "label": cell.label, "values": cell.values})
 
 
@@ -353,12 +388,13 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     folder = SweepDir(sweep.folder)
     claim_experiment(folder.path.parent)
     folder.path.mkdir(mode=0o700, exist_ok=True)
-    known = read_record(folder.file) or {
+    fresh: dict[str, Any] = {
         "uid": uuid.uuid4().hex,
         "created": time.time(),
         "keys": list(sweep.keys),
         "cells": [],
     }
+    known = read_record(folder.file) or fresh
     names = {cell["name"] for cell in known["cells"]}
     new = [cell for cell in sweep.cells if cell.name not in names]
     added = [{"name": cell.name, "label": cell.label, "values": cell.values} for cell in new]
@@ -368,3 +404,28 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     base = sweep.base | known.get("base", {})
     write_json(folder.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
     return folder
+
+
+def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
+    """Stop or cancel all cells of a sweep, and start no more. Returns a message for each cell that had not ended."""
+    active = holder(sweep) is not None
+    if active:
+        # Before the request to the running cell: its end would start the next one.
+        write_json(sweep.request, asdict(StopRequest(action=action, cause="user", by=author_of(action))))
+    messages = []
+    for cell in sweep.cells():
+        if not os.path.lexists(cell.path / "state.json"):
+            continue
+        try:
+            if cell.read_state().status in ENDED:
+                continue
+            if holder(cell) is None and not cell.slurm.exists():
+                messages += [f"{cell.name} will not be started"] * active
+                continue
+            require_mine(cell.path, action)
+            messages.append(end(cell, action))
+        except UserMistake as mistake:
+            messages.append(str(mistake))
+    if not messages:
+        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+    return messages

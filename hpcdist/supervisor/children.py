@@ -1,6 +1,4 @@
-"""Processes that the supervisor starts besides ranks: the one that forks ranks, and the shipper, which commands that
-follow a Slurm run start as well.
-"""
+"""Processes that the supervisor starts besides ranks: the one that forks ranks (`rank/parent.py`), and the shipper."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ from hpcdist.supervisor.plan import parent_command
 from hpcdist.tracking.journal import upload_progress
 from hpcdist.tracking.uri import is_server, resolve_uri
 
-# The supervisor's side of the process that forks ranks (`rank/parent.py`).
-
 log = logging.getLogger(__name__)
 
 #: Time for the parent to end after its socket is closed.
@@ -48,13 +44,13 @@ class RankParent:
         self._init_timeout_s = init_timeout_s
         self._ready_by = time.monotonic() + init_timeout_s
         self._output_begin = output.stat().st_size if output.exists() else 0
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._to_parent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process = guard.start(parent_command(run), env=env, cwd=cwd, output=output, control=theirs)
+                self._process = guard.start(parent_command(run), env=env, cwd=cwd, output=output, stdout=theirs)
             self._next = self._connect()  #: for the next rank
         except BaseException:
-            self._control.close()
+            self._to_parent.close()
             raise
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
@@ -84,14 +80,13 @@ class RankParent:
         return ForkedRank(connection, pid)
 
     def last_line(self) -> str:
-        """Return the last line that this parent has printed, if any."""
         with suppress(OSError):
             if self.output.stat().st_size > self._output_begin:  # the file has the output of earlier ones, too
                 return "".join(text for _, text in last_lines(self.output, 1)).strip()
         return ""
 
     def close(self) -> None:
-        self._control.close()
+        self._to_parent.close()
         self._next.close()
         try:
             self._process.wait(_LEAVE_S if self.was_ready else 0)
@@ -102,10 +97,9 @@ class RankParent:
         self._guard.forget(self._process.pid)
 
     def _connect(self) -> socket.socket:
-        """Return a connection for a rank, the other end of which the parent gets."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, suppress(OSError):  # without a parent, the request fails
-            socket.send_fds(self._control, [b"{}"], [theirs.fileno()])
+            socket.send_fds(self._to_parent, [b"{}"], [theirs.fileno()])
         return ours
 
 
@@ -129,7 +123,6 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Wait for the end of the process, and let the parent reap it. Returns its exit code."""
         wait_for_end(self.pid)
         code = self.poll()
         assert code is not None, "the process has ended"
@@ -145,11 +138,9 @@ NOTE_EVERY_S = 5.0
 
 
 class ShipperProcess:
-    """`hpcdist.tracking.shipper` for one run, as a child process with low priority.
+    """`hpcdist.tracking.shipper` for one run, as a child process with low priority; it gets the URI in its environment.
 
-    Args:
-        uri: tracking URI, password included; passed in the environment.
-        through_queue: run until `drain`, through all restarts of the run's job; otherwise until the run ends.
+    With `through_queue` it runs until `drain`, through all restarts of the run's job; otherwise until the run ends.
     """
 
     def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:

@@ -64,9 +64,8 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
     them, so a process whose parent is a rank does not count.
 
     Args:
-        attempt: number of the attempt; None for any.
         node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
-        with_tasks: whether to return the tasks of forked ranks as well: a task without a rank may still become one.
+        with_tasks: include the tasks of forked ranks: a task without a rank may still become one.
     """
     ranks: dict[int, tuple[int, int]] = {}
     for process in psutil.process_iter():
@@ -82,7 +81,6 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
 
 
 def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, int] | None:
-    """Return rank and attempt of a process; None if it is no rank of the run."""
     arguments = process.cmdline()[1:]
     if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
         return shown_place(process.name())
@@ -94,14 +92,12 @@ def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, i
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and its descendants."""
     with suppress(psutil.Error):
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return [pid]
 
 
 def state_of(pid: int) -> ProcessState | None:
-    """Return the state of a process; None if it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -137,11 +133,10 @@ class Frame(NamedTuple):
 
 
 def location_of(frames: Sequence[Frame], *, own_only: bool = False) -> str:
-    """Return such as `wait (threading.py:629), called by train (counting.py:29)`; empty for a stack without frames.
+    """Return such as `wait (threading.py:629), called by train (counting.py:29)`: the innermost call, and user code.
 
-    It is the innermost call, the first of `frames`, and the line of user code that led there: the innermost frame
-    outside of libraries. If there is none, because the trainer is an installed package, it is the function that
-    hpcdist's worker called, or else the worker's own line.
+    User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
+    package, it is the function that hpcdist's worker called, or else the worker's own line.
     """
     if not frames:
         return ""
@@ -158,8 +153,7 @@ def location_of(frames: Sequence[Frame], *, own_only: bool = False) -> str:
 def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
     """Return the main thread's stack in the last dump of a rank's log, and the text of the dump.
 
-    The main thread is the last one in a dump. Forked children of a rank print to the same log; their stacks contain
-    frames of multiprocessing.
+    Forked children of a rank print to the same log; their stacks contain frames of multiprocessing.
     """
     for dump in reversed(_FAULT_DUMP.findall(text + "\n")):
         main = _FAULT_FRAME.finditer(dump.rpartition("\n\n")[2])
@@ -169,10 +163,8 @@ def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
     return [], ""
 
 
-# PyTorch's flight recorders: the collective that each rank waits in, and the ranks that have not called it.
-#
-# A recorder keeps the last collectives of each process group with their sequence numbers, which are equal on all ranks
-# of the group. Ranks write their records on SIGUSR1 (`rank/telemetry.py`).
+# PyTorch's flight recorders keep the last collectives of each process group with their sequence numbers, which are
+# equal on all ranks of the group. Ranks write their records on SIGUSR1 (`rank/telemetry.py`).
 
 #: torch's descriptions of groups that have none.
 _NO_LABELS = ("undefined", "default_pg", "")
@@ -207,9 +199,13 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
     found = []
     for (backend, group), entries in sorted(by_group.items(), key=lambda item: int(item[1][-1]["time_created_ns"])):
         label = str(entries[-1]["process_group"][1])
-        calls = [(int(entry["collective_seq_id"]), _operation(entry)) for entry in entries]
-        pending = tuple(call for call, entry in zip(calls, entries, strict=True) if _is_pending(entry))
-        found.append(Calls(backend, group, "" if label in _NO_LABELS else label, *calls[-1], pending))
+        calls, pending = [], []
+        for entry in entries:
+            name = str(entry["profiling_name"]).rpartition(":")[2]
+            sizes = "×".join(str(size) for size in (entry.get("input_sizes") or [[]])[0])
+            calls.append((int(entry["collective_seq_id"]), f"{name} [{sizes}]" if sizes else name))
+            pending += calls[-1:] if _is_pending(entry) else []
+        found.append(Calls(backend, group, "" if label in _NO_LABELS else label, *calls[-1], tuple(pending)))
     return found
 
 
@@ -218,22 +214,12 @@ def _is_pending(entry: Mapping[str, Any]) -> bool:
     return not (entry["retired"] or entry["state"] == "completed")
 
 
-def _operation(entry: Mapping[str, Any]) -> str:
-    name = str(entry["profiling_name"]).rpartition(":")[2]
-    sizes = "×".join(str(size) for size in (entry.get("input_sizes") or [[]])[0])
-    return f"{name} [{sizes}]" if sizes else name
-
-
 def compare_calls(calls: Mapping[int, Sequence[Calls]]) -> tuple[set[int], list[str]]:
-    """Compare the collectives of the ranks of each group.
+    """Return the ranks that have not called a collective that others wait in, and sentences on differences.
 
-    Args:
-        calls: by rank. A rank without any call in a group is not known to belong to it.
-
-    Returns:
-        The ranks that have not called a collective that others wait in; and sentences, of each kind one for a group:
-        ranks call different collectives under one sequence number, since their code paths differ, or have not called
-        one.
+    For each group there is one sentence at most of each kind: ranks call different collectives under one sequence
+    number, since their code paths differ, or have not called one. A rank without any call in a group is not known to
+    belong to it.
     """
     groups: dict[tuple[str, str], dict[int, Calls]] = {}
     for rank, own in calls.items():
@@ -283,8 +269,7 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
     return f"rank{'s' * (not is_one)} {', '.join(words[:most])}" + (f" and {rest} more" if rest else "")
 
 
-# Snapshots of the ranks on one node. Ranks print their stacks on SIGUSR1, which the supervisor sends; a stopped rank
-# cannot.
+# Snapshots of the ranks on one node. Ranks print their stacks on SIGUSR1 from the supervisor; a stopped rank cannot.
 
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
@@ -381,7 +366,6 @@ def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] 
 
 
 def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]:
-    """Return the last stacks in the log of a rank that has written to it `since`, see `parse_faulthandler`."""
     with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
         about = os.fstat(file.fileno())
         if about.st_mtime < since:
@@ -459,7 +443,6 @@ def _first(rows: Sequence[str], kind: str = "") -> list[str]:
 
 
 def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
-    """Group ranks by location; with `own`, only the lines of user code count."""
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
         state = f"state {snapshot.process.state}"
@@ -576,7 +559,6 @@ def read_activities(
 
 
 def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity]) -> set[int]:
-    """Return the ranks that have computed between two readings."""
     return {
         rank
         for rank, now in after.items()

@@ -26,11 +26,8 @@ class Ranks(Protocol):
     exits: dict[int, int]
 
     @property
-    def running(self) -> list[int]:
-        """The ranks that have not ended."""
-
-    def host_of(self, rank: int) -> str:
-        """Return the host of a rank, if known."""
+    def running(self) -> list[int]: ...
+    def host_of(self, rank: int) -> str: ...
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a rank has ended or the time is over; updates `exits`."""
@@ -41,9 +38,7 @@ class Ranks(Protocol):
     def last_message(self) -> str:
         """Return the last message of the program that starts the ranks."""
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the running ranks."""
-
+    def signal(self, number: signal.Signals) -> None: ...
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command on each node of the ranks until its end, `limit_s`, or soon after `interrupted` is true."""
 
@@ -74,13 +69,9 @@ class Launcher(Protocol):
     """Starts the ranks of each attempt of a run."""
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the running or next attempt."""
-
+    def num_ranks(self) -> int: ...  # of the running or next attempt
     @property
-    def resources(self) -> Resources:
-        """The GPUs or cores of the ranks, by node."""
-
+    def resources(self) -> Resources: ...
     def start(self, attempt: Attempt) -> Ranks:
         """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""
 
@@ -116,7 +107,7 @@ _LEAVE_S = 1.0
 
 
 class Guard:
-    """Starts children as leaders of process groups, which are killed when this process dies."""
+    """Starts children as leaders of process groups, which it kills when this process dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -135,22 +126,21 @@ class Guard:
         env: Mapping[str, str],
         cwd: Path,
         output: Path,
-        control: socket.socket | None = None,
+        stdout: socket.socket | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a child in a new session; `output` gets its standard output, unless `control` does, and its errors."""
+        """Start a child in a new session; `output` gets its standard output, unless `stdout` does, and its errors."""
         with open(output, "ab") as file:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
                 env=env,
                 cwd=cwd,
                 stdin=self._process.stdin,
-                stdout=file if control is None else control.fileno(),
+                stdout=file if stdout is None else stdout.fileno(),
                 stderr=file,
                 start_new_session=True,
             )
 
     def fileno(self) -> int:
-        """Return the descriptor of the pipe through which a process registers its group, as `+pgid` and a newline."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
@@ -45,10 +46,8 @@ def supervise_locally(
 ) -> State:
     """Hold the run's lease and supervise the run until its end. Returns its last state.
 
-    Args:
-        view: returns the reporter; called when the parent of the ranks has begun to import torch.
-
-    Raises RunFolderError if another supervisor holds the run, or its folder is incomplete.
+    `view` is called when the parent of the ranks has begun to import torch. Raises RunFolderError if another supervisor
+    holds the run, or its folder is incomplete.
     """
     with retry.patient(retry.UNATTENDED_S), hold(run) as held:
         code = snapshot.code_state(run)
@@ -93,14 +92,12 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
     return process.pid
 
 
-# Launcher of ranks on this machine, each in its own process group, forked by one parent process or started alone.
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class LocalLauncher:
-    """Starts ranks on this machine. A context manager, which owns the process guard and the parent of the ranks."""
+    """Starts ranks on this machine, each in its own process group; owns their process guard and parent."""
 
     run: RunDir
     plan: Plan
@@ -113,6 +110,7 @@ class LocalLauncher:
 
     def __post_init__(self) -> None:
         self.num_ranks = self.plan.num_ranks
+        self._job_id = f"{self.run.experiment}/{self.run.name}"
         python_path = self.plan.env.get("PYTHONPATH") or self.env.get("PYTHONPATH")
         self._code = code_env(self.import_path, python_path)
         self._parent: RankParent | None = None
@@ -154,15 +152,9 @@ class LocalLauncher:
             parent=self._parent,
         )
 
-    @property
-    def _job_id(self) -> str:
-        return f"{self.run.experiment}/{self.run.name}"
-
     def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
-        envs = [
-            self.plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
-            for rank in range(self.num_ranks)
-        ]
+        topology: dict[str, Any] = {"job_id": self._job_id, "attempt": attempt, "master_port": port}
+        envs = (self.plan.rank_env(rank, **topology) for rank in range(self.num_ranks))
         return [{**self.env, **env, **self._code} for env in envs]
 
     def _start_parent(self) -> None:
@@ -192,10 +184,9 @@ class LocalLauncher:
 
 @dataclass(eq=False)
 class LocalRanks:
-    """The ranks of one attempt on this machine.
+    """The ranks of one attempt, forked as soon as their parent has imported torch, perhaps in a later call of `wait`.
 
-    Ranks are forked as soon as their parent has imported torch, perhaps in a later call of `wait`. If the parent cannot
-    fork, they are started by their command.
+    If the parent cannot fork, they are started by their command.
     """
 
     command: Sequence[str]
@@ -209,7 +200,6 @@ class LocalRanks:
         self._processes: list[subprocess.Popen[bytes] | ForkedRank]
         self._descriptors: list[int] = []
         self._error = ""
-        #: Exit codes in the order in which the ranks ended; negative ones are signals.
         self.exits: dict[int, int]
         self._start()
 

@@ -74,7 +74,6 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
-    """Return the plan of a config on a machine. Raises ConfigError if they do not fit."""
     launch = config.launch
     roles = Roles.of(config.roles, sum(config.roles.values())) if config.roles else None
     if roles and launch.num_ranks not in (0, roles.world_size):
@@ -129,7 +128,6 @@ def make_plan(config: Config, machine: Machine) -> Plan:
 
 
 def note_on_fewer_ranks(config: Config, plan: Plan) -> str:
-    """Return a sentence if `elastic.min_ranks` lets the run start with fewer ranks than requested; otherwise ""."""
     requested = config.launch.num_ranks
     if plan.roles is not None or plan.num_ranks >= requested:
         return ""
@@ -171,7 +169,6 @@ def parent_command(run_dir: Path, *arguments: str, python: str = sys.executable)
 
 
 def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:
-    """Return the command of such a process on a node of a Slurm job."""
     return parent_command(run_dir, f"{limit_s:g}", *names, python=python)
 
 

@@ -1,6 +1,4 @@
-"""Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers and the last known steps; and the
-reporters that show the events of a run.
-"""
+"""Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers and the last known steps."""
 
 from __future__ import annotations
 
@@ -29,28 +27,18 @@ log = logging.getLogger(__name__)
 class Reporter(Protocol):
     """Receives the events of a run, such as `RunView` in `cli/run_views.py`, which shows them to a user."""
 
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        """An attempt begins."""
-
-    def progress(self, beat: Mapping[str, Any]) -> None:
-        """A heartbeat of a rank has arrived."""
-
-    def note(self, text: str) -> None:
-        """The supervisor has a message for the user."""
-
-    def output(self, text: str) -> None:
-        """A script or an own trainer has printed lines."""
-
-    def failure(self, failure: Failure, log: Path) -> None:
-        """An attempt has failed; `log` is that of the first failed rank."""
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...  # an attempt begins
+    def progress(self, beat: Mapping[str, Any]) -> None: ...  # a heartbeat of rank 0
+    def note(self, text: str) -> None: ...
+    def output(self, text: str) -> None: ...  # of a script or an own trainer
+    def failure(self, failure: Failure, log: Path) -> None: ...  # of an attempt; `log` is that of the failed rank
 
 
 class ProgressMonitor:
     """Detects hung ranks and stragglers in one attempt, and reports the progress of rank 0.
 
-    The cost of a check does not depend on the number of ranks: it covers some of them in turn
-    (`num_due_ranks`). For plain scripts the size of the log counts as progress as well, since only those that
-    report steps (`rank/script_api.py`) write heartbeats.
+    The cost of a check does not depend on the number of ranks: it covers some of them in turn (`num_due_ranks`). For
+    plain scripts the size of the log counts as progress as well, since few of them write heartbeats.
 
     A rank of a trainer that reports each step must go on doing so. All other ranks may be silent as long as one of them
     makes progress, since often rank 0 alone prints and logs.
@@ -113,7 +101,6 @@ class ProgressMonitor:
             return  # reported with the next change; `Watch` logs an unavailable folder
 
     def _own_output(self, text: str) -> str:
-        """Return new output of rank 0 without hpcdist's own lines except its warnings."""
         shown = ""
         for line in text.splitlines(keepends=True):
             level = own["level"] if (own := RANK_LINE.match(line)) else None
@@ -140,11 +127,9 @@ class ProgressMonitor:
         return min(self._ranks.running, key=self._last_sign)
 
     def silent_s(self, now: float) -> float:
-        """Return the time since the last progress of any rank."""
         return now - max(self._last_progress, self.unavailable_until)
 
     def overdue(self, now: float) -> set[int]:
-        """Return the running ranks without progress for the hang timeout."""
         since = now - self._timeout_s
         return {rank for rank in self._ranks.running if max(self._signs[rank][1], self.unavailable_until) <= since}
 
@@ -156,7 +141,6 @@ class ProgressMonitor:
     def _is_overdue(self, rank: int, now: float) -> bool:
         known, since = self._signs[rank]
         try:
-            # Plain scripts have no step timing.
             timing_due = not self._is_script and self._stragglers.is_due(rank, now)
             sign = self._read_timing(rank, now) if timing_due else self._sign(rank)
             if sign == known and now - max(since, self.unavailable_until) >= self._timeout_s:
@@ -176,9 +160,8 @@ class ProgressMonitor:
         return False
 
     def _last_sign(self, rank: int) -> tuple[float, float]:
-        """Return the time of a rank's last heartbeat, and the time at which this process last saw progress."""
         beat = None if self._is_script else read_json(self._attempt.beat(rank))
-        return (float(beat["time"]) if beat else 0.0, self._signs[rank][1])
+        return float(beat["time"]) if beat else 0.0, self._signs[rank][1]
 
     def _sign(self, rank: int) -> object:
         """Return a value that changes with a rank's progress: of its heartbeat file, and of a plain script's log."""
@@ -186,11 +169,10 @@ class ProgressMonitor:
         return (beat, _size_and_time(self._attempt.log(rank))) if self._is_script else beat
 
     def _read_timing(self, rank: int, now: float) -> object:
-        """Return `_sign` of a rank, and pass its heartbeat to the straggler detection."""
         try:
-            with open_regular(self._attempt.beat(rank)) as file:
-                found = os.fstat(file.fileno())
-                text = file.read()
+            with open_regular(self._attempt.beat(rank)) as beat_file:
+                found = os.fstat(beat_file.fileno())
+                text = beat_file.read()
         except FileNotFoundError:
             return None
         sign = found.st_size, found.st_mtime_ns
@@ -199,17 +181,13 @@ class ProgressMonitor:
         except ValueError:  # half written: the next check reads it again
             return sign
         for event in self._stragglers.note(rank, beat, now):
-            self._report_straggler(event)
+            self._report.note(event.text)
+            try:
+                with open(self._attempt.stragglers, "a") as file:
+                    file.write(json.dumps({"time": time.time(), "text": event.text, **asdict(event)}) + "\n")
+            except OSError as error:
+                self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
         return sign
-
-    def _report_straggler(self, event: StragglerEvent) -> None:
-        self._report.note(event.text)
-        line = json.dumps({"time": time.time(), "text": event.text, **asdict(event)})
-        try:
-            with open(self._attempt.stragglers, "a") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
 
 
 def _size_and_time(path: Path) -> tuple[int, int] | None:
@@ -220,12 +198,10 @@ def _size_and_time(path: Path) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-# Straggler detection: nodes, or ranks on a single machine, with a longer data or compute time than the median.
-#
-# The input is the step timing in the ranks' heartbeats (`rank/step_timing.py`). Only ranks of one role are compared.
-# Only data time and compute time count, because all ranks of a synchronous step wait for the slowest one, so that their
-# step times are equal. A node is as slow as its slowest rank. A straggler is reported after it was slow in every window
-# of one minute, because short fluctuations are normal on busy machines.
+# Straggler detection: nodes, or ranks on a single machine, with a longer data or compute time than the median, by the
+# step timing in the ranks' heartbeats (`rank/step_timing.py`). Only ranks of one role are compared. Step times do not
+# count: all ranks of a synchronous step wait for the slowest one. A node is as slow as its slowest rank. A straggler is
+# reported after it was slow in every window of one minute, because short fluctuations are normal on busy machines.
 
 #: Minimum excess of a straggler's own time over the median, as a share of the median …
 SLOWER = 0.2
@@ -248,7 +224,6 @@ class Part(NamedTuple):
 
     @property
     def own_s(self) -> float:
-        """Seconds per step in which a rank waits for nobody."""
         return self.data_s + self.compute_s
 
 
@@ -321,7 +296,6 @@ class _History:
     reported_at: float = 0.0
 
     def add(self, window: Window) -> str | None:
-        """Add a window. Returns the event to report, `slow` or `over`, or None."""
         windows = self.windows
         if windows and windows[-1].is_slow != window.is_slow:
             windows.clear()

@@ -105,7 +105,7 @@ def error_text(error: Exception) -> str:
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:
-    """Return the failure of ranks that were not started, or None if there are none; `why` is time limit and cause."""
+    """Return the failure of ranks that were not started, if any; `why` is time limit and cause."""
     if not absent:
         return None
     if len(absent) == num_ranks:
@@ -117,10 +117,9 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
 
 
 def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> tuple[bool, str]:
-    """Return whether to restart the ranks after a failure, the last of `failures`, and a sentence on the failure.
+    """Return whether to restart the ranks after the last of `failures`, and a sentence on it.
 
-    `Supervisor` may overrule it: it restarts them if other nodes replace lost ones, and ends the run if the disk is
-    full, these nodes are unusable or Slurm signals the time limit.
+    `Supervisor` may overrule it: for replaced nodes, a full disk, unusable nodes or the time limit.
     """
     last = failures[-1]
     reason = last.sentence()
@@ -138,23 +137,18 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bo
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:
-    """Return the host that is probably broken, or None.
+    """Return the host that is probably broken, or None; the history has None for an attempt that did not fail.
 
     Two failures in a row on the same host, and on no other, indicate a broken node. If the same failure has occurred on
     another host, the code is probably broken, and excluding nodes would take one after the other out of service. Hangs
     do not count, because the culprit is uncertain. Neither do errors that hpcdist itself raises (without traceback),
     such as for a full disk.
-
-    Args:
-        history: failures of the run's attempts; None for an attempt that did not fail.
     """
     if len(history) < 2 or (last := history[-1]) is None or (before := history[-2]) is None:
         return None
-    if not last.host or last.host != before.host or not (_may_be_the_nodes(last) and _may_be_the_nodes(before)):
-        return None
+    for one in (last, before):
+        may_be_the_node = one.kind in ("killed", "vanished", "not_started") or one.traceback
+        if not one.host or one.host != last.host or not one.only_there or not may_be_the_node:
+            return None
     wanders = any(failure is not None and failure.host != last.host and failure.same_as(last) for failure in history)
     return None if wanders else last.host
-
-
-def _may_be_the_nodes(failure: Failure) -> bool:
-    return failure.only_there and (failure.kind in ("killed", "vanished", "not_started") or bool(failure.traceback))

@@ -1,5 +1,8 @@
-"""The supervisor: starts the attempts of a run, records its final state, obeys signals to stop and sends notifications.
-Runs on the host, never imports torch.
+"""The supervisor of a run; it runs on the host and never imports torch.
+
+An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
+folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
+MLflow; ranks never wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -43,6 +46,288 @@ from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
 from hpcdist.supervisor.watch import Allocation, Watch
+
+#: Free disk space that a restart needs for the logs and reports of an attempt.
+ROOM_FOR_RESTART_BYTES = 2**20
+#: Time before the end of an allocation that is reserved for the last write of the state.
+LAST_WRITE_S = 10.0
+
+
+class Job(Protocol):
+    """The Slurm job of a run."""
+
+    @property
+    def allocation(self) -> Allocation | None: ...
+    @property
+    def nodes(self) -> NodeChanges: ...
+    def is_ending(self) -> bool:
+        """Return whether Slurm is ending the job, which it may tell the ranks alone."""
+
+    def end_or_requeue(self, state: State) -> State:
+        """Requeue the job if the run continues that way. Returns the state to record, for each end of the attempts."""
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Supervises one run until its end. The caller holds the run's lease."""
+
+    folder: RunDir
+    config: Config
+    launcher: Launcher
+    report: Reporter
+    _: KW_ONLY
+    tracking_uri: str | None  #: of the shipper; None if another process ships the run
+    env: Mapping[str, str]
+    check_lease: Callable[[], None] = lambda: None  #: raises LeaseLostError if another supervisor holds the run
+    job: Job | None = None
+
+    def __post_init__(self) -> None:
+        self._allocation = self.job.allocation if self.job is not None else None
+        self._nodes = self.job.nodes if self.job is not None else NodeChanges()
+        #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
+        self._moves = 0
+        self._state = State(status="created")
+        self._attempt: Attempt | None = None
+        self._signals = SignalRequests(in_job=self.job is not None)
+        #: Request of a job that Slurm is ending without a signal to this process.
+        self._job_request: StopRequest | None = None
+        self._began = time.time()
+
+    def run(self) -> State:
+        """Start attempts until the run ends, and return its last state. After a lost lease nothing more is written."""
+        patience_s = retry.UNATTENDED_S
+        if self._allocation is not None:
+            patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))
+        with (
+            explain_replacement(self.folder.path, self.env),
+            retry.patient(patience_s),
+            self._signals.handled(),
+            Notifier(self.folder, self.config.notify, self.env, self.report.note) as notifier,
+        ):
+            state = replace(self.folder.read_state(), status="running", reason="", ended=None)
+            state = replace(state, rejected=False, lost=False, world_size=self.launcher.num_ranks)
+            self._write(state)
+            limit_log(self.folder.path, self.config.launch.log_max_mb)
+            shipper: ShipperProcess | None = None
+            try:
+                if self.tracking_uri:
+                    shipper = ShipperProcess(self.folder, self.tracking_uri, self.env)
+            except OSError as error:
+                self.report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
+            failure: Exception | None = None
+            try:
+                with explain_replacement(self.folder.path, self.env):
+                    state = self._attempts(state, notifier)
+                if self.job is not None:
+                    state = self.job.end_or_requeue(state)
+            except LeaseLostError:
+                if shipper is not None:
+                    shipper.drain(0)  # the new supervisor has its own shipper
+                raise
+            except Exception as error:
+                # No exception may leave the run in the state "running".
+                failure, rejected = error, isinstance(error, UserMistake)
+                why = error_text(error)
+                state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
+            try:
+                state = with_restored_config(self.folder, state)  # after a requeue, the run keeps the changed keys
+            except (OSError, RunFolderError) as error:
+                self.report.note(f"config.yaml cannot be restored: {error}")
+            try:
+                self._write(state)
+            except OSError as error:
+                self.report.note(f"{self.folder.path}/state.json cannot be written: {error.strerror}")
+            notifier.send("requeued" if state.status == "queued" else "ended", state)
+        if shipper is not None and not shipper.drain(self.config.tracking.drain_timeout_s, self.report.note):
+            self.report.note(
+                f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
+                f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
+            )
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
+        return state
+
+    def _write(self, state: State) -> None:
+        self.check_lease()
+        self._state = state
+        self.folder.write_state(state)
+
+    def _attempts(self, state: State, notifier: Notifier) -> State:
+        """Start attempts until one of them ends the run. Returns its final state."""
+        event, reason = "started", ""
+        restarts_before = state.restarts
+        failures: list[Failure] = []
+        while True:
+            require_same(self.folder.path, self.env)
+            attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
+            notifier.send(event, replace(self._state, reason=reason))
+            end, failure = self._one_attempt(attempt)
+            require_same(self.folder.path, self.env)
+            state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
+            unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
+            if unasked and self.job is not None and self.job.is_ending():
+                self._job_request = StopRequest(cause="preemption")
+            self._write_request(attempt)
+            if failure is None:
+                over = self._after_end(state, attempt, times, end)
+            else:
+                over = self._after_failure(state, attempt, times, failure, failures)
+            if over is not None:
+                return over
+            event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
+
+    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
+        attempt = self.folder.new_attempt()
+        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self.launcher.num_ranks))
+        # A request may have reached the previous attempt after its failure.
+        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
+            attempt.send_request(late)
+        self._resources = self.launcher.resources
+        self._times = begin(
+            attempt,
+            self._resources,
+            AttemptTimes(
+                supervised=self._began,
+                began=time.time(),
+                reached=reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
+                measured=not self.config.trainer.script,
+                time_limit=None if self._allocation is None else self._allocation.end,
+            ),
+        )
+        return attempt
+
+    def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
+        self._attempt = attempt
+        self._write_request(attempt)
+        try:
+            # A launcher that raises has already ended the ranks that it had started.
+            ranks = retry.retry(lambda: self.launcher.start(attempt), attempt.path)
+        except (HpcdistError, OSError) as error:
+            is_unfit, is_mistake = isinstance(error, PreflightError), isinstance(error, UserMistake)
+            kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
+            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
+        if self.launcher.resources != self._resources:  # the preflight check has left out some nodes
+            self._times = begin(attempt, self.launcher.resources, self._times)
+            self._write(replace(self._state, world_size=self.launcher.num_ranks))
+        self.report.attempt(attempt, self.launcher.num_ranks)
+        if attempt.number > 1:
+            is_script = bool(self.config.trainer.script)
+            self.report.note(resume_point(self.folder, self._times.reached, is_script=is_script))
+        try:
+            watch = Watch(
+                attempt,
+                ranks,
+                self.config,
+                self.report,
+                self._allocation,
+                signal_request=self._signals.request,
+                check_lease=self.check_lease,
+                nodes=self._nodes,
+            )
+            hung = watch.until_over()
+            # A copy, because `close` kills the remaining ranks, which did not fail.
+            exits = dict(ranks.exits)
+        finally:
+            ranks.close()
+        outcomes = attempt.outcomes()
+        if watch.cancelled:
+            return "cancelled", None
+        sent_sigterm = watch.stops_script and not hung
+        last_step = watch.progress.last_step
+        failure = hung or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
+        if sent_sigterm:
+            return "stopped", failure
+        ended = outcomes.get(0, {}).get("outcome")
+        if failure is None and ended is None:
+            why = "exited with code 0 without a report"
+            failure = Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
+        return "stopped" if ended == "stopped" else "finished", failure
+
+    def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
+        """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
+        written = attempt.read_request()  # before the next line, so that a stop of now does not count as growth
+        request = self._request_of(attempt)
+        if end == "stopped" and request is None and written is not None:  # to grow
+            write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
+            self._nodes.use_returned()
+            self._moves += 1
+            return None
+        reason = ""
+        if end == "finished":
+            reason = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
+        elif end == "stopped":
+            reason = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+            reason += " (the ranks received a stop signal)" if request is None else ""
+        write_times(attempt, replace(times, status=end, reason=reason))
+        if request is not None and end != "finished":
+            reason = request.after(reason)
+        return replace(state, status=end, reason=reason, ended=time.time())
+
+    def _after_failure(
+        self, state: State, attempt: Attempt, times: AttemptTimes, failure: Failure, failures: list[Failure]
+    ) -> State | None:
+        """Return the final state of the run after a failed attempt; None if the ranks are restarted here.
+
+        Args:
+            failures: the earlier failures, to which this one is added unless other nodes replace those that failed.
+        """
+        if self.config.roles:
+            roles = Roles.of(self.config.roles, self.launcher.num_ranks)
+            failure = replace(failure, role=roles.name_of(failure.rank))
+        why = failure.sentence()
+        write_times(attempt, replace(times, status="failed", reason=why))
+        log = attempt.log(failure.rank)
+        if failure.kind == "unfit":
+            log = attempt.preflight.with_suffix(".txt")
+        elif failure.kind == "not_started" and (srun := attempt.path / "srun.log").exists():  # on Slurm only
+            log = srun
+        self.report.failure(failure, log)
+        stop_requested = self._request_of(attempt) is not None
+        disk = retry.retry(lambda: shutil.disk_usage(self.folder.path), self.folder.path)
+        is_full = disk.free < ROOM_FOR_RESTART_BYTES
+        is_open = not (stop_requested or is_full or failure.kind in ("rejected", "interrupted"))
+        if is_open:
+            write_json(attempt.failure, asdict(failure))
+            if failure.kind != "unfit" and (change := self._nodes.replace_lost()):
+                self._moves += 1
+                self.report.note(f"restart: {change}")
+                return None
+        failures.append(failure)
+        status: Status = "failed"
+        restart, reason = decide(failures, self.config.launch.max_restarts, stop_requested=stop_requested)
+        if failure.kind == "interrupted" and not stop_requested:
+            status, reason = "stopped", f"{why}; Slurm signals the time limit, so no restart here"
+        elif is_open and (broken := self.launcher.broken()):
+            # Stopped without a request: on Slurm the batch step requeues the job.
+            status, reason = "stopped", f"{why}; {broken}"
+        elif restart and is_full:
+            reason = f"{why}; no restart, since the disk of {self.folder.path} is full"
+        elif restart:
+            self.report.note(f"restart {len(failures)} of {self.config.launch.max_restarts}")
+            return None
+        write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
+        rejected = failure.kind == "rejected"
+        return replace(state, status=status, reason=reason, ended=time.time(), rejected=rejected)
+
+    def _request_of(self, attempt: Attempt) -> StopRequest | None:
+        """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
+        found = attempt.read_request()
+        return found if found is not None and found.ends_run else self._own_request()
+
+    def _own_request(self) -> StopRequest | None:
+        return self._signals.request() or self._job_request
+
+    def _write_request(self, attempt: Attempt) -> None:
+        asked = self._own_request()
+        try:
+            found = attempt.read_request()
+            if asked is not None and not (found is not None and found.ends_run):
+                attempt.send_request(asked)
+        except OSError as error:
+            self.report.note(
+                f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
+            )
+
 
 # Requests to stop or cancel a run by signals to its supervisor.
 
@@ -140,7 +425,6 @@ class Notifier(AbstractContextManager["Notifier"]):
         )
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all events are delivered, at most DRAIN_S."""
         if self._thread.ident is None:
             return
         self._events.put(None)
@@ -164,7 +448,6 @@ class Notifier(AbstractContextManager["Notifier"]):
                 self._lost = str(error)
 
     def _deliver(self, facts: Mapping[str, Any], log: IO[bytes]) -> str:
-        """Try to deliver an event. Returns why that failed, or ""."""
         import requests  # most runs have no webhook
 
         body = json.dumps(facts).encode()
@@ -184,313 +467,3 @@ class Notifier(AbstractContextManager["Notifier"]):
             return type(error).__name__  # its text has the URL
         except (subprocess.SubprocessError, OSError) as error:
             return str(error)
-
-
-# An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
-# folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
-# MLflow; ranks never wait for it.
-
-#: Free disk space that a restart needs for the logs and reports of an attempt.
-ROOM_FOR_RESTART_BYTES = 2**20
-#: Time before the end of an allocation that is reserved for the last write of the state.
-LAST_WRITE_S = 10.0
-
-
-class Job(Protocol):
-    """The Slurm job of a run."""
-
-    @property
-    def allocation(self) -> Allocation | None:
-        """Time limit of the ranks, if there is one."""
-
-    @property
-    def nodes(self) -> NodeChanges:
-        """Changes of the nodes between attempts."""
-
-    def is_ending(self) -> bool:
-        """Return whether Slurm is ending the job, which it may tell the ranks alone."""
-
-    def end_or_requeue(self, state: State) -> State:
-        """Requeue the job if the run continues that way. Returns the state to record, for each end of the attempts."""
-
-
-class Supervisor:
-    """Supervises one run until its end. The caller holds the run's lease.
-
-    Args:
-        tracking_uri: tracking server or database for the shipper; None if another process ships the run.
-        check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        launcher: Launcher,
-        report: Reporter,
-        *,
-        tracking_uri: str | None,
-        env: Mapping[str, str],
-        check_lease: Callable[[], None] = lambda: None,
-        job: Job | None = None,
-    ) -> None:
-        self._job = job
-        self._allocation = job.allocation if job is not None else None
-        self._nodes = job.nodes if job is not None else NodeChanges()
-        #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
-        self._moves = 0
-        self._run = run
-        self._config = config
-        self._launcher = launcher
-        self._report = report
-        self._tracking_uri = tracking_uri
-        self._env = dict(env)
-        self._check_lease = check_lease
-        self._state = State(status="created")
-        self._attempt: Attempt | None = None
-        self._signals = SignalRequests(in_job=job is not None)
-        #: Request of a job that Slurm is ending without a signal to this process.
-        self._job_request: StopRequest | None = None
-        self._began = time.time()
-
-    def run(self) -> State:
-        """Start attempts until the run ends, and return its last state. After a lost lease nothing more is written."""
-        patience_s = retry.UNATTENDED_S
-        if self._allocation is not None:
-            patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))
-        with (
-            explain_replacement(self._run.path, self._env),
-            retry.patient(patience_s),
-            self._signals.handled(),
-            Notifier(self._run, self._config.notify, self._env, self._report.note) as notifier,
-        ):
-            state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False, lost=False)
-            self._write(replace(state, world_size=self._launcher.num_ranks))
-            limit_log(self._run.path, self._config.launch.log_max_mb)
-            shipper = self._start_shipper()
-            failure: Exception | None = None
-            try:
-                with explain_replacement(self._run.path, self._env):
-                    state = self._attempts(state, notifier)
-                if self._job is not None:
-                    state = self._job.end_or_requeue(state)
-            except LeaseLostError:
-                if shipper is not None:
-                    shipper.drain(0)  # the new supervisor has its own shipper
-                raise
-            except Exception as error:
-                # No exception may leave the run in the state "running".
-                failure, rejected = error, isinstance(error, UserMistake)
-                why = error_text(error)
-                state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
-            try:
-                state = with_restored_config(self._run, state)  # after a requeue, the run keeps the changed keys
-            except (OSError, RunFolderError) as error:
-                self._report.note(f"config.yaml cannot be restored: {error}")
-            try:
-                self._write(state)
-            except OSError as error:
-                self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
-            notifier.send("requeued" if state.status == "queued" else "ended", state)
-        if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s, self._report.note):
-            self._report.note(
-                f"MLflow at {redact_text(self._tracking_uri or '')} has not received all records (see shipper.log);"
-                f" none are lost: `hpcdist sync {self._run.name}` ships the rest"
-            )
-        if failure is not None and not isinstance(failure, OSError):
-            raise failure
-        return state
-
-    def _write(self, state: State) -> None:
-        """Write the state, unless another supervisor holds the run."""
-        self._check_lease()
-        self._state = state
-        self._run.write_state(state)
-
-    def _start_shipper(self) -> ShipperProcess | None:
-        if not self._tracking_uri:
-            return None
-        try:
-            return ShipperProcess(self._run, self._tracking_uri, self._env)
-        except OSError as error:
-            self._report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
-            return None
-
-    def _attempts(self, state: State, notifier: Notifier) -> State:
-        """Start attempts until one of them ends the run. Returns the final state of the run."""
-        event, reason = "started", ""
-        restarts_before = state.restarts
-        failures: list[Failure] = []
-        while True:
-            require_same(self._run.path, self._env)
-            attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
-            notifier.send(event, replace(self._state, reason=reason))
-            end, failure = self._one_attempt(attempt)
-            require_same(self._run.path, self._env)
-            state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
-            unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
-            if unasked and self._job is not None and self._job.is_ending():
-                self._job_request = StopRequest(cause="preemption")
-            self._write_request(attempt)
-            if failure is None:
-                over = self._after_end(state, attempt, times, end)
-            else:
-                over = self._after_failure(state, attempt, times, failure, failures)
-            if over is not None:
-                return over
-            event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
-
-    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
-        """Create the next attempt, and record its beginning in the state of the run and in its own times."""
-        attempt = self._run.new_attempt()
-        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self._launcher.num_ranks))
-        # A request may have reached the previous attempt after its failure.
-        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            attempt.send_request(late)
-        self._resources = self._launcher.resources
-        self._times = begin(
-            attempt,
-            self._resources,
-            AttemptTimes(
-                supervised=self._began,
-                began=time.time(),
-                reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
-                measured=not self._config.trainer.script,
-                time_limit=None if self._allocation is None else self._allocation.end,
-            ),
-        )
-        return attempt
-
-    def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
-        """Run the ranks once. Returns the final status of the attempt, and its failure if it failed."""
-        self._attempt = attempt
-        self._write_request(attempt)
-        try:
-            # A launcher that raises has already ended the ranks that it had started.
-            ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
-        except (HpcdistError, OSError) as error:
-            is_unfit, is_mistake = isinstance(error, PreflightError), isinstance(error, UserMistake)
-            kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
-            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
-        if self._launcher.resources != self._resources:  # the preflight check has left out some nodes
-            self._times = begin(attempt, self._launcher.resources, self._times)
-            self._write(replace(self._state, world_size=self._launcher.num_ranks))
-        self._report.attempt(attempt, self._launcher.num_ranks)
-        if attempt.number > 1:
-            is_script = bool(self._config.trainer.script)
-            self._report.note(resume_point(self._run, self._times.reached, is_script=is_script))
-        try:
-            watch = Watch(
-                attempt,
-                ranks,
-                self._config,
-                self._report,
-                self._allocation,
-                signal_request=self._signals.request,
-                check_lease=self._check_lease,
-                nodes=self._nodes,
-            )
-            hung = watch.until_over()
-            # A copy, because `close` kills the remaining ranks, which did not fail.
-            exits = dict(ranks.exits)
-        finally:
-            ranks.close()
-        outcomes = attempt.outcomes()
-        if watch.cancelled:
-            return "cancelled", None
-        sent_sigterm = watch.stops_script and not hung
-        last_step = watch.progress.last_step
-        failure = hung or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
-        if sent_sigterm:
-            return "stopped", failure
-        ended = outcomes.get(0, {}).get("outcome")
-        if failure is None and ended is None:
-            why = "exited with code 0 without a report"
-            failure = Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
-        return "stopped" if ended == "stopped" else "finished", failure
-
-    def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
-        """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
-        written = attempt.read_request()  # before the next line, so that a stop of now does not count as growth
-        request = self._request_of(attempt)
-        if end == "stopped" and request is None and written is not None:  # to grow
-            write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-            self._nodes.use_returned()
-            self._moves += 1
-            return None
-        reason = ""
-        if end == "finished":
-            reason = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
-        elif end == "stopped":
-            reason = how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
-            reason += " (the ranks received a stop signal)" if request is None else ""
-        write_times(attempt, replace(times, status=end, reason=reason))
-        if request is not None and end != "finished":
-            reason = request.after(reason)
-        return replace(state, status=end, reason=reason, ended=time.time())
-
-    def _after_failure(
-        self, state: State, attempt: Attempt, times: AttemptTimes, failure: Failure, failures: list[Failure]
-    ) -> State | None:
-        """Return the final state of the run after a failed attempt; None if the ranks are restarted here.
-
-        Args:
-            failures: the earlier failures, to which this one is added unless other nodes replace those that failed.
-        """
-        if self._config.roles:
-            roles = Roles.of(self._config.roles, self._launcher.num_ranks)
-            failure = replace(failure, role=roles.name_of(failure.rank))
-        why = failure.sentence()
-        write_times(attempt, replace(times, status="failed", reason=why))
-        log = attempt.log(failure.rank)
-        if failure.kind == "unfit":
-            log = attempt.preflight.with_suffix(".txt")
-        elif failure.kind == "not_started" and (srun := attempt.path / "srun.log").exists():  # on Slurm only
-            log = srun
-        self._report.failure(failure, log)
-        stop_requested = self._request_of(attempt) is not None
-        disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
-        is_full = disk.free < ROOM_FOR_RESTART_BYTES
-        is_open = not (stop_requested or is_full or failure.kind in ("rejected", "interrupted"))
-        if is_open:
-            write_json(attempt.failure, asdict(failure))
-            if failure.kind != "unfit" and (change := self._nodes.replace_lost()):
-                self._moves += 1
-                self._report.note(f"restart: {change}")
-                return None
-        failures.append(failure)
-        status: Status = "failed"
-        restart, reason = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
-        if failure.kind == "interrupted" and not stop_requested:
-            status, reason = "stopped", f"{why}; Slurm signals the time limit, so no restart here"
-        elif is_open and (broken := self._launcher.broken()):
-            # Stopped without a request: on Slurm the batch step requeues the job.
-            status, reason = "stopped", f"{why}; {broken}"
-        elif restart and is_full:
-            reason = f"{why}; no restart, since the disk of {self._run.path} is full"
-        elif restart:
-            self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts}")
-            return None
-        write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
-        rejected = failure.kind == "rejected"
-        return replace(state, status=status, reason=reason, ended=time.time(), rejected=rejected)
-
-    def _request_of(self, attempt: Attempt) -> StopRequest | None:
-        """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
-        found = attempt.read_request()
-        return found if found is not None and found.ends_run else self._own_request()
-
-    def _own_request(self) -> StopRequest | None:
-        return self._signals.request() or self._job_request
-
-    def _write_request(self, attempt: Attempt) -> None:
-        """Write a request that is not from the attempt's folder to it, for starting ranks and for later commands."""
-        asked = self._own_request()
-        try:
-            found = attempt.read_request()
-            if asked is not None and not (found is not None and found.ends_run):
-                attempt.send_request(asked)
-        except OSError as error:
-            self._report.note(
-                f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
-            )

@@ -107,7 +107,6 @@ class Watch:
         return not_started(absent, len(absent), f"at all: {self.ranks.last_message()}", self.ranks.host_of)
 
     def _late(self, now: float) -> Failure | None:
-        """Return the failure of ranks that were not started in time; checks once, when the time is over."""
         limit_s = self.config.launch.init_timeout_s
         if self._all_started or now < self.progress.unavailable_until + limit_s:
             return None
@@ -212,7 +211,6 @@ class Watch:
         return found
 
     def _write_request(self, asked: StopRequest, now: float) -> None:
-        """Write a request to the attempt's folder; if writes keep failing, send SIGTERM to the ranks."""
         try:
             self.attempt.send_request(asked, within_s=0)
         except OSError as error:
@@ -228,7 +226,6 @@ class Watch:
             self.ranks.signal(signal.SIGTERM)
 
     def _grace_s(self) -> float:
-        """Return the time for ranks to save and exit, within the allocation."""
         grace_s = self.config.launch.stop_grace_s
         if self.allocation is None:
             return grace_s
@@ -244,7 +241,6 @@ class Watch:
         return self.stop_requested and bool(self.config.trainer.script)
 
     def _examine(self, examination: Callable[..., T]) -> T | None:
-        """Return the result of an examination of all nodes, or None if there is no time for it, or it fails."""
         left_s = STACKS_S
         if self.allocation is not None:
             left_s = min(left_s, self.allocation.end - time.time() - REST_S)

@@ -24,8 +24,8 @@ from hpcdist.run.commands import (
     profile_command,
     send_command,
 )
-from hpcdist.run.ending import end
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.status import end
 from hpcdist.tracking.journal import Sent
 from hpcdist.tracking.mlflow_client import MlflowRun, entities
 

@@ -59,7 +59,7 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
         result["fired"] = library.disarm()
         library.record(run.path, None)
     state = run.read_state()
-    result |= {"on_disk": [state.status, state.reason], "notes": scene.report.notes, "attempts": scene.report.attempts}
+    result |= {"on_disk": [state.status, state.reason], "notes": scene.report.notes}
     result["lease_left"] = run.lease.exists()
     result["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return result

@@ -38,7 +38,6 @@ Script = dict[str, list[list[Any]]]
 #: Actions of a rank that succeeds.
 DONE: list[list[Any]] = [["beat", 9], ["report", {"outcome": "done", "reason": "all epochs are done"}]]
 STOP_ON_REQUEST: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
-FOREVER: list[list[Any]] = [["forever", None]]
 #: A rank that SIGTERM does not end.
 STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
 EXIT_0: list[list[Any]] = []
@@ -52,7 +51,6 @@ class Recorder:
     """A Reporter that records its calls; the hooks let a test act in the middle of an attempt."""
 
     def __init__(self) -> None:
-        self.attempts: list[tuple[int, int]] = []
         self.notes: list[str] = []
         self.failures: list[tuple[Failure, Path]] = []
         self.steps: list[int] = []
@@ -61,7 +59,6 @@ class Recorder:
         self.on_progress: Callable[[Mapping[str, Any]], object] = lambda beat: None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        self.attempts.append((attempt.number, num_ranks))
         self.on_attempt(attempt)
 
     def progress(self, beat: Mapping[str, Any]) -> None:
@@ -111,7 +108,6 @@ class Scene:
         self.trainer: dict[str, Any] = {}
         self.notify: dict[str, Any] = {}
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
-        self.import_path: list[str] = []
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
         #: Command that replaces the shipper.
         self.shipper = ["true"]
@@ -136,7 +132,7 @@ class Scene:
         )
         self.config = config
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
-        self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=self.import_path, cwd=self.run.path)
+        self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=[], cwd=self.run.path)
         return Supervisor(
             self.run,
             config,

@@ -156,7 +156,7 @@ def test_stop_sends_a_request_if_the_job_starts_meanwhile(
         queued.write_state(replace(queued.read_state(), status="running", attempt=1))
         holding.__enter__()
 
-    monkeypatch.setattr("hpcdist.run.ending.time.sleep", supervisor_starts)
+    monkeypatch.setattr("hpcdist.run.status.time.sleep", supervisor_starts)
     assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
     assert (read_json(queued.attempt(1).request) or {})["action"] == "stop"

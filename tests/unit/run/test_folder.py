@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import Server
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
@@ -47,16 +46,6 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         write_atomic(path, "new", durable=True)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_create_makes_a_private_folder(runs_dir: Path) -> None:
-    run = RunDir.create(runs_dir / "exp" / "first")
-    assert (run.path.stat().st_mode & 0o777, run.journal.is_dir(), run.checkpoints.is_dir()) == (0o700, True, True)
-    assert (run.name, run.experiment) == ("first", "exp")
-    state = replace(run.read_state(), reason="größe", ended=2.5, rejected=True)
-    assert (state.status, state.attempt, state.restarts, state.created > 0) == ("created", 0, 0, True)
-    run.write_state(state)
-    assert run.read_state() == state
 
 
 def test_create_reports_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
@@ -324,26 +313,6 @@ def test_root_outside_of_a_user_namespace_is_root(python: list[str]) -> None:
     if "unshare failed" in done.stderr:
         pytest.skip("the kernel allows users no namespace")
     assert (done.stdout, done.stderr) == ("None\n", "")
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_two_users_share_an_experiment_on_a_server(python: list[str], shared_folder: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    server.start()
-    try:
-        for user, name in ((ADA, "ada"), (BOB, "bob")):
-            (shared_folder / name).mkdir(mode=0o700)
-            os.chown(shared_folder / name, user, user)
-            assert create_as(python, user, shared_folder / name / "runs" / "digits" / "first", server.uri) == "created"
-        with sqlite3.connect(tmp_path / "mlflow.db") as database:
-            rows = database.execute(
-                "select e.name, t.value from runs r join experiments e using (experiment_id)"
-                " join tags t using (run_uuid) where t.key = 'owner' order by t.value"
-            ).fetchall()
-        assert rows == [("digits", "ada"), ("digits", "bob")]
-    finally:
-        server.kill()
 
 
 # --- Search for the unfinished run of a config.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,14 +123,6 @@ def test_stop_before_the_first_step_keeps_the_change_and_a_later_failure_undoes_
     next_attempt(run, 40)
     assert "restored" in records.with_restored_config(run, ended(run, "failed")).reason
     assert lr(run.config) == 0.002, "the last config with which a step was completed"
-
-
-def test_unchanged_config_and_run_without_attempts_keep_no_old_config(run: RunDir, runs_dir: Path) -> None:
-    records.change_config(run, config(runs_dir))
-    assert not run.attempt(1).config.exists()
-    shutil.rmtree(run.attempt(1).path)
-    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
-    assert (lr(run.config), records.restore_config(run)) == (0.5, "")
 
 
 def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:
@@ -258,16 +248,6 @@ def test_file_is_removed_when_the_run_is_finished_or_cancelled(empty: RunDir, st
     keep(empty, VALUES)
     empty.write_state(replace(empty.read_state(), status=status))
     assert empty.secrets.exists() == (status not in ("finished", "cancelled"))
-
-
-def test_failed_write_leaves_no_file(empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(records.os, "fsync", fail)
-    with pytest.raises(OSError, match="Invalid argument"):
-        keep(empty, VALUES)
-    assert [path.name for path in empty.path.iterdir() if path.is_file()] == ["state.json"]
 
 
 def test_readable_or_damaged_file_symbolic_link_and_pipe_are_errors(empty: RunDir) -> None:

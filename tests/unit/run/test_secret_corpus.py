@@ -53,13 +53,7 @@ TOKENS = {
     "Azure, client": made(ALNUM, 3) + "8Q~" + made(ALNUM, 34),
     "Slack, bot": "xo" + "xb-123456789012-1234567890123-" + made(ALNUM, 24),
     "Slack, app": "xa" + "pp-1-A0" + made(UPPER, 9) + "-1234567890-" + made(HEX, 64),
-    "Slack, webhook": "https://hooks."
-    + "slack.com/services/T"
-    + made(UPPER, 8)
-    + "/B"
-    + made(UPPER, 8)
-    + "/"
-    + made(ALNUM, 24),
+    "Slack, webhook": "https://hooks." + f"slack.com/services/T{made(UPPER, 8)}/B{made(UPPER, 8)}/{made(ALNUM, 24)}",
     "Discord, webhook": "https://discord.com/api/web" + "hooks/123456789012345678/" + made(ALNUM, 68),
     "Discord, bot": "M" + made(ALNUM, 23) + "." + made(ALNUM, 6) + "." + made(ALNUM, 27),
     "Telegram": "1234567890:" + "AA" + made(ALNUM, 33),

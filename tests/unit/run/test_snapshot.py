@@ -389,7 +389,7 @@ def test_many_files_that_are_left_out_are_not_linked_one_by_one(
     monkeypatch.setattr(snapshot, "MAX_LINKS", 5)
     take(config(run), run, project)
     assert sum(path.is_symlink() for path in run.code.rglob("*")) <= 5
-    assert f"more than 5 files beside the code in {project} are neither copied nor linked" in caplog.text
+    assert f"over 5 files beside the code in {project} are neither copied nor linked" in caplog.text
 
 
 # --- environment.json

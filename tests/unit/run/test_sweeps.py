@@ -234,21 +234,6 @@ def test_new_failed_stopped_and_lost_cells_run(
 
 
 @pytest.mark.processes
-def test_second_start_runs_the_remaining_cells(make_matched: Make, project: Path) -> None:
-    sweep = make_matched(["seed=1,2,3"])
-    assert verdicts(sweep) == [(True, "new")] * 3
-    assert not sweep.folder.parent.exists(), "`choose` creates no folder"
-    chosen = start(sweep, project)
-    end(chosen[0].run, "finished")
-    end(chosen[1].run, "failed")
-    assert verdicts(make_matched(["seed=1,2,3,4"])) == [
-        (False, "finished"), (True, "failed"), (True, "not started"), (True, "new")
-    ]  # fmt: skip
-    with hold(chosen[2].run):
-        assert verdicts(sweep)[2] == (False, "running")
-
-
-@pytest.mark.processes
 def test_folder_of_another_run_is_an_error(make_matched: Make, project: Path) -> None:
     sweep = make_matched()
     run = create_run(sweep.cells[0].config, project)
@@ -263,15 +248,6 @@ def test_folder_of_another_run_is_an_error(make_matched: Make, project: Path) ->
 
 
 # --- preparation
-@pytest.mark.processes
-def test_new_cells_are_ordinary_runs_with_a_cell_file(make_matched: Make, project: Path) -> None:
-    sweep = make_matched()
-    for choice, cell in zip(start(sweep, project), sweep.cells, strict=True):
-        assert RunDir.open(choice.run.path).read_state().status == "created"
-        assert load_config(choice.run.config) == cell.config
-        assert read_json(choice.run.path / "cell.json") == {
-            "sweep": "tune", "label": cell.label, "values": cell.values
-        }  # fmt: skip
 
 
 @pytest.mark.processes

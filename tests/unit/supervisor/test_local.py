@@ -25,10 +25,10 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.run import create, folder
 from hpcdist.run.create import check_trainer, create_run, with_name
-from hpcdist.run.ending import end
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times
+from hpcdist.run.status import end
 from hpcdist.supervisor import local
 from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.launcher import NodeChanges
@@ -155,11 +155,15 @@ def test_ranks_get_folder_code_and_secrets_of_their_run(
     project.rename(project.with_name("moved"))
     config = replace(config, launch=LaunchConfig(fork=False))
     report = Recorder()
-    state = supervise_locally(run, config, PLAN, lambda: nullcontext(report), {"HOME": "/home/ada"}, tracking_uri="")
+    plan = replace(PLAN, env={"SHARED": "launch.env", "PYTHONPATH": "/launch-env"})
+    own = {"HOME": "/home/ada", "SHARED": "caller", "PYTHONPATH": "/caller"}
+    state = supervise_locally(run, config, plan, lambda: nullcontext(report), own, tracking_uri="")
     assert state.status == "finished"
     assert not run.lease.exists()
     env = dict(line.split("=", 1) for line in run.attempt(1).log(0).read_text().splitlines())
-    assert (env["PWD"], env["PYTHONPATH"], env["HOME"]) == (str(run.path), str(run.code), "/home/ada"), "no project"
+    assert env["PWD"] == str(run.path), "the project is gone"
+    assert (env["PYTHONPATH"], env["HOME"], env["SHARED"]) == (f"{run.code}:/launch-env", "/home/ada", "launch.env")
+    assert (env["HPCDIST_JOB_ID"], env["HPCDIST_ATTEMPT"], env["HPCDIST_WORLD_SIZE"]) == ("exp/first", "1", "1")
     assert (env["HPCDIST_PARAMS_HF_TOKEN"], env["HPCDIST_FOLDER_IDENTITY"]) == ("s3cret", folder.identity(run.path))
 
 

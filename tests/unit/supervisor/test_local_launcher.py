@@ -99,15 +99,6 @@ def test_exits_are_in_the_order_in_which_ranks_end(shell: Shell, tmp_path: Path)
     assert ranks.running == []
 
 
-def test_rank_gets_environment_folder_log_and_no_standard_input(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "rank-1.log").write_text("earlier\n")
-    assert wait_for_all(shell.start("env; pwd; cat", "echo out; echo err >&2")) == {0: 0, 1: 0}
-    lines = shell.log(0).splitlines()
-    assert lines[-1] == str(tmp_path)
-    assert {line.partition("=")[0] for line in lines[:-1]} <= {"PATH", "COMMAND", "PWD", "OLDPWD", "SHLVL", "_"}
-    assert shell.log(1) == "earlier\nout\nerr\n"
-
-
 def test_close_kills_all_process_groups_with_grandchildren(shell: Shell, pipe: NamedPipe) -> None:
     """One rank still runs and ignores SIGTERM; the other one has ended, but its grandchild has not."""
     ranks = shell.start(
@@ -283,23 +274,6 @@ def test_parent_that_is_never_ready_is_given_up(
     assert "it was not ready within launch.init_timeout_s=0.5 s" in caplog.text
 
 
-def test_exit_codes_do_not_wait_for_the_parent(scene: Scene, pipe: NamedPipe) -> None:
-    """It may be importing for a long time, or be stopped."""
-    code = HELD.format(pipe=str(pipe.path))
-    _, ranks = scene.start(code, code)
-    wait_for_fork(ranks, pipe)
-    parent = psutil.Process(*scene.parents())
-    parent.suspend()
-    ranks.signal(signal.SIGTERM)
-    while ranks.running:
-        ranks.wait(SOON_S)
-    ranks.close()
-    assert ranks.exits == {0: -15, 1: -15}
-    parent.resume()
-    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
-    assert scene.parents() == [parent.pid]
-
-
 def test_parent_that_cannot_fork_any_more_has_no_successor(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
     assert scene.launcher._parent is not None
@@ -308,13 +282,6 @@ def test_parent_that_cannot_fork_any_more_has_no_successor(scene: Scene, monkeyp
     for _ in range(2):
         assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
         assert scene.parents() == []
-
-
-def test_ranks_are_started_by_their_command_if_the_parent_has_no_room_for_them(scene: Scene) -> None:
-    assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
-    (parent,) = scene.parents()
-    psutil.Process(parent).rlimit(psutil.RLIMIT_NOFILE, (3, 99))  # the parent cannot receive the files of a rank
-    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
 
 
 REFUSES = """

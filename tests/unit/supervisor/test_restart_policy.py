@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcdist.supervisor.progress import AGAIN_S, StragglerEvent, Stragglers
-from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started, suspect
+from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 LEFT = "ended with exit status 0 before the other ranks"
@@ -98,29 +98,6 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
 )
 def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | None, sentence: str) -> None:
     assert failure(kind, error, step).sentence() == sentence
-
-
-def test_sentence_includes_role_and_detail() -> None:
-    killed = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
-    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL after step 7 (last heartbeat)"
-    hung = failure("hung", "made no progress", 7)
-    detailed = replace(hung, detail="rank 1 differs from the others")
-    assert detailed.sentence() == "rank 1 on n1 made no progress after step 7; rank 1 differs from the others"
-    assert detailed.same_as(hung), "the detail does not count"
-
-
-def test_failure_of_ranks_that_were_not_started() -> None:
-    def found(*absent: int) -> Failure | None:
-        return not_started(absent, 3, "at all: srun: busy", lambda rank: f"n{rank}")
-
-    assert found() is None
-    none = Failure(kind="not_started", rank=0, host="", step=None, error="no rank was started at all: srun: busy")
-    assert found(0, 1, 2) == none
-    assert none.sentence() == "no rank was started at all: srun: busy"
-    some = found(1, 2)
-    assert some is not None
-    assert (some.rank, some.host) == (1, "n1")
-    assert some.sentence() == "rank 1 on n1 was not started (nor were 1 others) at all: srun: busy"
 
 
 SENTENCE = "rank 1 on n1 failed with ValueError: nan after step 7"
@@ -294,23 +271,6 @@ def test_small_excess_and_single_rank_are_not_reported(hosts: list[str], parts: 
     assert Simulation(hosts).train(200, parts) == []
 
 
-def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
-    """Slow rollouts do not delay an agent that learns for fifty times as long."""
-
-    def events(own_s: float, slow_s: float) -> list[StragglerEvent]:
-        simulation = Simulation(NODES)
-        found = []
-        for now in range(0, 200, 10):
-            for rank in range(4):
-                each = slow_s if rank == 2 else own_s
-                timing = {"steps": 0, "step_s": 0, "own_steps": now + 1, "data_s": 0, "compute_s": each * (now + 1)}
-                found += simulation.stragglers.note(rank, {"host": NODES[rank], "timing": timing}, float(now))
-        return found
-
-    assert events(0.02, 0.04) == []
-    assert [event.name for event in events(0.2, 0.4)] == ["n3"]
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_fluctuations_on_busy_machines_are_not_reported(seed: int) -> None:
     """Each node is up to three times as slow for seconds, and one node after the other for half a minute."""
@@ -335,17 +295,3 @@ def test_straggler_is_reported_again_after_ten_minutes_when_twice_as_slow_and_wh
     (over,) = simulation.train(30, even)
     assert over.text == "n3 is as fast as the median node again"
     assert simulation.train(600, even) == []
-
-
-def test_windows_without_steps_do_not_count() -> None:
-    """For example during an evaluation of two minutes."""
-    simulation = Simulation(NODES)
-    simulation.train(50, slow(2, compute=0.2))
-    totals = {rank: dict(values) for rank, values in simulation.totals.items()}
-    for second in range(120):
-        for rank in range(4):
-            if simulation.stragglers.is_due(rank, simulation.now + second):
-                beat = {"host": NODES[rank], "timing": totals[rank]}
-                assert simulation.stragglers.note(rank, beat, simulation.now + second) == []
-    simulation.now += 120
-    assert [event.name for event in simulation.train(15, slow(2, compute=0.2))] == ["n3"]

@@ -211,18 +211,6 @@ def test_silent_ranks_of_a_script_live_as_long_as_one_rank_prints(
     assert (scene.notes, scene.limits) == ([], [])
 
 
-def test_deadlock_of_a_script_is_ended_if_the_user_has_set_the_timeout(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = Scene(attempt, monkeypatch, 4, script=SCRIPT)
-    scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
-    failure = scene.watch.until_over()
-    assert failure is not None
-    assert failure.sentence().startswith("rank 0 on n0 made no progress for launch.hang_timeout_s=300 s (stack traces ")
-    assert failure.detail == "all ranks are in all_reduce"
-    assert 400 <= scene.ranks.time < 410
-
-
 def test_deadlock_of_a_script_is_a_warning_by_default(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=None)
     scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
