@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
-from hpcdist.review.facts import read_attempts, read_checkpoints
+from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, TIME_FIX, read_attempts, read_checkpoints
 from hpcdist.run.folder import Attempt, RunDir, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
@@ -27,21 +26,12 @@ _PACKAGE = Path(hpcdist.__file__).parent
 
 @dataclass(frozen=True)
 class Pattern:
-    """One known failure."""
-
     name: str
     texts: str  #: a regular expression
     cause: str  #: `{0}` is replaced by the first matched group of `texts`
     fix: str
 
 
-HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
-NODE_FIX = (
-    "cluster.exclude avoids the node; if the run has ended, `hpcdist resume` continues from the newest checkpoint"
-)
-TIME_FIX = (
-    "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
-)
 HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
 
 #: Ordered: the first match is reported, so causes come before their consequences.
@@ -103,7 +93,7 @@ PATTERNS = (
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
     Pattern("node-failure", r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)", "a node failed: {0}", NODE_FIX),
-    Pattern("time-limit", r"DUE TO TIME LIMIT", "the job reached its time limit before the ranks had saved", TIME_FIX),
+    Pattern("time-limit", r"DUE TO TIME LIMIT", "the job reached its time limit", TIME_FIX),
     Pattern(
         "preempted",
         r"DUE TO PREEMPTION",
@@ -195,7 +185,7 @@ WAITING = {
 
 
 def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
-    """Return the first pattern that any line matches, and the index of the first such line."""
+    """Return the first pattern that any line matches, and the index of that line."""
     searched = list(lines)
     for pattern in PATTERNS:
         search = re.compile(pattern.texts).search
@@ -205,7 +195,6 @@ def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
 
 
 def quote(line: str) -> str:
-    """Return a line with single spaces, cut to `QUOTE_CHARS`."""
     text = " ".join(line.split())
     return text if len(text) <= QUOTE_CHARS else text[: QUOTE_CHARS - 1] + "…"
 
@@ -215,25 +204,10 @@ MAX_ATTEMPTS = 4
 #: Lines searched at the end of a log, and number of logs searched.
 MAX_LINES = 20_000
 MAX_LOGS = 64
-#: Causes and fixes by the state with which Slurm ends a job.
-JOB_ENDS = {
-    "OUT_OF_MEMORY": ("the job used more memory than it requested", HOST_MEMORY_FIX),
-    "TIMEOUT": ("the job reached its time limit before the ranks had saved", TIME_FIX),
-    "DEADLINE": ("the job reached its deadline", TIME_FIX),
-    "NODE_FAIL": ("a node failed", NODE_FIX),
-    "BOOT_FAIL": ("a node did not boot", NODE_FIX),
-    "PREEMPTED": ("a job of higher priority preempted this one", ""),
-    "CANCELLED": (
-        "the job was cancelled (scancel, by the user or an administrator)",
-        "`hpcdist resume` submits it again",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The explanation of a run's status."""
-
     cause: str
     evidence: str = ""
     fix: str = ""
@@ -352,23 +326,20 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     if read_logs:
         # The collected stacks are more specific than a log's message about a hang; lost peers are a consequence.
         ignored = ("peer-lost", "collective-timeout", *(["hang"] if hang is not None else []))
-        logs = [attempt.path / "srun.log", *_batch_logs(run), *_rank_logs(run, attempt)]
-        if (found := _of_logs(run, logs, ignored)) is not None:
+        logs = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+        logs = [path for path in logs if stays_inside(path, run.path)]  # a rank may have replaced its log by a link
+        if (found := _of_logs(run, [attempt.path / "srun.log", *_batch_logs(run), *logs], ignored)) is not None:
             return found
     if hang is not None:
         return hang
     if (match := first_match([reason])) is not None:
-        evidence = quote(reason)
-        if match[0].name == "hang" and read_logs:
-            evidence = _innermost_frame(run, attempt) or f"logs in {attempt.path.relative_to(run.path)}"
-        return _known(match[0], reason, evidence)
+        return _known(match[0], reason, quote(reason))
     if reason and record.get("rank") not in dict(failed):
         return Finding(cause=quote(reason), evidence=f"logs in {attempt.path.relative_to(run.path)}")
     return _of_outcome(run, attempt, *failed[0]) if failed else None
 
 
 def first_failed_rank(attempt: Attempt) -> int | None:
-    """Return the rank that failed first; None if no rank of the attempt failed."""
     rank = (read_json(attempt.failure) or {}).get("rank")
     if isinstance(rank, int):
         return rank
@@ -424,12 +395,6 @@ def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
     return Finding(cause=pattern.cause.format(named or "").rstrip(": "), evidence=evidence, fix=pattern.fix)
 
 
-def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
-    """Return the ranks' logs without symbolic links that leave the run folder."""
-    found = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
-    return [path for path in found if path.is_file() and stays_inside(path, run.path)]
-
-
 def _batch_logs(run: RunDir) -> list[Path]:
     found = [path for path in (run.path / "submitit").glob("*") if path.suffix in (".out", ".err")]
     return [*sorted(found, key=lambda path: path.stat().st_mtime)[-1:], run.path / "supervisor.log"]
@@ -441,22 +406,11 @@ def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
 
 
 def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
-    """Quote a line from a rank's log, or from its outcome file if the log does not contain it."""
+    # From the outcome file if the log does not contain it.
     path = attempt.log(rank)
     text = next((part for part in line.splitlines() if part.strip()), line).strip()
     if path.is_file() and stays_inside(path, run.path):
-        found = next(
-            ((number, content) for number, content in reversed(last_lines(path, MAX_LINES)) if text in content), None
-        )
-        if found is not None:
-            return _cite(run, path, *found)
+        for number, content in reversed(last_lines(path, MAX_LINES)):
+            if text in content:
+                return _cite(run, path, number, content)
     return f"{attempt.outcome(rank).relative_to(run.path)}: {quote(text)}"
-
-
-def _innermost_frame(run: RunDir, attempt: Attempt) -> str:
-    """Return the innermost frame of the first stack trace in the logs of hung ranks; empty without one."""
-    for path in _rank_logs(run, attempt):
-        for (_, head), (number, frame) in pairwise(last_lines(path, MAX_LINES)):
-            if "Current thread" in head and "(most recent call first)" in head:
-                return _cite(run, path, number, frame)
-    return ""

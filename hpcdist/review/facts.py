@@ -52,8 +52,6 @@ def readable(read: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
-    """One complete checkpoint."""
-
     path: Path
     step: int
     created: float | None = None  #: seconds since the epoch
@@ -88,11 +86,25 @@ def finite_number(value: Any) -> float | None:
 
 #: Cause of an attempt without a recorded end.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
-#: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
-_CAUSES = {
-    "PREEMPTED": "preempted by a job of higher priority",
-    "TIMEOUT": "the job reached its time limit (Slurm: TIMEOUT)",
-    "OUT_OF_MEMORY": "the job used more memory than it requested (Slurm: OUT_OF_MEMORY)",
+HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
+NODE_FIX = (
+    "cluster.exclude avoids the node; if the run has ended, `hpcdist resume` continues from the newest checkpoint"
+)
+TIME_FIX = (
+    "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
+)
+#: Causes and fixes by the state with which Slurm ends a job.
+JOB_ENDS = {
+    "OUT_OF_MEMORY": ("the job used more memory than it requested", HOST_MEMORY_FIX),
+    "TIMEOUT": ("the job reached its time limit", TIME_FIX),
+    "DEADLINE": ("the job reached its deadline", TIME_FIX),
+    "NODE_FAIL": ("a node failed", NODE_FIX),
+    "BOOT_FAIL": ("a node did not boot", NODE_FIX),
+    "PREEMPTED": ("a job of higher priority preempted this one", ""),
+    "CANCELLED": (
+        "the job was cancelled (scancel, by the user or an administrator)",
+        "`hpcdist resume` submits it again",
+    ),
 }
 
 
@@ -114,18 +126,16 @@ class AttemptFacts:
 
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
-    """Return the attempts of a run, the first one first."""
     found: list[AttemptFacts] = []
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
         by_slurm, start = "", ends.get(attempt.number)
-        if start is not None and start.state == "NODE_FAIL":
-            nodes = start.failed_nodes.split(",") if start.failed_nodes else []
-            failed = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "a node"
-            by_slurm = f"{failed} failed (Slurm: NODE_FAIL)"
-        elif start is not None:
-            by_slurm = _CAUSES.get(start.state, "")
+        if start is not None and start.state in JOB_ENDS and start.state != "CANCELLED":
+            by_slurm = JOB_ENDS[start.state][0]
+            if start.state == "NODE_FAIL" and start.failed_nodes:
+                by_slurm = f"node{'s' * (',' in start.failed_nodes)} {start.failed_nodes.replace(',', ', ')} failed"
+            by_slurm += f" (Slurm: {start.state})"
         facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=by_slurm)
         if facts.first_step is not None:
             resumed = facts.first_step
@@ -139,12 +149,11 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
     Attempts in the middle are left out of a text of more than `max_chars` characters.
     """
     texts = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
-    num_chars, num_left_out = sum(len(text) + 2 for text in texts), 0
+    num_chars, num_all = sum(len(text) + 2 for text in texts), len(texts)
     while num_chars > max_chars - 20 and len(texts) > 2:
         num_chars -= len(texts.pop(len(texts) // 2)) + 2
-        num_left_out += 1
-    if num_left_out:
-        texts.insert((len(texts) + 1) // 2, f"{num_left_out} more")
+    if len(texts) < num_all:
+        texts.insert((len(texts) + 1) // 2, f"{num_all - len(texts)} more")
     return "; ".join(texts)[:max_chars]
 
 
@@ -211,12 +220,11 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
 
 
 def newest_beat(attempt: Attempt) -> dict[str, Any]:
-    """Return the last heartbeat of rank 0; empty if there is none or it cannot be read."""
+    """Return rank 0's last heartbeat; empty if there is none or it cannot be read."""
     return readable(lambda: attempt.read_beat(0)) or {}
 
 
 def last_beat(run: RunDir) -> dict[str, Any]:
-    """Return rank 0's last heartbeat in the last attempt; empty if there is none or it cannot be read."""
     attempts = readable(run.attempts)
     return newest_beat(attempts[-1]) if attempts else {}
 
@@ -305,12 +313,10 @@ class RunFacts:
 
     @property
     def is_live(self) -> bool:
-        """Whether the run has not ended."""
         return self.state.status not in ENDED
 
     @property
     def is_script(self) -> bool:
-        """Whether a plain script is the trainer."""
         return bool(self.stored.config.trainer.script)
 
     @property
@@ -320,7 +326,6 @@ class RunFacts:
 
     @property
     def best_value(self) -> float | None:
-        """The value of the primary metric at the best checkpoint."""
         return None if self.best is None else self.best.metrics[self.monitor]
 
 
@@ -471,7 +476,6 @@ class Series:
         self._ends: list[tuple[int, float]] = []  #: the first and the last point
 
     def add(self, step: int, value: float) -> None:
-        """Add a point; points may arrive in any order."""
         self.num_points += 1
         if not math.isfinite(value):
             self.num_not_finite += 1
@@ -494,17 +498,14 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The value of the highest step; None without a finite value."""
         return self._ends[1][1] if self._ends else None
 
     @property
     def lowest(self) -> float | None:
-        """The smallest finite value."""
         return min(self._values, default=None)
 
     @property
     def highest(self) -> float | None:
-        """The largest finite value."""
         return max(self._values, default=None)
 
 

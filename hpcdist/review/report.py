@@ -34,8 +34,8 @@ from hpcdist.review.charts import (
     timeline,
 )
 from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_command, run_again_command, setup_rows
-from hpcdist.review.explain import JOB_ENDS, Finding, explain_attempt
-from hpcdist.review.facts import Series, ends_by_slurm, read_facts
+from hpcdist.review.explain import Finding, explain_attempt
+from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, percent, read_ledger
 from hpcdist.review.text import PATCH, duration

@@ -130,7 +130,7 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": starts})
     assert [one.cause for one in folder.facts(status="finished").attempts] == [
         "rank 1 was killed",
-        "preempted by a job of higher priority: everything saved",
+        "a job of higher priority preempted this one (Slurm: PREEMPTED): everything saved",
         "a node failed (Slurm: NODE_FAIL)",
         "trained 400 steps",
     ]
@@ -145,7 +145,7 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         assert read_faults(folder.run)[0].where == f"node {nodes}"
     assert folder.facts().num_job_starts == 3
     assert interruptions(attempts, 8000) == (
-        "1: rank 1 was killed; 2: preempted by a job of higher priority: everything saved;"
+        "1: rank 1 was killed; 2: a job of higher priority preempted this one (Slurm: PREEMPTED): everything saved;"
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": {"0": {**starts["0"], "state": 5}}})
