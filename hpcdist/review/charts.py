@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -32,8 +31,6 @@ NUM_COLOURS, NUM_SHADES = 12, 9
 
 
 class Bar(NamedTuple):
-    """A part of a horizontal bar."""
-
     begin: float
     end: float
     colour: int
@@ -118,7 +115,6 @@ def _svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
 
 
 def legend(colours: Mapping[str, int]) -> Markup:
-    """Return the names of the lines or parts of a chart with their colours."""
     items = [
         _tag("span", _tag("i", style=f"background:{_colour(index)}") + name, class_="key")
         for name, index in colours.items()
@@ -129,11 +125,7 @@ def legend(colours: Mapping[str, int]) -> Markup:
 def line_chart(
     lines: Mapping[str, Sequence[Point]], *, x_label: str, y_label: str = "", marks: Mapping[float, str] | None = None
 ) -> Markup:
-    """Return a chart of lines with a legend if there are several; empty without any point.
-
-    Args:
-        marks: x of vertical lines, such as the first step of an attempt, with their titles.
-    """
+    """Return a chart of lines, empty without any point; `marks` are vertical lines with their titles, by x."""
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
@@ -248,9 +240,8 @@ def timeline(ledger: Ledger) -> Markup:
     ended = max(interval.ended for interval in ledger.intervals)
     seconds = ended - began
     unit, scale = ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
-    numbers = sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]
     rows = {}
-    for attempt in numbers:
+    for attempt in sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]:
         own = sorted((it for it in ledger.intervals if it.attempt == attempt), key=lambda it: it.began)
         rows[f"attempt {attempt}" if attempt else "between attempts"] = [
             Bar(
@@ -290,7 +281,6 @@ def ledger_bar(ledger: Ledger) -> Markup:
 
 
 def draw(figure: Figure) -> Markup:
-    """Return a figure of a trainer as HTML."""
     match figure:
         case Matrix():
             return _matrix(figure)
@@ -330,7 +320,6 @@ def _matrix(matrix: Matrix) -> Markup:
 
 
 def draw_patch(text: str) -> Markup:
-    """Return a patch of git with its files, added and removed lines marked."""
     lines = []
     for line in text.splitlines():
         kind = {"+": "add", "-": "del"}.get(line[:1], "") if not line.startswith(("+++ ", "--- ")) else ""
@@ -355,11 +344,9 @@ _STEP_TIMES = "seconds per step"
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with its title, and a sentence about points that it cannot show."""
-
     title: str
     figure: Markup
-    note: str = ""
+    note: str = ""  #: about points that it cannot show
 
 
 def is_read(key: str) -> bool:
@@ -439,10 +426,7 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 def step_times(series: Mapping[str, Series]) -> Chart | None:
     """Return the heat map of the longest step times by node; None for a run on one node."""
 
-    def natural(key: str) -> list[tuple[int, str]]:  # `n2` before `n10`
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
-
-    keys = sorted((key for key in series if _is_node_time(key)), key=natural)
+    keys = sorted(filter(_is_node_time, series), key=lambda key: (len(key), key))  # `n2` before `n10`
     points = {key.split("/")[1]: series[key].points for key in keys}
     steps = [step for node in points.values() for step, _ in node]
     if len(points) < 2 or not steps:

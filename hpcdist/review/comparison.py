@@ -44,7 +44,6 @@ def compare(
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
-    """Return the values of one run: title of a section → name of a row → value."""
     patch = run.path / "code.patch"
     try:
         changes = retry(patch.read_bytes, patch)
@@ -104,9 +103,7 @@ def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
     return found
 
 
-# Comparison of the values that two runs have logged, step by step.
-
-#: Values of one run: metric → step → value.
+#: Logged values of one run: metric → step → value.
 Values = Mapping[str, Mapping[int, float]]
 #: Metrics that a sentence names.
 _SHOWN = 6
@@ -131,8 +128,6 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueComparison:
-    """Result of a comparison."""
-
     num_values: int  #: compared pairs of values
     num_steps: int  #: different steps with compared values
     num_metrics: int
@@ -148,7 +143,6 @@ class ValueComparison:
 
     @property
     def sentence(self) -> str:
-        """The result in one sentence."""
         if not self.num_values:
             return "nothing was compared: the runs have no common values"
         compared = f"{self.num_values:,} values of {self.num_metrics} metrics at {self.num_steps:,} steps"
@@ -222,9 +216,6 @@ def _equal(one: float, other: float, tolerance: float) -> bool:
     # MLflow's database stores infinities as the largest number.
     one, other = (min(max(value, -sys.float_info.max), sys.float_info.max) for value in (one, other))
     return one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=0.0)
-
-
-# What else differs between a recorded run and the run that repeats it.
 
 
 def data_differences(before: Collection[DatasetRecord], after: Collection[DatasetRecord]) -> list[str]:

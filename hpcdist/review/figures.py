@@ -69,8 +69,6 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Text that the model wrote."""
-
     title: str
     text: str
     step: int = 0

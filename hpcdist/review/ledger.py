@@ -30,8 +30,6 @@ MEANINGS: dict[Cause, str] = {
 }
 
 
-# The time of the ranks of one attempt by cause, from the accounts in their heartbeats.
-
 Phase = Literal["start", "compile", "train", "evaluate", "save", "down"]
 #: Names of recorded phases on the time axis of a run.
 PHASES: dict[str, Phase] = {"start": "start", "compile": "compile", "evaluation": "evaluate", "checkpoint": "save"}
@@ -50,23 +48,11 @@ class RankAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAttempt:
-    """An attempt with known times."""
-
     attempt: Attempt
     times: AttemptTimes
     began: float
     ended: float  #: the recorded end, now for a live attempt, or the last sign of a killed one
     is_live: bool
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the attempt failed, or its supervisor was killed."""
-        return self.times.failed or (self.times.ended is None and not self.is_live)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it is known which time was useful; of a plain script only if it reports steps."""
-        return self.times.measured or read_account(self.attempt, 0) is not None
 
     @property
     def nodes(self) -> dict[str, float]:
@@ -120,12 +106,9 @@ def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= LARGEST
 
 
-# The allocations of a run: each supervision of a local run, and each start of a Slurm job.
-
-
 @dataclass(frozen=True, kw_only=True)
 class AllocationTimes:
-    """A time in which resources were allocated to a run. Times are seconds since the epoch."""
+    """A supervision of a local run, or a start of a Slurm job. Times are seconds since the epoch."""
 
     began: float
     ended: float
@@ -136,7 +119,6 @@ class AllocationTimes:
 
 
 def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
-    """Return the attempts of a run whose times are known, oldest first."""
     known = [(attempt, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
     is_held = run.read_state().status == "running" and holder(run) is not None
     found = []
@@ -151,7 +133,6 @@ def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
 
 
 def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTimes]:
-    """Return the allocations of a run until now, oldest first."""
     now = time.time() if now is None else now
     attempts = timed_attempts(run, now)
     starts = all_job_starts(run)
@@ -185,9 +166,6 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     return sorted(found, key=lambda one: one.began)
 
 
-# The ledger of a run: the cause of every second of every allocated GPU, or CPU core where a run uses no GPU.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """Time of the resources of one node in one attempt that has one cause."""
@@ -200,8 +178,6 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A phase of a run on the time axis, in seconds since the epoch."""
-
     phase: Literal["queue"] | Phase
     attempt: int
     began: float
@@ -232,7 +208,7 @@ class Ledger:
 
     @property
     def allocated_s(self) -> float:
-        """Resource-seconds that were allocated to the run."""
+        """Resource-seconds."""
         return sum(self.seconds.values())
 
     @property
@@ -253,7 +229,6 @@ class Ledger:
 
 
 def read_ledger(run: RunDir) -> Ledger:
-    """Return the ledger of a run until now."""
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
     energy: dict[str, float] = {}  # joules by what was measured
@@ -282,12 +257,12 @@ def read_ledger(run: RunDir) -> Ledger:
         energy_of=" and ".join(sorted(energy, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
-        is_measured=all(attempt.is_measured for attempt in attempts),
+        # Of a plain script it is known which time was useful only if it reports steps.
+        is_measured=all(timed.times.measured or read_account(timed.attempt, 0) is not None for timed in attempts),
     )
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """Return a share such as the goodput as text: `63 %`, or `not measured`."""
     return "not measured" if share is None else f"{100 * share:.{digits}f} %"
 
 
@@ -298,7 +273,6 @@ def hours_text(seconds: float) -> str:
 
 
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
-    """Yield the entries of an allocation, which add up to its duration × resources."""
     for cause, began, ended in _gaps(allocation):
         # Nodes that were lost do not belong to the later gaps.
         held = [timed.nodes for timed in allocation.attempts if timed.began <= began and timed.nodes]
@@ -328,7 +302,8 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
         if timed.began > at:
             yield cause, at, timed.began
         at = max(at, timed.ended)
-        cause = "down" if timed.has_failed else "idle"
+        was_killed = timed.times.ended is None and not timed.is_live
+        cause = "down" if timed.times.failed or was_killed else "idle"
     if allocation.ended > at:
         yield cause, at, allocation.ended
 
@@ -376,8 +351,6 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     return found
 
 
-# The cost of runs, by user, month, experiment or run.
-
 Group = Literal["user", "month", "experiment", "run"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -404,18 +377,18 @@ def costs(
             found.setdefault(key, []).append(ledger)
         else:
             without.append(run)
-    return {key: (len(found[key]), _sum(found[key])) for key in sorted(found)}, without, problems
-
-
-def _sum(ledgers: Sequence[Ledger]) -> Ledger:
-    energy = [one.energy_kwh for one in ledgers if one.energy_kwh is not None]
-    return Ledger(
-        unit=ledgers[0].unit,
-        entries=tuple(entry for one in ledgers for entry in one.entries),
-        queue_s=sum(one.queue_s for one in ledgers),
-        energy_kwh=sum(energy) if energy else None,
-        is_measured=all(one.is_measured for one in ledgers),
-    )
+    sums = {}
+    for key, ledgers in sorted(found.items()):
+        energy = [one.energy_kwh for one in ledgers if one.energy_kwh is not None]
+        total = Ledger(
+            unit=ledgers[0].unit,
+            entries=tuple(entry for one in ledgers for entry in one.entries),
+            queue_s=sum(one.queue_s for one in ledgers),
+            energy_kwh=sum(energy) if energy else None,
+            is_measured=all(one.is_measured for one in ledgers),
+        )
+        sums[key] = len(ledgers), total
+    return sums, without, problems
 
 
 def _value(run: RunDir, group: Group) -> str:

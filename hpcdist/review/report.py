@@ -44,8 +44,6 @@ from hpcdist.run.records import read_times
 
 T = TypeVar("T")
 
-# The facts of a run that its report shows in tables: faults, stragglers, preflight, environment and config.
-
 #: Limits of the rows of a table.
 MAX_ROWS = 200
 MAX_TEXT = 600
@@ -64,8 +62,6 @@ MAX_PATCH = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The first failure of an attempt, with its explanation."""
-
     attempt: int
     where: str  #: rank, node and step, or the failed nodes
     error: str
@@ -79,7 +75,6 @@ def read_patch(run: RunDir) -> dict[str, Any] | None:
         return None
 
     def read() -> tuple[str, Counter[str]]:
-        """Return the beginning of the patch, and the numbers of its files, added and removed lines."""
         shown, num_chars, counts = [], 0, Counter[str]()
         with io.TextIOWrapper(open_regular(path), errors="replace") as file:
             for line in file:
@@ -99,7 +94,7 @@ def read_patch(run: RunDir) -> dict[str, Any] | None:
         "drawing": draw_patch(redact_text(text[:MAX_PATCH])),
         "is_cut": len(text) > MAX_PATCH,
         "counts": counts,
-        "left_out": [text_of(item) for item in left_out][:MAX_ROWS],  # places of likely secrets
+        "left_out": list(map(text_of, left_out[:MAX_ROWS])),  # places of likely secrets
     }
 
 
@@ -182,7 +177,6 @@ def read_environment(run: RunDir) -> dict[str, str]:
 
 
 def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a tree as text by dotted key, without passwords in addresses."""
     return {key: text_of(value) for key, value in flat(tree).items()}
 
 
@@ -201,8 +195,7 @@ def _items(value: Any) -> list[Any]:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the templates of `hpcdist/review/templates/`."""
-    # All texts are escaped. The page needs no network and no scripts, for MLflow's artifact viewer and for mail.
+    # The page needs no network and no scripts, for MLflow's artifact viewer and for mail.
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("hpcdist.review"),
         autoescape=True,
@@ -210,27 +203,11 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Callable[..., str]] = {
-        "command": redact_text,
-        "duration": duration,
-        "number": number,
-        "marked": marked_code,
-        "percent": lambda share: percent(share, 1),
-        "text": text_of,
-    }
-    found.filters |= filters
-    found.globals |= {
-        "setup_rows": setup_rows,
-        "attempt_rows": attempt_rows,
-        "attempt_columns": ATTEMPT_COLUMNS,
-        "max_attempts": MAX_ATTEMPTS,
-        "run_again_command": run_again_command,
-        "rerun_command": rerun_command,
-        "timeline": timeline,
-        "ledger_bar": ledger_bar,
-        "draw": draw,
-        "patch_name": PATCH,
-    }
+    found.filters.update(command=redact_text, duration=duration, number=number, marked=marked_code, text=text_of)
+    found.filters["percent"] = lambda share: percent(share, 1)
+    found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
+    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command, patch_name=PATCH)
+    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, ledger_bar=ledger_bar, draw=draw)
     return found
 
 
