@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.checks import machine as checks_machine
-from hpcdist.checks import storage as checks_storage
-from hpcdist.checks.machine import trial_checks
-from hpcdist.checks.slurm import client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.checks import site
+from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
 from hpcdist.host import machine as host_machine
@@ -39,11 +38,11 @@ from hpcdist.slurm.preflight_checks import check_nodes
 from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 from hpcdist.tracking.uri import sqlite_path
 
-# Sections of the report: each runs in its own thread, and a timeout becomes a warning of the report.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
+    """A part of the report that runs in its own thread; a timeout becomes a warning."""
+
     title: str
     run: Callable[[], list[Check]]  #: it may block; its thread is abandoned after the timeout
     timeout_s: float = 20.0
@@ -70,8 +69,6 @@ def execute(
         yield section.title, checks
 
 
-# Sections about this machine.
-
 #: Limit for the controller, partitions and accounting together.
 SLURM_S = 45.0
 #: The first access to a network file system may take seconds.
@@ -93,16 +90,13 @@ class Request:
 def machine_sections(request: Request) -> list[Section]:
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
-    has_gpus = host_machine.gpu_device_files() > 0
     inside = bool(container_runtime())
     slurm = start(read_slurm).result  # one query for all sections
 
     def gpus() -> list[Check]:
-        found = host_machine.gpus()
+        found, num_files = host_machine.gpus(), host_machine.gpu_device_files()
         visible = host_machine.visible_gpus(len(found), env)
-        return checks_machine.all_gpu_checks(
-            found, visible, host_machine.gpu_device_files(), host_machine.driver_version()
-        )
+        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.driver_version())
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
@@ -113,7 +107,7 @@ def machine_sections(request: Request) -> list[Section]:
         return checks_machine.host_name_checks(host, found, is_node=is_node)
 
     def runtimes() -> list[Check]:
-        host = checks_machine.Host.inspect(user, has_gpus, slurm().proctrack)
+        host = checks_machine.Host.inspect(user, host_machine.gpu_device_files() > 0, slurm().proctrack)
         return checks_machine.runtime_checks(host, expected=not inside)
 
     sections = [
@@ -129,7 +123,7 @@ def machine_sections(request: Request) -> list[Section]:
         ),
         Section(
             title="Folder of runs",
-            run=lambda: checks_storage.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
+            run=lambda: site.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
             timeout_s=FOLDER_S,
             timeout_fix=f"its file system hangs: see `df {request.folder}`, or set another --runs-dir",
         ),
@@ -151,18 +145,19 @@ def machine_sections(request: Request) -> list[Section]:
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
-    """Start two ranks on CPUs as `hpcdist run` does, and one rank for each GPU."""
     if "torch" not in host_machine.versions():
         return []
     with ThreadPoolExecutor() as pool:
-        on_cpus = pool.submit(trial_checks, "cpu", 2, env)
+        on_cpus = pool.submit(checks_machine.trial_checks, "cpu", 2, env)
         count = host_machine.visible_gpus(len(host_machine.gpus()) or host_machine.gpu_device_files(), env)
-        checks = [*(trial_checks("cuda", count, env) if count else []), *on_cpus.result()]
+        checks = [*(checks_machine.trial_checks("cuda", count, env) if count else []), *on_cpus.result()]
     if reason := private_network.why_refused():
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
         return [*checks, note("network", text)]
-    text = "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"
-    return [*checks, ok("network", text)]
+    return [
+        *checks,
+        ok("network", "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"),
+    ]
 
 
 def _store(request: Request) -> list[Check]:
@@ -170,10 +165,8 @@ def _store(request: Request) -> list[Check]:
         return [warning("store", request.store_problem)]
     database = sqlite_path(request.store)
     kind = host_storage.file_system(host_storage.existing(database)) if database is not None else ""
-    return checks_storage.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
+    return site.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
 
-
-# `hpcdist doctor RUN`: sections about the run's status, failed attempts, and nodes.
 
 #: Number of failed attempts and of healthy nodes with a line each.
 SHOWN_ATTEMPTS = 5
@@ -195,14 +188,10 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
         Section(title="Run", run=lambda: _status(run), timeout_s=SLOW_S),
         Section(title="Attempts", run=lambda: attempts(run)),
         Section(title="Preflight", run=lambda: preflight(run)),
-    ]
-    if job_of(run) is None:
-        return sections
-    return [
-        *sections,
         Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=SLOW_S),
         Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
     ]
+    return sections[:3] if job_of(run) is None else sections
 
 
 def _status(run: RunDir) -> list[Check]:
@@ -260,7 +249,6 @@ class _Preflight:
 
 
 def preflight(run: RunDir) -> list[Check]:
-    """Return the results of the newest preflight."""
     checked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
     if not checked:
         return []
@@ -360,8 +348,6 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     return checks
 
 
-# The report as text and as a JSON document. Pure functions.
-
 #: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
 _MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "warning": "warning", "failure": "FAILURE"}
@@ -383,7 +369,7 @@ def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[t
 
 
 def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a text; rich would break long words such as paths and commands."""
+    # rich would break long words such as paths and commands.
     lines = textwrap.wrap(
         text,
         max(width, 60),

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 
 import hpcdist
+from hpcdist.checks.site import GIB
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import (
     CAP_SYS_RESOURCE,
@@ -44,13 +45,11 @@ from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import readable
 from hpcdist.run.folder import RunDir
 
-# Checks of the installed software; nothing is imported for them.
-
 TOGETHER = "install both together from one index: `pip install --force-reinstall torch torchvision`"
 
 
 def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[Check]:
-    """Check hpcdist and torch, and whether the versions are compatible."""
+    """Check hpcdist and torch, without importing them, and whether the versions are compatible."""
     torch, cuda, driver = (found.get(name, "") for name in ("torch", "cuda", "driver"))
     checks = [
         ok("Python", f"{found['python']}, {sys.prefix}"),
@@ -87,9 +86,6 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-# Checks of this machine's GPUs.
-
-
 def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
     """Return the results of all GPUs, or one that explains why there are none."""
     if not found:
@@ -123,22 +119,16 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
     return [ok("names", f"{host} → {found['address']} → {back} ({took})")]
 
 
-# Cores, memory, shared memory and limits that processes on this machine may use.
-
-GIB = 2**30
 #: Importing torch takes half a GiB per rank; two ranks with a small model need about this.
 _LITTLE_MEMORY = 2 * GIB
 #: Ranks, data workers and RPC open hundreds of sockets and files.
-_FEW_FILES = 1024
-_FEW_PROCESSES = 1024
+_FEW = 1024
 #: cgroups version 1 writes larger values for `no limit`.
 _NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """Resources of this machine that a process may use."""
-
     cores: int
     quota: float | None  #: the cgroup's CPU quota in cores, which `nproc` does not show
     memory_bytes: int
@@ -152,7 +142,6 @@ class ResourceLimits:
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> ResourceLimits:
-        """Read the limits; tests set another `root` for /proc, /sys and /dev."""
         memory = psutil.virtual_memory().total
         quotas, limits = [], [memory]
         for folder in _cgroups(root):
@@ -206,7 +195,6 @@ def _size(num_bytes: int) -> str:
 
 
 def resource_checks(found: ResourceLimits) -> list[Check]:
-    """Compare cores, memory and limits with the needs of a run."""
     if found.quota is not None and found.quota < found.cores - 0.5:
         text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
         fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
@@ -231,18 +219,16 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
         checks += [*shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
     limits = [*locked_memory_checks(found.locked_bytes)] if found.rdma else []
-    for name, value, least, flag in (
-        ("open files", found.max_files, _FEW_FILES, "ulimit -n 65536"),
-        ("processes", found.max_processes, _FEW_PROCESSES, "ulimit -u 65536"),
+    for name, value, flag in (
+        ("open files", found.max_files, "ulimit -n 65536"),
+        ("processes", found.max_processes, "ulimit -u 65536"),
     ):
-        if value < least:
+        if value < _FEW:
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
             limits.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
     return checks + (limits or [ok("limits", f"{shown} open files")])
 
-
-# Test of the start of ranks: a short communication benchmark, in child processes, so that a hang cannot block doctor.
 
 #: On a slow network file system, the import of torch takes most of this time.
 TRIAL_S = 90.0
@@ -254,7 +240,7 @@ _TRIAL = (
 
 
 def trial_checks(device: Literal["cpu", "cuda"], num_ranks: int, env: Mapping[str, str]) -> list[Check]:
-    """Start ranks on this machine as `hpcdist run` does, and check the sums of their all-reduces."""
+    """Start ranks as `hpcdist run` does, in child processes, so that a hang cannot block doctor."""
     name = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {'nccl' if device == 'cuda' else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-", ignore_cleanup_errors=True) as folder:
         words = [*_TRIAL, f"launch.device={device}", f"launch.num_ranks={num_ranks}", f"runs_dir={folder}/runs"]
@@ -272,8 +258,6 @@ def trial_checks(device: Literal["cpu", "cuda"], num_ranks: int, env: Mapping[st
         found = explain_attempt(run, run.attempt(state.attempt), state.reason) or Finding(cause=state.reason)
         return [failure(name, f"{found.cause}: {found.evidence}" if found.evidence else found.cause, found.fix)]
 
-
-# Container runtimes on this machine: installed, and usable by this user.
 
 #: Limit for each command.
 TIMEOUT_S = 10.0
@@ -347,9 +331,7 @@ def runtime_checks(
         # One working runtime suffices, so a broken one is no warning.
         return [replace(check, level="note") if check.level == "warning" else check for check in checks]
     if not checks and expected:
-        fix = (
-            "for containers install podman or docker; on clusters apptainer, enroot or charliecloud, which need no root"
-        )
+        fix = "install podman or docker; on clusters apptainer, enroot or charliecloud, which need no root"
         return [note("runtimes", "none installed: runs work without a container", fix)]
     return checks
 
@@ -463,16 +445,11 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
 }
 
 
-# Checks of the container around this process.
-
-
 def container_checks(image: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
     """Return the usual mistakes in containers that are started by hand, given the result of `image_facts`."""
     build = image.get("image_build", "")[:12]
-    if named := " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])):
-        checks = [ok("image", named)]
-    else:
-        checks = [note("image", "not built by `hpcdist image build`")]
+    named = " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""]))
+    checks = [ok("image", named) if named else note("image", "not built by `hpcdist image build`")]
     if (root / "proc/driver/nvidia/version").is_file() and not any((root / "dev").glob("nvidia[0-9]*")):
         text = "the host has an NVIDIA driver, but no GPU is passed into the container: training uses the CPUs"
         fix = "docker: --gpus all; podman: --device nvidia.com/gpu=all; apptainer: --nv; or `hpcdist run … --in docker`"

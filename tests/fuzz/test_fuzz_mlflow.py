@@ -20,7 +20,7 @@ from fuzzing import check_message, fuzz
 from http_servers import in_thread, mlflow_application, serving
 from hypothesis import strategies as st
 
-from hpcdist.checks.storage import store_checks
+from hpcdist.checks.site import store_checks
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError

@@ -25,7 +25,7 @@ from hpcdist.checks.doctor import (
     summary_lines,
     would_fail,
 )
-from hpcdist.checks.slurm import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.checks.site import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.host.files import write_json
@@ -253,7 +253,6 @@ def test_conflicting_settings_are_reported() -> None:
     assert levels(RequeueExit="1-3")["requeue"] == "warning"
     assert "requeue" not in levels(RequeueExit="142,143")
     assert levels(ProctrackType="proctrack/pgid")["clean-up"] == "note"
-    assert levels(MaxArraySize="1")["sweeps"] == "note"
 
 
 # --- `hpcdist doctor RUN`: sections about the run folder and the nodes.

@@ -18,8 +18,8 @@ import pytest
 from hpcdist_runs import unused_port
 from http_servers import in_thread
 
-from hpcdist.checks import storage as module
-from hpcdist.checks.storage import GIB, folder_checks, migrations, store_checks
+from hpcdist.checks import site as module
+from hpcdist.checks.site import GIB, folder_checks, migrations, store_checks
 from hpcdist.host.machine import Check
 
 KNOWN = migrations()

@@ -20,7 +20,7 @@ from hpcdist.checks.machine import (
     resource_checks,
     trial_checks,
 )
-from hpcdist.checks.storage import GIB
+from hpcdist.checks.site import GIB
 from hpcdist.host.machine import Check, Gpu
 
 

@@ -19,8 +19,7 @@ from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
 from typer.main import get_command
 
 from hpcdist.checks import doctor as checks_doctor
-from hpcdist.checks import slurm as checks_slurm
-from hpcdist.checks import storage
+from hpcdist.checks import site
 from hpcdist.cli import runs
 from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
@@ -470,8 +469,8 @@ def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run `hpcdist doctor` in this process, on a machine without Slurm."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(checks_doctor, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
-    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: checks_slurm.SlurmFacts(missing=checks_slurm.NEEDED))
+    monkeypatch.setattr(checks_doctor.checks_machine, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
+    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: site.SlurmFacts(missing=site.NEEDED))
     which = shutil.which
 
     def without_slurm(name: str, *more: Any, **named: Any) -> str | None:
@@ -498,9 +497,9 @@ def test_doctor_prints_sections_and_a_summary(checked: Cli, tmp_path: Path, monk
     assert "  ok       2 ranks, gloo  32 checks passed" in lines
     assert lines[-1].startswith("No problem found that would make a run fail;")
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
-    access = storage.os.access
+    access = site.os.access
     # Root can write everywhere.
-    monkeypatch.setattr(storage.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(site.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
     code, out, _ = checked()
     assert code == 1
     # A long path is never cut, so the line may break around it.
