@@ -44,7 +44,7 @@ def memory_mb(field: str) -> float:
 def main() -> None:
     arguments = argument_parser(__doc__, rounds=15).parse_args()
     gc.disable()
-    for name in ("torch", parent.RANK_MODULE, *parent._OF_TRAINERS, "hpcdist.trainers.ddp.train"):
+    for name in ("torch", parent.RANK_MODULE, *parent.TRAINER_MODULES, "hpcdist.trainers.ddp.train"):
         __import__(name)
     gc.freeze()
     row = {

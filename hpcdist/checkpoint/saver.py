@@ -1,6 +1,4 @@
-"""Asynchronous saving: the training thread copies the state to host memory, which is allocated once and reused; a
-second thread writes the files.
-"""
+"""Asynchronous saving: the training thread copies the state to reused host memory, and a second thread writes it."""
 
 from __future__ import annotations
 
@@ -126,9 +124,6 @@ class AsyncSaver(BackgroundWriter):
         """Save as `submit`. If the step is saved already, the call only adds the metrics.
 
         `on_written` is called once the checkpoint is on disk. The other arguments are the fields of `Snapshot`.
-
-        Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, and for a
-        value that a checkpoint cannot contain.
         """
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")

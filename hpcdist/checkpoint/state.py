@@ -1,6 +1,4 @@
-"""Contents of a checkpoint: state dicts under the names of the bare model, states of random number generators, weights
-for use outside of a run, shards that several ranks own.
-"""
+"""Contents of a checkpoint: clean state dicts, states of random number generators, shards of ranks, merged weights."""
 
 from __future__ import annotations
 
@@ -106,15 +104,8 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore a result of `rng_state`. A CUDA state is ignored if `device` is not a CUDA device."""
     torch.set_rng_state(state["torch"])
     numpy = state["numpy"]
-    np.random.set_state(
-        (
-            numpy["name"],
-            numpy["keys"].numpy().astype(np.uint32),
-            numpy["position"],
-            numpy["has_gauss"],
-            numpy["cached"],
-        )
-    )
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if device.type == "cuda" and "cuda" in state:

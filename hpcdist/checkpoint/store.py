@@ -157,10 +157,7 @@ class CheckpointStore:
         return None if self._newest is None else self._newest.step
 
     def load(self, path: Path, *, verify: bool = True) -> Snapshot:
-        """Load one checkpoint folder into host memory. `verify` checks the hashes, unless `latest()` has just done so.
-
-        Raises CheckpointError if it is incomplete, has changed, or contains anything other than plain data.
-        """
+        """Load one checkpoint into host memory. `verify` checks the hashes, unless `latest()` has just done so."""
         manifest = read_manifest(path)
         if verify:
             verify_hashes(manifest)
@@ -170,13 +167,11 @@ class CheckpointStore:
         return Snapshot(step=manifest.step, model=load_file(path / MODEL_FILE), metrics=manifest.metrics, **rest)
 
     def _folders(self) -> list[Path]:
-        """Return the folders named like a checkpoint, newest first."""
         steps = {entry: step_of(entry) for entry in _entries(self.folder)}
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
     def _best_of(self, candidates: list[Manifest]) -> Manifest | None:
-        """Return the first candidate with the best metric; None if none has the metric."""
         values = {found.step: found.metrics.get(self._best_metric or "", math.nan) for found in candidates}
         scored = [found for found in candidates if not math.isnan(values[found.step])]
         choose = max if self._monitor_mode == "max" else min

@@ -1,12 +1,12 @@
-"""`Context`: the API that a trainer's `train(ctx, config)` uses for batches, logging, checkpoints, stopping and
-collectives.
-"""
+"""`Context`: the API of trainers for batches, logging, checkpoints, stopping and collectives."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from hpcdist.checkpoint.state import Shard
+from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
+from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
+from hpcdist.checkpoint.store import CheckpointStore, load_file, shard_name
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError, ConfigError
-from hpcdist.rank.checkpointing import RankCheckpoints, Restored
+from hpcdist.host import retry
 from hpcdist.rank.elastic import (
     Division,
     MicroBatch,
@@ -38,6 +40,41 @@ from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
 from hpcdist.tracking.rank_records import RankRecords
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The checkpoint that `Context.restore` returns, in host memory.
+
+    Attributes:
+        step: number of steps done when the checkpoint was saved.
+        model: state dict of the bare model, as passed to `Context.save` on rank 0.
+        trainer: the `trainer` argument of `Context.save`.
+        local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
+            of ranks of this role has changed since.
+        local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
+        folder: the checkpoint folder.
+        world_size: number of ranks of the run when it saved the checkpoint.
+    """
+
+    step: int
+    model: dict[str, torch.Tensor]
+    trainer: dict[str, Any]
+    local: dict[str, Any] | None
+    local_by_rank: list[dict[str, Any] | None]
+    folder: Path
+    world_size: int
+
+    def shard(self, rank: int) -> dict[str, Any] | None:
+        """Return the `Shard` that a rank saved: a dict with the keys `model`, `rows` and `trainer`; None without one.
+
+        Args:
+            rank: a rank of the run that saved the checkpoint, 0 to `self.world_size` - 1.
+        """
+        path = self.folder / shard_name(rank)
+        return load_file(path) if retry.exists(path) else None
 
 
 class Context:
@@ -109,15 +146,17 @@ class Context:
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
         heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account
-        self._checkpoints = RankCheckpoints(
-            config=config,
-            run=run,
-            attempt=attempt,
-            topology=topology,
-            device=device,
-            groups=groups,
-            journal=records.journal,
+        self._store = CheckpointStore(
+            run.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            best_metric=config.checkpoint.monitor,
+            monitor_mode=config.checkpoint.monitor_mode,
         )
+        self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
+        self._shard_writer = BackgroundWriter(str(run.checkpoints))
+        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
+        self._saved_step = -1  #: of the checkpoint that was saved or restored last
+        self._saved_division: SavedDivision | None = None  #: of an elastic run, which a checkpoint holds, once known
 
     @property
     def rank(self) -> int:
@@ -150,11 +189,7 @@ class Context:
         return self.roles.name_of(self.rank)
 
     def ranks_of(self, role: str) -> range:
-        """Return the ranks of a role, ordered by their index. Raises ConfigError if no rank has this role.
-
-        Args:
-            role: a key of the config's `roles`, or `trainer` in a run without roles.
-        """
+        """Return the ranks of a role, ordered by their index. Raises ConfigError if no rank has this role."""
         return self.roles.ranks_of(role)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -232,12 +267,12 @@ class Context:
         another division.
         """
         if num_samples not in self._divisions:
-            saved = self._checkpoints.division
+            saved = self._saved_division
             # A trainer may divide further training sets later.
             if saved is not None and not self._divisions and (problems := saved.problems(self.config, num_samples)):
                 raise ConfigError(problems)
             division = divide(self.config, num_samples, self.rank, self.world_size, saved)
-            self._checkpoints.division = SavedDivision(
+            self._saved_division = SavedDivision(
                 num_micro_batches=division.num_micro_batches,
                 global_batch_size=division.global_batch_size,
                 num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
@@ -301,7 +336,8 @@ class Context:
 
         Raises CheckpointError if a save in the background has failed, and RuntimeError if another rank has died.
         """
-        self._checkpoints.check()
+        self._saver.check()
+        self._shard_writer.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat(regular=True)
@@ -310,17 +346,14 @@ class Context:
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._records.journal.log(times, step)
-        if (
-            self._is_elastic
-            and self.is_main
-            and (step % self.config.tracking.log_every_steps == 0 or self._is_first_step)
-        ):
+        is_logged = self._is_first_step or step % self.config.tracking.log_every_steps == 0
+        if self._is_elastic and self.is_main and is_logged:
             self._records.journal.log({"world_size": self.world_size}, step)
         self._is_first_step = False
         if self._commands.profile_is_due:
             with self.timer.account.phase("idle"):
                 self._commands.step_done(step)
-            self.timer.exclude_step()
+            self.timer.began = None  # a step of a profile is slower: it is not counted
         return stop
 
     @property
@@ -422,7 +455,7 @@ class Context:
         is_regular = every is not None and step % every == 0
         if self._commands.save_is_due:
             return True
-        return self._checkpoints.saved_step != step and (self._stop.agreed or is_regular)
+        return self._saved_step != step and (self._stop.agreed or is_regular)
 
     def save(
         self,
@@ -454,19 +487,66 @@ class Context:
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         with self.timer.account.phase("checkpoint"):
-            self._checkpoints.save(
-                step,
-                model=model,
-                trainer=trainer,
-                local=local,
-                metrics=metrics,
-                shard=shard,
-                on_written=self._commands.saving(step),
-            )
+            self._save(step, model, dict(trainer), local, dict(metrics or {}), shard)
             if shard is not None:
                 self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self._heartbeat.beat()
         self.timer.skip()
+
+    def _save(
+        self,
+        step: int,
+        model: nn.Module | None,
+        trainer: dict[str, Any],
+        local: Mapping[str, Any] | None,
+        metrics: Mapping[str, float],
+        shard: Shard | None,
+    ) -> None:
+        on_written = self._commands.saving(step)
+        is_owner = shard is not None and not shard.is_empty
+        rank_state = {
+            "rng": rng_state(self.device),
+            "local": local
+            and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
+            "role": self.rpc_name,
+            **(asdict(self._saved_division) if self._saved_division is not None else {}),
+        }
+        state = MaybeSharded(({} if model is None else clean_state_dict(model), trainer))
+        gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
+        if len({is_sharded for *_, is_sharded in gathered}) > 1:
+            without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
+            raise CheckpointError(
+                f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no shard:"
+                " pass them on every rank, so that they can be saved whole"
+            )
+        whole = state.gather(keep=self.is_main)
+        is_new, self._saved_step = step != self._saved_step, step
+        staging = self._store.staging(step, self.attempt.number)
+        if shard is not None and is_owner and is_new:
+            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+        if self.is_main:
+            owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
+            self._saver.save(
+                step,
+                model=whole[0],
+                trainer=whole[1],
+                rank_states=[state for state, *_ in gathered],
+                metrics=metrics,
+                collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+                on_written=on_written,
+            )
+
+    def _before_publish(self) -> None:
+        """Make the journal durable, and refuse the checkpoint if a newer attempt has begun.
+
+        A supervisor that was suspended may have been replaced while its ranks continued (`run/lease.py`).
+        """
+        self._records.journal.flush(durable=True)
+        if retry.exists(self.run.attempt(self.attempt.number + 1).path):
+            raise CheckpointError(
+                f"attempt {self.attempt.number + 1} of run {self.run.name} has begun:"
+                f" attempt {self.attempt.number} must not save checkpoints any more"
+            )
 
     def restore(self) -> Restored | None:
         """Load the newest valid checkpoint. Call it on every rank, directly before the training loop.
@@ -474,12 +554,54 @@ class Context:
         The call restores the random number generators. The trainer itself loads model and optimizer from the result,
         which is None at the first start of the run. Raises CheckpointError if the checkpoint cannot be read.
         """
-        restored = self._checkpoints.restore()
+        restored = self._load_newest()
         if restored is not None:
             self._heartbeat.step = restored.step
             self._divisions.clear()  # the checkpoint determines the number of micro-batches
         self._notes.begin(0 if restored is None else restored.step)
         return restored
+
+    def _load_newest(self) -> Restored | None:
+        path = ""
+        if self.is_main:
+            self._store.remove_leftovers()
+            newest = self._store.latest()
+            path = str(newest.path) if newest is not None else ""
+        if not (path := self.groups.broadcast(path)):
+            return None
+        # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
+        checkpoint = self._store.load(Path(path), verify=False)
+        states = checkpoint.rank_states
+        self._saved_step = checkpoint.step
+        self._saved_division = SavedDivision.of(states[0])
+        is_elastic = self._is_elastic and self._saved_division is not None
+        roles = [str(state["role"]).partition(":")[0] for state in states]
+        local = None
+        if roles.count(self.role) == self.roles.count(self.role):
+            own = states[roles.index(self.role) + self.role_index]
+            local = own["local"]
+            set_rng_state(own["rng"], self.device)
+        elif is_elastic:
+            # After a step the state is equal on all ranks, see `rank/elastic.py`.
+            set_rng_state(states[0]["rng"], self.device)
+        else:
+            seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)
+        before, now = len(states), self.world_size
+        if before != now and (self.config.roles or is_elastic):  # trainers with roles report its effect themselves
+            log.info("%d ranks instead of %d continue the run", now, before)
+        elif before != now:
+            text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
+            log.warning(text, before, now)
+        log.info("resumed at step %d from %s", checkpoint.step, path)
+        return Restored(
+            step=checkpoint.step,
+            model=checkpoint.model,
+            trainer=checkpoint.trainer,
+            local=local,
+            folder=Path(path),
+            world_size=before,
+            local_by_rank=[state["local"] for state in states],
+        )
 
     def close(self) -> None:
         """Wait until checkpoints and metrics are on disk. The worker calls it after `train`.
@@ -490,13 +612,14 @@ class Context:
         self._commands.close()
         with self.timer.account.phase("checkpoint"):
             self._stop.close()
-            self._checkpoints.close()
+            self._shard_writer.close()
+            self._saver.close()
             self._records.journal.flush(durable=True)
         self.timer.account.is_closed = True
         self._heartbeat.close()
         step, trainer = self._heartbeat.step, find_trainer(self.config.trainer.target)
         saves_nothing = self.config.trainer.script or (trainer is not None and trainer.is_benchmark)
-        if self._stop.agreed and self._checkpoints.saved_step < step and not saves_nothing:
+        if self._stop.agreed and self._saved_step < step and not saves_nothing:
             raise CheckpointError(
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"

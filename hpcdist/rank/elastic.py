@@ -63,11 +63,9 @@ class Division:
         return before * self.micro_batch_size if before < self._num_in_epoch else self.num_samples
 
     def batch_size(self, step_in_epoch: int) -> int:
-        """Return the number of samples of a global batch."""
         return self._begin(step_in_epoch + 1, 0) - self._begin(step_in_epoch, 0)
 
     def num_filled(self, step_in_epoch: int) -> int:
-        """Return the number of micro-batches with samples in a global batch."""
         return min(self.num_micro_batches, self._num_in_epoch - step_in_epoch * self.num_micro_batches)
 
     def share(self, step_in_epoch: int, rank: int | None = None) -> range:
@@ -120,18 +118,15 @@ class SavedDivision:
 
     def problems(self, config: Config, num_samples: int) -> list[str]:
         """Return the differences of a config and a training set from this division."""
-        problems = []
-        batch_size, number = config.data.global_batch_size, config.elastic.micro_batches
-        if self.global_batch_size != batch_size:
-            problems.append(
-                f"data.global_batch_size={batch_size}, but the checkpoint was saved with {self.global_batch_size}:"
-                " set that, or start a new run"
+        number = self.num_micro_batches
+        problems = [
+            f"{key}={value}, but the checkpoint was saved with {saved}: set that, or start a new run"
+            for key, value, saved in (
+                ("data.global_batch_size", config.data.global_batch_size, self.global_batch_size),
+                ("elastic.micro_batches", config.elastic.micro_batches or number, number),
             )
-        if number not in (None, self.num_micro_batches):
-            problems.append(
-                f"elastic.micro_batches={number}, but the checkpoint was saved with {self.num_micro_batches}:"
-                " set that, or start a new run"
-            )
+            if value != saved
+        ]
         if num_samples not in self.num_samples:
             problems.append(
                 f"the training set has {num_samples} samples, but the checkpoint was saved with"
@@ -143,10 +138,7 @@ class SavedDivision:
 def divide(
     config: Config, num_samples: int, rank: int, world_size: int, saved: SavedDivision | None = None
 ) -> Division:
-    """Return the division of a training set. The number of micro-batches is that of the config, or that of `saved`.
-
-    Raises ConfigError if the run is not elastic, or the global batch cannot be divided.
-    """
+    """Return the division of a training set. The number of micro-batches is that of the config, or that of `saved`."""
     batch_size = config.data.global_batch_size
     if batch_size is None:
         raise ConfigError(["data.global_batch_size is not set: micro-batches need it, such as 256"])
@@ -315,10 +307,7 @@ class MicroBatch:
 def micro_batches(
     division: Division, model: DistributedDataParallel, step: int, *, exact: bool
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of a step; see `Context.micro_batches`.
-
-    `exact`: the order of the sum does not depend on the number of ranks.
-    """
+    """Yield this rank's micro-batches of a step; see `Context.micro_batches`."""
     epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
     batch_size = division.batch_size(step_in_epoch)
     shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]

@@ -4,18 +4,18 @@
     python -m hpcdist.rank.parent RUN_FOLDER LIMIT_S NAME [EARLIER_NAME…]   on a node of a job, as a task of srun
 
 It also imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
-alone, because it may start threads, use a GPU or read the rank's variables at its import. The parent has no threads and
-no CUDA context, and never runs code of a rank. When it dies, the kernel kills the ranks.
+alone: it may start threads, use a GPU or read the rank's variables. The parent has no threads and no CUDA context, and
+never runs code of a rank. When it dies, the kernel kills the ranks.
 
-`rank/forked_task.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes the connections
-on through standard output, which is a socket; the parent ends when the supervisor closes it. On a node, the tasks of
-ranks connect to a socket in the run folder, also while the parent imports torch. There, SIGALRM ends a parent whose
-imports take more than LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step
-with a lost node.
+`rank/parent_client.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes connections on
+through standard output, a socket; the parent ends when the supervisor closes it. On a node, the tasks of ranks connect
+to a socket in the run folder, also during the imports. There, SIGALRM ends a parent whose imports take more than
+LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step with a lost node.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -36,24 +36,24 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.host import retry
 from hpcdist.rank import private_network
-from hpcdist.rank.forked_task import MESSAGE_BYTES, address, peer_uid
+from hpcdist.rank.parent_client import MESSAGE_BYTES, address, peer_uid
 from hpcdist.rank.processes import (
     CANNOT_FORK,
     FILE_TIMEOUT_S,
     IGNORED,
     PARENT_MODULE,
+    PR_SET_NAME,
     RANK_MODULE,
     fork_rank,
     leave,
-    show_place,
     wait_for_end,
 )
 from hpcdist.run.folder import RunDir, require_same
 
 #: Modules that every rank with a trainer imports; `context` imports the others.
-_OF_TRAINERS = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check", "hpcdist.rank.context")
+TRAINER_MODULES = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check", "hpcdist.rank.context")
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step: none of the parent's.
-OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
+STEP_VARIABLES = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
         limit_s, name, *earlier = node
         signal.setitimer(signal.ITIMER_REAL, float(limit_s))
         source = _listen(folder, name, earlier)
-        for variable in [name for name in os.environ if name.startswith(OF_STEPS)]:
+        for variable in [name for name in os.environ if name.startswith(STEP_VARIABLES)]:
             del os.environ[variable]
     else:
         source = socket.socket(fileno=os.dup(1))
@@ -100,7 +100,6 @@ def main() -> None:
 
 
 def _import_modules(run: RunDir) -> Config:
-    """Import the modules of ranks, and return the config of the run."""
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
@@ -110,7 +109,7 @@ def _import_modules(run: RunDir) -> Config:
         # Optimizers and DistributedDataParallel import the compiler, which takes as long as the import of torch.
         importlib.import_module("torch._dynamo")
     else:
-        for name in _OF_TRAINERS:
+        for name in TRAINER_MODULES:
             importlib.import_module(name)
         if ":" not in config.trainer.target:
             importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
@@ -155,7 +154,7 @@ _CHECK_EVERY_S = 5.0
 KILL_S = 10.0
 #: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
 #: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
-_OF_ALL_RANKS = (
+_SHARED_VARIABLES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
@@ -165,8 +164,6 @@ _NUM_DESCRIPTORS = 3
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection and its rank."""
-
     connection: socket.socket
     pid: int = 0  #: 0 before the rank is forked
 
@@ -175,8 +172,8 @@ class _Rank:
         return self.connection.fileno() >= 0
 
     def end(self) -> None:
-        """Kill the rank and its process group, which may outlive it. The rank need not lead the group yet."""
         self.connection.close()
+        # The process group may outlive the rank, which need not lead it yet.
         for kill in (os.killpg, os.kill) if self.pid else ():
             with suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -227,9 +224,9 @@ class ForkServer:
             data, descriptors, _, _ = socket.recv_fds(self.source, 1, 1)
             if not data:
                 os._exit(0)
-            if not descriptors and any(rank.pid for rank in self._ranks):
-                return  # of the next rank, which may not exist
             if not descriptors:
+                if any(rank.pid for rank in self._ranks):
+                    return  # of the next rank, which may not exist
                 leave("the parent process of the ranks has too many open files", CANNOT_FORK)
             connection = socket.socket(fileno=descriptors[0])
         self._ranks.append(_Rank(connection))
@@ -247,8 +244,7 @@ class ForkServer:
         if not data or rank.pid:
             rank.end()
         elif not _is_closed(rank.connection):
-            answer = self._fork(rank, descriptors)
-            if answer is None:
+            if (answer := self._fork(rank, descriptors)) is None:
                 return True
             with suppress(OSError):
                 rank.connection.send(json.dumps(answer).encode())
@@ -270,7 +266,7 @@ class ForkServer:
         if differing := [
             name
             for name in sorted(env.keys() | own.keys())
-            if name.startswith(_OF_ALL_RANKS) and env.get(name) != own.get(name)
+            if name.startswith(_SHARED_VARIABLES) and env.get(name) != own.get(name)
         ]:
             return {"error": f"{differing[0]} differs from that of its parent process"}
         wanted = set(request["affinity"])
@@ -320,7 +316,9 @@ class ForkServer:
             del os.environ[name]
         os.environ.update(env)
         os.chdir(request["cwd"])
-        show_place(env["SLURM_PROCID" if self.listens else "HPCDIST_RANK"], env["HPCDIST_ATTEMPT"])
+        rank_number = env["SLURM_PROCID" if self.listens else "HPCDIST_RANK"]
+        # As `ps` and `pkill` show it, and `shown_place` reads it: the kernel allows 15 characters.
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{rank_number}/{env['HPCDIST_ATTEMPT']}".encode())
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()  # Python's `random` does this itself
 

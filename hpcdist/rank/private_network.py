@@ -14,8 +14,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import TopologyError
 
 # A network namespace of the ranks of a local run, whose loopback no other user of the machine reaches.
-#
-# References: https://man7.org/linux/man-pages/man7/network_namespaces.7.html, user_namespaces.7.html
+# Reference: https://man7.org/linux/man-pages/man7/network_namespaces.7.html
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
@@ -101,8 +100,6 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
 
     By default these libraries look up their own host name, which may be slow or resolve to an interface that other
     nodes cannot reach. Variables that are already set are left out.
-
-    Raises TopologyError if the master's name cannot be resolved or there is no route to it.
     """
     if not (missing := [name for name in INTERFACE_VARIABLES if not env.get(name)]):
         return {}

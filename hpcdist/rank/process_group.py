@@ -36,14 +36,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """The process group and the store that the ranks use besides the default group.
-
-    The store is that of the rendezvous, which only ranks can access.
-    """
+    """The process group and the store that the ranks use besides the default group."""
 
     control: dist.ProcessGroup | None
     """A gloo group of all ranks for small CPU tensors, which need not wait for the device; None for a single rank."""
-    store: Store
+    store: Store  #: of the rendezvous, which only ranks can access
 
     def barrier(self) -> None:
         if self.control is not None:
@@ -54,7 +51,6 @@ class Groups:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum of each value over all ranks, in double precision, on every rank."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def _all_reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -64,7 +60,6 @@ class Groups:
         return [float(value) for value in tensor.tolist()]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on every rank."""
         if self.control is None:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
@@ -146,10 +141,8 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
     """Return the store of all ranks, which only processes that know the attempt's key can access.
 
-    A single rank needs none. Ranks on one machine meet in `folder`, and no port is open.
-
-    Raises RendezvousError if the port is in use, no process listens on it, or the listener is not rank 0 of this
-    attempt.
+    Ranks on one machine meet in `folder`, and no port is open. Raises RendezvousError if the port is in use, no process
+    listens on it, or the listener is not rank 0 of this attempt.
     """
     if topology.world_size == 1:
         return HashStore()
@@ -188,10 +181,8 @@ class OwnSocket:
     """None for a listening socket."""
 
     def stop_listening(self) -> None:
-        """Close a listening socket, whose descriptor becomes that of a socket to which nobody can connect.
-
-        gloo aborts the process if its socket is shut down, or if `accept` fails.
-        """
+        # gloo aborts the process if its socket is shut down, or if `accept` fails: the descriptor becomes that of a
+        # socket to which nobody can connect.
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as silent:
             directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             silent.setblocking(False)
@@ -215,9 +206,8 @@ def tcp_sockets() -> Iterator[list[OwnSocket]]:
                 sock = socket.socket(fileno=os.dup(descriptor))
             except OSError:  # closed in the meantime
                 continue
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
             try:
-                if is_tcp:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                     listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     peer = None if listens else _address(sock.getpeername())
                     inode = os.fstat(sock.fileno()).st_ino
@@ -400,21 +390,16 @@ def gpu_uuid(device: torch.device) -> str | None:
 
 
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
-    """Make this rank's device the current one, and return it and the collective backend.
-
-    Raises ConfigError if the config requires a device or backend that is not available here.
-    """
+    """Make this rank's device the current one, and return it and the collective backend."""
     roles = Roles.of(config.roles, topology.world_size)
     asked = {role: role_device(config, role) for role in roles.names}
     role, _ = roles.of_rank(topology.rank)
-    wanted = asked[role]
     mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
     sharers = None
     if mixed:
-        here = ranks_on_node(topology, env)
-        sharers = [rank for rank in here if asked[roles.of_rank(rank)[0]] != "cpu"]
-    index = cuda_index(topology, torch.cuda.device_count(), env, sharers) if wanted != "cpu" else None
-    if wanted == "cuda" and index is None:
+        sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
+    index = cuda_index(topology, torch.cuda.device_count(), env, sharers) if asked[role] != "cpu" else None
+    if asked[role] == "cuda" and index is None:
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     device = torch.device("cpu") if index is None else torch.device("cuda", index)

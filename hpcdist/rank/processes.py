@@ -1,6 +1,4 @@
-"""The process of a rank as the kernel shows it, its stop signals, and its fork from a process that has imported torch.
-Imports no torch, so that stop signals are handled during torch's import.
-"""
+"""The process of a rank: its name, exit code, stop signals and fork. Imports no torch, whose import takes a second."""
 
 from __future__ import annotations
 
@@ -24,18 +22,13 @@ RANK_MODULE = "hpcdist.rank.worker"
 #: Forks the ranks, which have its command line and its first environment in /proc.
 PARENT_MODULE = "hpcdist.rank.parent"
 #: Task of srun that waits for its forked rank, and ends with it.
-TASK_MODULE = "hpcdist.rank.forked_task"
+TASK_MODULE = "hpcdist.rank.parent_client"
 #: Exit code of the process that forks ranks if it cannot fork.
 CANNOT_FORK = 69
 #: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
 FILE_TIMEOUT_S = 120.0
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 _PLACE = re.compile(r"rank-(\d+)/(\d+)")
-
-
-def show_place(rank: str, attempt: str) -> None:
-    """Name this process after its rank and attempt, as `ps` and `pkill` show it: the kernel allows 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank-{rank}/{attempt}".encode())
 
 
 def shown_place(name: str) -> tuple[int, int] | None:
@@ -101,14 +94,10 @@ IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 
 def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked: Collection[int] = ()) -> int:
-    """Fork a rank, which leads a session of its own and is killed at the death of this process.
+    """Fork a rank, which leads a session of its own and is killed at the death of this process; return its id, or 0.
 
-    Until the rank has handlers of its own, it ignores the signals `ignored`, and the signals `blocked` wait.
-
-    Args:
-        become: called in the rank; signals to the rank wait until it returns.
-
-    Returns the process id, 0 in the rank. Raises OSError if the process cannot be created.
+    All signals to the rank wait until `become` has returned in it. Until the rank has handlers of its own, it then
+    ignores the signals `ignored`, and the signals `blocked` wait. Raises OSError if no process can be created.
     """
     parent = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -134,7 +123,6 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked
 
 
 def leave(problem: str, code: int) -> NoReturn:
-    """Print why this process cannot fork ranks, and end it."""
     # Not `sys.exit`, which waits for threads that an import has started.
     with suppress(OSError):
         print(problem.strip(), file=sys.stderr, flush=True)

@@ -78,7 +78,6 @@ class RpcGroup:
         answered in time. A tensor must not be changed before the call is answered, because it is not copied.
 
         Args:
-            to: RPC name or rank.
             function: a key of the mapping that the rank passed to `rpc_group`.
             timeout_s: time limit in seconds; None means that of the group.
 
@@ -99,8 +98,7 @@ class RpcGroup:
     def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
         """Send a command from rank 0 to other ranks, by default to all; does not wait for its execution.
 
-        `command` is a key of the mapping that the receiver passes to `serve`. Each rank executes its commands in its
-        main thread, in the order in which they were sent.
+        `command` is a key of the mapping that the receiver passes to `serve`.
         """
         for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
             future.result()

@@ -101,7 +101,7 @@ class StepTimer:
         #: Steps that the device may not have finished: marks of data time, of compute time and of the gradient
         #: exchange, `_waited_s`, and whether the step counts as redone.
         self._pending: deque[tuple[list[Any], list[Any], list[Any], float, bool]] = deque()
-        self._began: float | None = None  #: start of this step; None before the end of the first step
+        self.began: float | None = None  #: start of this step; None if the step is not counted, as the first one
         self._data: list[Any] = []  #: marks of this step: begin, end, begin, end, …
         self._compute: list[Any] = []
         self._exchange: list[Any] = []
@@ -129,10 +129,10 @@ class StepTimer:
         now = self._now()
         is_redone = self.account.cause == "redone"
         self.account.step_done(step, now)
-        if self._began is not None:
+        if self.began is not None:
             if agreement_s and not is_redone:
                 self.account.move(0.0, agreement_s)
-            self._add(steps=1, step_s=now - self._began)
+            self._add(steps=1, step_s=now - self.began)
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
@@ -151,7 +151,7 @@ class StepTimer:
         self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
-        self._began = now
+        self.began = now
         self._data, self._compute, self._exchange = [self._mark()], [], []
         self._is_computing = False
         self._graded = None
@@ -159,12 +159,8 @@ class StepTimer:
 
     def skip(self) -> None:
         """Exclude the time since the last step from the next step."""
-        if self._began is not None and not self._is_computing:
+        if self.began is not None and not self._is_computing:
             self._begin_step(self._now())
-
-    def exclude_step(self) -> None:
-        """Do not count the step that has begun, such as one of a profile, which makes it slower."""
-        self._began = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -187,13 +183,13 @@ class StepTimer:
         self.totals = before._replace(**{name: getattr(before, name) + amount for name, amount in amounts.items()})
 
     def before_forward(self, model: DistributedDataParallel) -> None:
-        if self._began is None:
+        if self.began is None:
             if model.training:
                 self.account.training_begins()
             return
         if not model.training:
             if not self._is_computing:
-                self._began = None  # an evaluation, whose end is unknown: this step is not counted
+                self.began = None  # an evaluation, whose end is unknown: this step is not counted
             return
         if not torch.is_grad_enabled():
             self.skip()

@@ -37,7 +37,6 @@ class StopAgreement:
     A round is one all-reduce of four floats on a CPU group. It starts at one boundary and its result is read at the
     next, so that it overlaps with the step. It also carries the step's duration, from which all ranks derive the same
     number of boundaries to skip until the next round, and the numbers of the newest commands.
-
     """
 
     #: A gloo group of all ranks, on which all start collectives in the same order; None if one rank decides.
@@ -74,8 +73,7 @@ class StopAgreement:
             return True
         self._boundaries += 1
         if self._work is not None:
-            self._work.wait()
-            self._work = None
+            self.close()
             self._obey(*self._message.tolist())
         elif self._skip > 0:
             self._skip -= 1
@@ -161,22 +159,19 @@ class LiveCommands:
     def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
         """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
         saved = path or self.run.checkpoints / folder_name(step)
-        numbers = self._new_saves()
-        result = CommandResult(step=step, path=str(saved.relative_to(self.run.path)))
-        return partial(self._report_saves, numbers, result)
+        return self._obey_saves(CommandResult(step=step, path=str(saved.relative_to(self.run.path))))
 
     def refuse_save(self, error: str) -> None:
-        """Report that this run cannot obey the new commands `save`."""
-        self._report_saves(self._new_saves(), CommandResult(error=error))
+        self._obey_saves(CommandResult(error=error))()
 
-    def _new_saves(self) -> range:
-        """Return the numbers of the commands since the last save, and count them as obeyed."""
+    def _obey_saves(self, result: CommandResult) -> Callable[[], None]:
+        """Count the new commands `save` as obeyed, and return a function that reports the result of each."""
         numbers = range(self._last_save + 1, self.stop.newest_save + 1)
         self._last_save = self.stop.newest_save
-        return numbers
+        return partial(self._report_saves, numbers if self.rank == 0 else range(0), result)
 
     def _report_saves(self, numbers: range, result: CommandResult) -> None:
-        for number in numbers if self.rank == 0 else ():
+        for number in numbers:
             try:
                 command = read_command(self.attempt, number)
             except OSError as error:

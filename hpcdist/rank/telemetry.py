@@ -1,6 +1,4 @@
-"""Reports of a rank on itself: heartbeat, time account, a loss that is NaN or infinite, and the stacks and collectives
-of a hang.
-"""
+"""Reports of a rank on itself: heartbeat, time account, losses that are not finite, and what it does when it hangs."""
 
 from __future__ import annotations
 
@@ -300,9 +298,7 @@ class TimeAccount:
 # separate thread writes PyTorch's flight recorders, because the main thread may be inside a collective, where no Python
 # signal handler runs. This module does not import torch, so that it also works during torch's import.
 #
-# PyTorch can dump its recorder itself when a line is written to a pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). That supports
-# only NCCL, writes a pickle, and a rank whose pipe cannot be created does not start. The JSON written here also covers
-# gloo and is safe to read.
+# PyTorch's own dump by a pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE) supports only NCCL and writes a pickle.
 #
 # Reference: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 

@@ -1,6 +1,4 @@
-"""Parts of the shipped training loops: progress and stop rules, meter, optimizer and schedule, and a reproducible order
-of gradients.
-"""
+"""Parts of the shipped training loops: progress with stop rules, meter, optimizer, schedule, order of gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 
 
 class Progress:

@@ -93,10 +93,7 @@ def _run(folder: Path) -> NoReturn:
 
 
 def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], None], float]:
-    """Run the training. Returns a function that records its success, and the time limit of the end of this process.
-
-    Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
-    """
+    """Run the training. Returns a function that records its success, and the time limit of the end of this process."""
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
@@ -166,8 +163,7 @@ def _train(
     from hpcdist.rank.telemetry import Heartbeat
     from hpcdist.run.commands import RequestReader
 
-    hang_s, nan_losses = config.launch.hang_s, config.stop.nan_losses
-    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, hang_s, nan_losses)
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s, config.stop.nan_losses)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params)
@@ -256,7 +252,7 @@ def _connected_groups(
 def load_trainer(target: str) -> Callable[..., None]:
     """Return the training function named by `trainer.target`: a shipped trainer, or `package.module:function`.
 
-    Raises TrainerError if it cannot be imported or is not callable; the cause is an error in the module, if it exists.
+    A TrainerError has a cause if the module exists and raises an error.
     """
     module_name, colon, function_name = target.partition(":")
     if not colon:
@@ -306,11 +302,7 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
 
 
 def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
-    """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` in this process, from the code snapshot.
-
-    Raises TrainerError if the script does not exist, RuntimeError if it exits with a non-zero status, and any exception
-    of the script.
-    """
+    """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` from the code snapshot."""
     is_module = command[0] == "-m"
     script, *arguments = command[is_module:]
     path = script if is_module else str(run.snapshot_of(Path(script)) or script)
@@ -406,10 +398,8 @@ class Outcome:
 
 
 def _shorten(text: str) -> str:
-    if len(text) <= _MAX_TEXT:
-        return text
-    half = _MAX_TEXT // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters, see the log …\n{text[-half:]}"
+    left, half = len(text) - _MAX_TEXT, _MAX_TEXT // 2
+    return text if left <= 0 else f"{text[:half]}\n… {left} characters, see the log …\n{text[-half:]}"
 
 
 # The end of a rank's process: as Python ends one, but within a time limit.
@@ -425,8 +415,7 @@ ATEXIT_S = 3.0
 _STUCK_S = 2.0
 
 
-class _TimeIsUp(Exception):
-    """Interrupts the main thread."""
+class _TimeIsUp(Exception): ...
 
 
 def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
@@ -478,7 +467,6 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
 
 
 def _name(thread: threading.Thread) -> str:
-    """Return the name of a thread and the line that it executes."""
     frame = sys._current_frames().get(thread.ident or 0)
     return f"thread {thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
 

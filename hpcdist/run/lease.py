@@ -7,7 +7,7 @@ tables, the renewals do.
 Clocks of hosts differ. Therefore a lease of another host is taken over only after it has not changed for one minute of
 the observer's clock, unless it is very old. A stalled holder finds another owner id at its next renewal, or before it
 writes the run's state, and stops (`Held.check`). Its ranks publish no checkpoint once a newer attempt exists
-(`RankCheckpoints` in rank/checkpointing.py).
+(`Context._before_publish`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.log_files import last_lines, say
-from hpcdist.rank.forked_task import NoParentError, receive, request_rank
+from hpcdist.rank.parent_client import NoParentError, receive, request_rank
 from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.supervisor.launcher import Guard

@@ -23,7 +23,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
-from hpcdist.rank.forked_task import NoParentError, ParentEndedError, RankRefusedError
+from hpcdist.rank.parent_client import NoParentError, ParentEndedError, RankRefusedError
 from hpcdist.run import snapshot
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold

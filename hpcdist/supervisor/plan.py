@@ -173,7 +173,7 @@ def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], pyt
 
 
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:
-    """Return the command of a task whose rank that process forks; see `rank/forked_task.py`."""
+    """Return the command of a task whose rank that process forks; see `rank/parent_client.py`."""
     limits = [f"{connect_s:g}", f"{limit_s:g}"]
     return [python, "-P", "-m", TASK_MODULE, name, *limits, str(run_dir)]
 

@@ -268,7 +268,7 @@ def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with open_context(SINGLE_RANK, run, Config()) as ctx:
         ctx.save(1, model=nn.Linear(2, 2), trainer={})
-        ctx._checkpoints.saver.wait()
+        ctx._saver.wait()
         run.new_attempt()
         ctx.save(2, model=nn.Linear(2, 2), trainer={})
         with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 must not save"):
@@ -365,7 +365,7 @@ def test_owners_write_shards_and_one_process_reads_the_whole_model(tmp_path: Pat
 def fail_to_write(here: Rank, path: Path) -> str:
     with open_context(here, RunDir(path), Config()) as ctx:
         if here.rank == 2:  # a folder with the name of the shard
-            (ctx._checkpoints.store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
+            (ctx._store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
         ctx.barrier()
         ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
         try:

@@ -251,7 +251,7 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
     with open_context(SINGLE_RANK, run, cfg) as ctx:
         ctx.close()
-    newest = ctx._checkpoints.store.latest()
+    newest = ctx._store.latest()
     assert newest is not None
     assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
 

@@ -44,7 +44,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor checks cli
 trainers.comm.results
-rank.processes rank.forked_task rank.private_network
+rank.processes rank.parent_client rank.private_network
 """.split()  # noqa: SIM905
 
 ORDER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}

@@ -37,8 +37,7 @@ from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
 from hpcdist.errors import DataError
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
 from hpcdist.review.figures import Curves

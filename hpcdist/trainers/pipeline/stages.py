@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcdist.errors import ConfigError
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup
 from hpcdist.trainers.pipeline import PipelineConfig
 

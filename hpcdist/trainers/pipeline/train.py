@@ -35,8 +35,7 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import ImageData, load_datasets, log_image_data
 from hpcdist.data.models import build_model
 from hpcdist.errors import ConfigError
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig

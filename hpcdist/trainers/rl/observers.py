@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Floats, Problem, make_environments

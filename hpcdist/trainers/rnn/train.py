@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.data.loading import digest_of
-from hpcdist.rank.checkpointing import Restored
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_TEXT, Text

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import OptimConfig
 from hpcdist.errors import ConfigError, PeerLost
-from hpcdist.rank.checkpointing import Restored
+from hpcdist.rank.context import Restored
 from hpcdist.rank.rpc import RpcGroup
 from hpcdist.rank.training_loop import build_optimizer, load_optimizer, set_lr
 

@@ -325,7 +325,7 @@ PRINTERS = {
 }
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
-containers.self_test containers.pid1 slurm.on_nodes slurm.preflight_probe rank.forked_task rank.processes
+containers.self_test containers.pid1 slurm.on_nodes slurm.preflight_probe rank.parent_client rank.processes
 rank.worker slurm.job.watchdog
 supervisor.hang
 """.split()  # noqa: SIM905

@@ -104,7 +104,7 @@ def test_step_of_forked_ranks() -> None:
     assert f"--output={RUN.path}/attempts/rank-parent-%N.log" in parents
     assert parents[-4:] == ["hpcdist.rank.parent", str(RUN.path), "120", "NAME"]
     assert ranks[:2] == ["srun", "--job-name=attempt-001"]
-    assert ranks[-5:] == ["hpcdist.rank.forked_task", "NAME", "20", "60", str(RUN.path)]
+    assert ranks[-5:] == ["hpcdist.rank.parent_client", "NAME", "20", "60", str(RUN.path)]
     bound = ClusterConfig(**(site | {"sbatch": {"gpus-per-task": "1"}}))
     note, ranks_line = submit.render(Config(cluster=bound), RUN)[1].splitlines()
     assert note.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs")

@@ -192,7 +192,7 @@ def scene(tmp_path: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> It
 def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     first, second = scene.steps.task_command(NODES), scene.steps.task_command(NODES)
     *begin, name, connect_s, limit_s, run = first
-    assert begin == ["/py", "-P", "-m", "hpcdist.rank.forked_task"]
+    assert begin == ["/py", "-P", "-m", "hpcdist.rank.parent_client"]
     assert name.startswith("7-")
     assert (connect_s, limit_s, run) == (f"{CONNECT_S:g}", "25", str(scene.run.path))
     assert second == [*begin, name, "0", limit_s, run], "its parents listen, or have ended"

@@ -1,6 +1,6 @@
 """Requests to the parent process of the ranks (`rank/parent.py`), and the task of srun whose rank that process forks.
 
-    python -m hpcdist.rank.forked_task NAME CONNECT_S LIMIT_S RUN_FOLDER
+    python -m hpcdist.rank.parent_client NAME CONNECT_S LIMIT_S RUN_FOLDER
 
 Protocol: each connection is one rank. The parent sends `{}` once it serves the connection. The request is a file with
 `env`, `cwd`, `affinity`, and signals that are `ignored` and `blocked`; with it come the files for standard output and
@@ -40,7 +40,7 @@ _CONNECT_EVERY_S = 0.02
 _LISTEN_S = 1.0
 #: Signals that are not passed on: those of the task's own faults and child processes, and those that stop a process,
 #: which Slurm sends to all processes of a job.
-_OWN = {
+_NOT_PASSED_ON = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
     signal.SIGPIPE,
@@ -69,10 +69,7 @@ def request_rank(
     ignored: Sequence[int] = (),
     blocked: Sequence[int] = (),
 ) -> int:
-    """Ask for a rank on a connection, and return its process id. The time limit includes the imports of the parent.
-
-    Raises NoParentError, or RankRefusedError if no rank may start.
-    """
+    """Ask for a rank, and return its process id. The time limit includes the imports of the parent."""
     affinity = sorted(os.sched_getaffinity(0))
     request = {"env": dict(env), "cwd": cwd, "affinity": affinity, "ignored": [*ignored], "blocked": [*blocked]}
     # The environment may be larger than a message.
@@ -121,22 +118,18 @@ def address(folder: str, name: str) -> Iterator[str]:
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the user of the process at the other end of a Unix socket."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 def main() -> NoReturn:
-    """Let the rank be forked and wait for its end, or become the rank."""
-    passed_on = signal.valid_signals() - _OWN
+    passed_on = signal.valid_signals() - _NOT_PASSED_ON
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     name, connect_s, limit_s, folder = sys.argv[1:]
     ignored = [one for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN]
     try:
-        parent = _connect(folder, name, float(connect_s))
-        rank = request_rank(
-            parent, os.environ, os.getcwd(), [1, 2], float(limit_s), ignored=ignored, blocked=STOP_SIGNALS
-        )
+        parent, limit = _connect(folder, name, float(connect_s)), float(limit_s)
+        rank = request_rank(parent, os.environ, os.getcwd(), [1, 2], limit, ignored=ignored, blocked=STOP_SIGNALS)
     except RankRefusedError as error:
         sys.exit(f"hpcdist: {error}")
     except (OSError, NoParentError) as error:
