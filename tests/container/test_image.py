@@ -12,8 +12,20 @@ from pathlib import Path
 
 import pytest
 import runtime_cases
-import small_image
-from containers import BASE, CHECKOUT, RUNTIMES, UNKNOWN_UID, Containers, last_lines, only_run, weights_hash
+from containers import (
+    BASE,
+    CHECKOUT,
+    RUNTIMES,
+    SMALL_NAME,
+    UNKNOWN_UID,
+    Containers,
+    last_lines,
+    mismatch,
+    mount_flags,
+    only_run,
+    small_image,
+    weights_hash,
+)
 from hpcdist_runs import wait_for
 
 import hpcdist
@@ -237,12 +249,12 @@ def test_layers_contain_no_secrets_caches_or_git_folders(
 # --- `hpcdist image convert` with the real enroot and apptainer, which start what was written.
 
 
-TAG = f"{small_image.NAME}-converted"
+TAG = f"{SMALL_NAME}-converted"
 #: Start a command in each format, with the checkout and its packages mounted, as in the matrix of runtimes.
 STARTS: dict[str, Sequence[str]] = {
-    "sif": ("apptainer", "exec", "--no-home", *small_image.mount_flags("apptainer"), "IMAGE"),
-    "sqsh": ("enroot", "start", *small_image.mount_flags("enroot"), "IMAGE"),
-    "dir": ("ch-run", "--set-env", *small_image.mount_flags("charliecloud"), "IMAGE", "--"),
+    "sif": ("apptainer", "exec", "--no-home", *mount_flags("apptainer"), "IMAGE"),
+    "sqsh": ("enroot", "start", *mount_flags("enroot"), "IMAGE"),
+    "dir": ("ch-run", "--set-env", *mount_flags("charliecloud"), "IMAGE", "--"),
 }
 CASES = {"sif": "apptainer-sif", "sqsh": "enroot-sqsh", "dir": "charliecloud"}
 
@@ -250,7 +262,7 @@ CASES = {"sif": "apptainer-sif", "sqsh": "enroot-sqsh", "dir": "charliecloud"}
 @pytest.fixture(scope="module")
 def labelled(containers: Containers) -> Iterator[str]:
     """An image that names hpcdist's version and sets a variable, as `hpcdist image build` makes it."""
-    image = small_image.build(containers)
+    image = small_image(containers)
     text = f"""
         FROM {image.name}
         LABEL org.opencontainers.image.title=hpcdist
@@ -284,7 +296,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("form", ["dir", *(pytest.param(form, marks=pytest.mark.slow) for form in ("sif", "sqsh"))])
 def test_converted_image_starts(form: str, containers: Containers, labelled: str, tools: Path, tmp_path: Path) -> None:
-    if (reason := small_image.mismatch() or runtime_cases.missing_program(CASES[form])) is not None:
+    if (reason := mismatch() or runtime_cases.missing_program(CASES[form])) is not None:
         pytest.skip(reason)
     command = ("image", "convert", labelled, "--engine", "podman", "--to", form, "--into", "images")
     done = containers.hpcdist(*command, cwd=tmp_path)

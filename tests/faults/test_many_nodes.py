@@ -39,7 +39,7 @@ def test_32_ranks_on_16_nodes_all_reduce_and_train(
     name = "many"
     job = runs.submit(
         name,
-        "trainer=adding:train",
+        "trainer=gated:after_sum",
         f"cluster.nodes={NUM_NODES}",
         "data.batch_size=4",
         "stop.max_epochs=1",

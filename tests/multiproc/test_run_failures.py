@@ -311,6 +311,11 @@ def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: R
 
 
 def test_loss_that_stays_nan_is_reported_and_may_end_the_run(runs: Runs) -> None:
+    loss = "float('nan') if step >= 5 else 1 / step"
+    (runs.project / "diverging.py").write_text(
+        "import hpcdist\nfor step in range(1, 11):\n"
+        f"    hpcdist.log({{'train/loss': {loss}}}, step)\n    hpcdist.should_stop(step, 10)\n"
+    )
     script = ["trainer.script=[diverging.py]", "launch.num_ranks=1", *NO_WAIT]
     code, output = runs.command("run", *runs.config("nan-reported", *script))
     assert code == 0, output

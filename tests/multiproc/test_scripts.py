@@ -170,6 +170,8 @@ def pattern_runs(tmp_path: Path, empty_database: Path) -> Runs:
     found = Runs(tmp_path, empty_database, experiment="patterns")
     launch = "{num_ranks: 2, device: cpu, max_restarts: 1}"
     (found.project / "patterns.yaml").write_text(f"{{experiment: patterns, launch: {launch}}}\n")
+    (found.project / "patterns/nano_config.py").write_text("learning_rate = 0.02\n")
+    (found.project / "patterns/timm.yaml").write_text("opt: momentum\nepochs: 3\n")
     return found
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 import runtime_cases
-from containers import Containers
+from containers import Containers, mismatch
 from hpcdist_runs import HOLD_STEP, LAST_STEP
 from runtime_cases import RuntimeCase, assert_nothing_left
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
-from small_image import mismatch
 
 CASE = "apptainer-sif"
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import runtime_cases
-import small_image
-from containers import RUNTIMES, Containers
+from containers import RUNTIMES, Containers, mismatch, mount_flags, small_image
 from runtime_cases import PYXIS
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
@@ -53,9 +52,9 @@ def test_run_in_containers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, options = CASES[runtime]
-    if (reason := small_image.mismatch() or runtime_cases.missing_program(case)) is not None:
+    if (reason := mismatch() or runtime_cases.missing_program(case)) is not None:
         pytest.skip(reason)
-    image = small_image.build(containers)
+    image = small_image(containers)
     before = left_behind(stopped)
     done = stopped.hpcdist("devcluster", "up", "--nodes", "2", "--runtime", runtime, *options)
     assert done.returncode == 0, done.stderr
@@ -65,7 +64,7 @@ def test_run_in_containers(
     if runtime == "docker":
         stopped.run("srun", "--nodes=2", "--ntasks-per-node=1", "docker", "import", str(image.tar), image.name)
     references = {"apptainer": image.sif, "docker": lambda _: image.name, "pyxis": lambda _: image.sqsh}
-    flags = ",".join(f"'{flag}'" for flag in small_image.mount_flags(runtime))
+    flags = ",".join(f"'{flag}'" for flag in mount_flags(runtime))
     container = (
         f"container.runtime={runtime}",
         f"container.image={references[runtime]('apptainer')}",

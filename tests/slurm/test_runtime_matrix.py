@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 import runtime_cases
-from containers import Containers
+from containers import Containers, mismatch
 from hpcdist_runs import HOLD_STEP, LAST_STEP
 from runtime_cases import CASES, RuntimeCase, assert_nothing_left
 from slurm_faults import Cell, FaultScene
 from slurm_runs import SlurmRuns
-from small_image import mismatch
 
 from hpcdist.devcluster import cluster
 from hpcdist.host.files import read_json

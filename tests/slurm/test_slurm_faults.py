@@ -152,7 +152,7 @@ def test_run_waits_for_the_dead_node_where_no_spare_exists(scene: FaultScene) ->
 @pytest.mark.faults
 def test_node_on_which_ranks_fail_twice_is_excluded(scene: FaultScene, tmp_path: Path) -> None:
     (tmp_path / "n2").touch()
-    scene.submit("node that fails ranks", "trainer=bad_node:train", f"params.broken={tmp_path}", "cluster.exclude=n4")
+    scene.submit("bad node", "trainer=gated:on_good_nodes", f"params.broken={tmp_path}", "cluster.exclude=n4")
     scene.cluster.wait_until(lambda: scene.num_starts() == 2, "the job is queued again")
     log = scene.runs.job_log(scene.name)
     assert "device lost" in log
@@ -339,7 +339,11 @@ def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultS
 @pytest.mark.faults
 def test_requeue_before_signal_handlers_exist_kills_the_ranks(scene: FaultScene) -> None:
     """Ranks that have not imported anything yet die of SIGTERM and lose nothing."""
-    path = f"{scene.runs.project}/before_all:{scene.runs.no_mlflow}:{scene.runs.project}"
+    before_all = scene.runs.project / "before_all"
+    before_all.mkdir(exist_ok=True)
+    hook = f"sys.path.insert(0, {str(scene.runs.project)!r})\n    import held_import\n"
+    (before_all / "sitecustomize.py").write_text(f"import sys\nif 'hpcdist.rank.worker' in sys.orig_argv:\n    {hook}")
+    path = f"{before_all}:{scene.runs.no_mlflow}:{scene.runs.project}"
     scene.submit("requeue before any import", f"launch.env.PYTHONPATH={path}")
     scene.wait_until_held()
     scene.cluster.run("scontrol", "requeue", scene.job)

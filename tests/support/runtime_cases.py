@@ -14,13 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import small_image
-from containers import CHECKOUT, RUNTIMES, STORE, Containers
+from containers import CHECKOUT, RUNTIMES, STORE, Containers, SmallImage, mount_flags, small_image
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_faults import DDP, FaultScene, Subject
 from slurm_runs import SlurmRuns
-from small_image import SmallImage
 
 from hpcdist.devcluster import cluster as devcluster_cluster
 from hpcdist.devcluster import host, settings
@@ -227,9 +225,9 @@ def prepared(
         folder: an empty folder for the state of daemons.
         group: users who may use the daemons.
     """
-    image = small_image.build(containers)
+    image = small_image(containers)
     runtime = case.partition("-")[0]
-    flags = ",".join(f"'{flag}'" for flag in small_image.mount_flags(runtime))
+    flags = ",".join(f"'{flag}'" for flag in mount_flags(runtime))
     settings = [f"container.mounts=[{runs.no_mlflow}]", f"container.extra_args=[{flags}]"]
 
     earlier = frozenset(container_mounts(runs.cluster))

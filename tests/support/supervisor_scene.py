@@ -1,6 +1,14 @@
 """A run folder, fake ranks that execute a script, and their supervisor.
 
-python supervisor_scene.py RUN_DIR    supervises in this process, as `hpcdist run` does; prints the last state
+    python supervisor_scene.py RUN_DIR
+
+supervises in this process, as `hpcdist run` does, and prints the last state.
+
+    LD_PRELOAD=io_faults.so python supervisor_scene.py FOLDER UNATTENDED_S
+
+reads cells from standard input, one JSON object per line: supervisors with a fault in one kind of file operation. It
+prints one result per line. One process runs many cells, because imports take longer than a run of fake ranks. The
+fault is active only in this process, not in the ranks, the guard or the shipper.
 """
 
 from __future__ import annotations
@@ -11,6 +19,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +28,15 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
+from io_faults import Fault, Preloaded
+
 import hpcdist.supervisor.local as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
 from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.host import retry
+from hpcdist.run import lease
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import NodeChanges
@@ -175,14 +189,6 @@ class Scene:
         return self.run.attempt(attempt).log(rank).read_text()
 
 
-if __name__ == "__main__":
-    scene = Scene(RunDir(Path(sys.argv[1])))
-    scene.report = Printer()
-    scene.launch = {"stop_grace_s": 30.0}
-    ended = scene.supervise()
-    print(sentence_of(ended.status, ended.reason), flush=True)
-
-
 # --- A named pipe that processes write lines to and hold open for as long as they live.
 
 
@@ -228,3 +234,64 @@ class NamedPipe:
         poll.register(self._descriptor, select.POLLIN)
         found = poll.poll(timeout_s * 1000)
         return found[0][1] if found else 0
+
+
+# --- Supervisors of fake ranks, one after the other, each with a fault in one kind of file operation.
+
+#: Actions of the ranks: finish, fail once and then finish, or stop at a signal or a request.
+STOP_ON_SIGNAL: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "done": {"first": [[["beat", 1], ["sleep", 0.1], *DONE], []]},
+    "restart": {"first": [fails("RuntimeError: broken"), []], "second": [[*DONE], []]},
+    "slow": {"first": [[["beat", 1], ["sleep", 3.0], *DONE], [["beat", 1], ["sleep", 3.0]]]},
+    "stop by signal": {"first": [STOP_ON_SIGNAL, STOP_ON_SIGNAL[:-1]]},
+    "stop": {"first": [[["beat", 3], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]]},
+}
+
+
+def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, Any]:
+    run = RunDir.create(folder)
+    (run.path / "config.yaml").write_text("")
+    scene = Scene(run)
+    scene.script(**SCRIPTS[cell["scene"]])
+    scene.launch = cell.get("launch", {})
+    if cell["scene"].startswith("stop"):
+        scene.report.on_progress = lambda beat: scene.report.steps[1:] or signal.raise_signal(signal.SIGTERM)
+    supervisor = scene.supervisor()
+    result: dict[str, Any] = {"error": None}
+    if record := cell.get("record"):
+        library.record(run.path, Path(record))
+    if cell.get("fault"):
+        library.arm(run.path, Fault(**cell["fault"]))
+    try:
+        with retry.patient(retry.UNATTENDED_S), lease.hold(run):
+            state = scene.supervise_unchecked(supervisor)
+        result |= {"status": state.status, "reason": state.reason}
+    except Exception as error:
+        result["error"] = "".join(traceback.format_exception(error))
+    finally:
+        result["fired"] = library.disarm()
+        library.record(run.path, None)
+    state = run.read_state()
+    result |= {"on_disk": [state.status, state.reason], "notes": scene.report.notes}
+    result["lease_left"] = run.lease.exists()
+    result["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return result
+
+
+def main(folder: str, unattended_s: str = "") -> None:
+    if unattended_s:
+        retry.UNATTENDED_S = retry.FULL_S = float(unattended_s)
+        library = Preloaded()
+        for number, line in enumerate(sys.stdin):
+            print(json.dumps(play(json.loads(line), Path(folder) / f"run-{number:04d}", library)), flush=True)
+        return
+    scene = Scene(RunDir(Path(folder)))
+    scene.report = Printer()
+    scene.launch = {"stop_grace_s": 30.0}
+    ended = scene.supervise()
+    print(sentence_of(ended.status, ended.reason), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

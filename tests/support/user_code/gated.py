@@ -1,16 +1,21 @@
-"""A shipped trainer whose ranks are held at one step until a test releases them.
+"""Shipped trainers with an addition: ranks that are held at one step until a test releases them, and others.
 
-`params`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt only; `grandchild` starts
-a child process of each rank; `pace_s` is the minimum duration of a step.
+`params` of `train`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt only;
+`grandchild` starts a child process of each rank; `pace_s` is the minimum duration of a step.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
@@ -54,3 +59,21 @@ def hold(ctx: Context) -> None:
         if ctx.stop_signalled or (ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S):
             return
     raise TimeoutError("the test did not release this rank")
+
+
+def on_good_nodes(ctx: Context, cfg: Config) -> None:
+    """Train like `ddp`; fail on nodes whose name is that of a file in the folder `params.broken`."""
+    if (Path(cfg.params["broken"]) / socket.gethostname()).exists():
+        raise RuntimeError("device lost")
+    train(ctx, cfg)
+
+
+def after_sum(ctx: Context, cfg: Config) -> None:
+    """All-reduce a vector that is long enough to be sent in several pieces, then train like `ddp`."""
+    indices = torch.arange(10_000, dtype=torch.float64)
+    result = indices + ctx.rank
+    dist.all_reduce(result)
+    expected = ctx.world_size * indices + ctx.world_size * (ctx.world_size - 1) / 2
+    assert torch.equal(result, expected), f"rank {ctx.rank}: {result[:3].tolist()}, not {expected[:3].tolist()}"
+    ctx.log({"check/sum": float(result[0])}, 0)
+    train(ctx, cfg)

@@ -19,8 +19,7 @@ import pytest
 import torch
 from command_line import Cli, Make, Result, make_sweep, one_line
 from hpcdist_runs import unused_port
-from report_scene import BEGAN, account, add_attempt
-from sample_comm import sample
+from report_scene import BEGAN, account, add_attempt, sample
 
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config

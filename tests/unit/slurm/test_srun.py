@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_scene import hung_ranks
 from hpcdist_runs import wait_for
-from hung_ranks import hung_ranks
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config, TrainerConfig

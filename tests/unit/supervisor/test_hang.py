@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hung_ranks import hung_ranks
+from forked_scene import hung_ranks
 
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir

@@ -31,7 +31,7 @@ from hpcdist.supervisor.children import ShipperProcess
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
+SCENE = Path(__file__).parents[2] / "support" / "supervisor_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
 ERRORS = ("ESTALE", "EIO", "EACCES", "EINTR", "ENOSPC")
 Cell = dict[str, Any]

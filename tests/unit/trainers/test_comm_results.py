@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_scene import Factor, row, sample, with_links
 from rich.console import Console
-from sample_comm import Factor, row, sample, with_links
 
 from hpcdist.errors import RunFolderError
 from hpcdist.trainers.comm.results import (

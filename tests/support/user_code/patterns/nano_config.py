@@ -1,1 +1,0 @@
-learning_rate = 0.02
