@@ -24,9 +24,8 @@ from typing import Any
 from harness import argument_parser
 from scale_simulation import PROCESSES, RANKS_PER_NODE, make_config, nodelist, run_of, simulate
 
-from hpcdist.config.topology import Topology
+from hpcdist.config.topology import Topology, expand
 from hpcdist.host.files import write_json
-from hpcdist.host.nodelist import expand
 from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.job.submit import render
 from hpcdist.supervisor.restart_policy import first_failure

@@ -21,9 +21,9 @@ from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.host.files import write_json
-from hpcdist.host.nodelist import expand
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir, system_interval_s, times_interval_s
 from hpcdist.run.lease import hold

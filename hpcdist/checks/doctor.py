@@ -19,13 +19,12 @@ from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import site
 from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import port_for
+from hpcdist.config.topology import expand, port_for
 from hpcdist.host import machine as host_machine
 from hpcdist.host import storage as host_storage
 from hpcdist.host.commands import last_line, start
 from hpcdist.host.files import fill, read_json
 from hpcdist.host.machine import LEVELS, Check, Level, container_runtime, image_facts, note, ok, warning
-from hpcdist.host.nodelist import expand
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name

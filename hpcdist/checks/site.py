@@ -28,8 +28,7 @@ from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.output import Partition, count_nodes, parse_seconds
-from hpcdist.tracking.links import web_address
-from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, version_in
+from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, version_in, web_address
 
 #: Commands that `hpcdist submit` and the supervisor need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")

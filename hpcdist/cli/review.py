@@ -48,9 +48,15 @@ def ui(
     """
     from hpcdist.host.files import require_safe
     from hpcdist.run.lookup import find_runs
-    from hpcdist.tracking import links
     from hpcdist.tracking import ui as server
-    from hpcdist.tracking.uri import choose_uri, sqlite_path
+    from hpcdist.tracking.uri import (
+        choose_uri,
+        experiments_page,
+        link_to_newest,
+        links_to_experiments,
+        sqlite_path,
+        web_address,
+    )
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
@@ -62,21 +68,21 @@ def ui(
     runs = find_runs(runs_dir)
     _upload(runs, quick=True)
     if is_server:
-        address = links.web_address(store)
-        for line in links.of_experiments(runs, store, f"{address}/") if all_links else []:
+        address = web_address(store)
+        for line in links_to_experiments(runs, store, f"{address}/") if all_links else []:
             say(line)
-        say(f"review in MLflow: {links.of_newest(runs, store, f'{address}/')}")
+        say(f"review in MLflow: {link_to_newest(runs, store, f'{address}/')}")
         return
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
     page = f"{address}/?token={token}"
     if all_links:
-        say(f"all experiments: {links.experiments_page(page)}")
-        for line in links.of_experiments(runs, store, page):
+        say(f"all experiments: {experiments_page(page)}")
+        for line in links_to_experiments(runs, store, page):
             say(line)
         say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
     say("MLflow is starting, and prints its link then; Ctrl-C ends it")
-    os.environ |= server.variables(store, file, links.of_newest(runs, store, page))
+    os.environ |= server.variables(store, file, link_to_newest(runs, store, page))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)
     os.dup2(listener.fileno(), 0)  # its standard input

@@ -62,7 +62,7 @@ from hpcdist.run.status import (
 )
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.tracking import links
+from hpcdist.tracking.uri import links_at_end
 
 # Output of one run.
 
@@ -252,7 +252,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     store = f"--runs-dir {shlex.quote(short_path(config.runs_dir))}"
     if config.tracking.uri:
         store = f"--tracking-uri {shlex.quote(redact_text(config.tracking.uri))}"
-    lines = links.end_of_run(run) or [f"review in MLflow: {program} ui {store}"]
+    lines = links_at_end(run) or [f"review in MLflow: {program} ui {store}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():

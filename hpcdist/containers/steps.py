@@ -21,6 +21,7 @@ from typing import Any
 
 import hpcdist
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.spec import (
     CONTAINERS_STEP,
@@ -40,7 +41,6 @@ from hpcdist.host.commands import run_within
 from hpcdist.host.files import parse_object, write_json
 from hpcdist.host.log_files import last_lines
 from hpcdist.host.machine import driver_problem, source_digest, versions
-from hpcdist.host.nodelist import expand
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.snapshot import git_root

@@ -23,19 +23,12 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.records import Origin, write_origin
 from hpcdist.run.snapshot import find_module
 
-#: End of a generated name: date, time and random characters.
-_GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
-
 
 def with_name(config: Config) -> Config:
     """Return the config with a run name: its own, or one of trainer, time and a random suffix."""
     if config.name:
         return config
     return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-
-
-def is_generated(name: str) -> bool:
-    return _GENERATED.search(name) is not None
 
 
 def label_of(config: Config) -> str:

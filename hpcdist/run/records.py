@@ -394,6 +394,11 @@ def write_origin(run: RunDir, origin: Origin) -> None:
     write_json(run.path / "origin.json", asdict(origin))
 
 
+def is_generated(name: str) -> bool:
+    """Return whether a run's name ends with date, time and random characters, as `with_name` makes it."""
+    return re.search(r"-\d{8}-\d{6}-[0-9a-f]{4}$", name) is not None
+
+
 def read_origin(run: RunDir) -> Origin | None:
     return read_if_valid(Origin, run.path / "origin.json")
 

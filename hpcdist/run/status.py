@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import LARGEST, fill, read_json, write_json
-from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, read_record, sentence_of
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.records import script_of

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from subprocess import CompletedProcess
 from typing import NamedTuple
 
+from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.nodelist import expand
 from hpcdist.slurm.output import (
     NODE_FORMAT,
     PARTITION_FORMAT,

@@ -7,10 +7,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config
@@ -21,7 +21,6 @@ from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.run.records import CAUSES, reached_step
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
-from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal import (
     ChangedNames,
     Event,
@@ -35,6 +34,9 @@ from hpcdist.tracking.journal import (
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, read_series
+
+if TYPE_CHECKING:
+    from hpcdist.tracking.command_tag import CommandTag
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0
@@ -73,7 +75,7 @@ class Delivery:
         self._report = ReportWriter(run)
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
-        self._command = CommandTag(run)
+        self._command: CommandTag | None = None
         #: State that MLflow shows.
         self._status = ""
         #: Phase of the run in which the prepared views were written: `live` or `ended`.
@@ -106,8 +108,9 @@ class Delivery:
         config = self.stored.config
         # An error of the command or of a file stops neither the upload of metrics nor that of the status.
         failures: list[TrackingError] = []
-        with _collected(failures):
-            self._command.update(mlflow, config.tracking.commands, state)
+        if config.tracking.commands:
+            with _collected(failures):
+                self._obey_command(mlflow, config.tracking.commands, state)
         num_points = self.ship_records(state)
         last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
         try:
@@ -134,6 +137,13 @@ class Delivery:
             self._sent.complete = mark_of(state)
             self._sent.save(self.run.journal)
         return num_points
+
+    def _obey_command(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
+        if self._command is None:
+            from hpcdist.tracking.command_tag import CommandTag  # with modules that no other run needs
+
+            self._command = CommandTag(self.run)
+        self._command.update(mlflow, allowed, state)
 
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.

@@ -26,12 +26,12 @@ from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
 from hpcdist.review.ledger import Ledger, percent, read_ledger
-from hpcdist.run.create import is_generated
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
     CAUSES,
     PLAIN_SCRIPT,
     DatasetRecord,
+    is_generated,
     overrides,
     parameters,
     read_origin,
@@ -41,7 +41,6 @@ from hpcdist.run.records import (
 from hpcdist.run.status import job_starts
 from hpcdist.run.sweeps import SweepDir, affects_results, label, sweep_of, text_of
 from hpcdist.tracking.journal import clean_name
-from hpcdist.tracking.links import VIEWS
 from hpcdist.tracking.mlflow_client import (
     MAX_TAG,
     MlflowRun,
@@ -49,7 +48,7 @@ from hpcdist.tracking.mlflow_client import (
     server_version,
     translated,
 )
-from hpcdist.tracking.uri import is_server
+from hpcdist.tracking.uri import VIEWS, is_server
 
 log = logging.getLogger(__name__)
 

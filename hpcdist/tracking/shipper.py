@@ -50,7 +50,7 @@ def only_shipper(run: RunDir) -> Iterator[bool]:
         yield lock_now(file)
 
 
-def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:
+def ship_run(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:
     """Upload until the run has ended and MLflow has all records. Returns whether MLflow has all records.
 
     A requeued run counts as ended: its next job has its own shipper. SIGTERM and SIGINT only end a wait early. If the
@@ -172,7 +172,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         log_files.limit_log(run.path, read_stored(run.config).config.launch.log_max_mb)
         uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):
-            return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
+            return 0 if ship_run(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:
         log.error("%s", error)
         return error.exit_code

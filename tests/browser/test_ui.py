@@ -21,7 +21,7 @@ import hpcdist
 from hpcdist.host.files import read_json
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.records import CAUSES
-from hpcdist.tracking import links
+from hpcdist.tracking.uri import links_to_experiments
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
@@ -307,7 +307,7 @@ def open_view(page: Page, site: Site, name: str) -> None:
     """Open a view by the link that `hpcdist ui` prints, in a window in which all of its columns are visible."""
     page.set_viewport_size({"width": 3600, "height": 1400})
     store = f"sqlite:///{site.runs.database}"
-    lines = links.of_experiments(find_runs(site.runs.folder), store, site.link)
+    lines = links_to_experiments(find_runs(site.runs.folder), store, site.link)
     (link,) = (line.removeprefix(f"  {name}: ") for line in lines if line.startswith(f"  {name}: "))
     page.goto(link)
     expect(page.get_by_test_id("saved-views-trigger")).to_have_text(name)

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 import hpcdist
 from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.topology import Topology, port_for
+from hpcdist.config.topology import Topology, expand, expand_tasks, port_for
 from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.containers.images import Engine, inspected, look_up, parse, require_fit
 from hpcdist.containers.steps import probe_outcome
 from hpcdist.errors import ConfigError, HpcdistError, ImageError, TopologyError
-from hpcdist.host.nodelist import expand, expand_tasks
 from hpcdist.rank.process_group import ranks_on_node
 from hpcdist.run.sweeps import make_sweep, parse_axes
 from hpcdist.slurm.output import (

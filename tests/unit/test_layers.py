@@ -211,7 +211,7 @@ def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
 
 #: They run in ranks, in containers and on nodes where nothing else is installed, or start quickly.
 STANDARD_LIBRARY = """
-errors host.files host.retry host.network host.nodelist config.redaction config.schema config.topology run.folder
+errors host.files host.retry host.network config.redaction config.schema config.topology run.folder
 tracking.journal supervisor.restart_policy supervisor.local slurm.preflight_probe slurm.preflight_checks
 """.split()  # noqa: SIM905
 

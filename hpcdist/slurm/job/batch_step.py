@@ -17,13 +17,13 @@ from typing import Any
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand_tasks
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.steps import rank_container
 from hpcdist.environments.rank_environment import rank_environment, require_torch
 from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json
-from hpcdist.host.nodelist import expand_tasks
 from hpcdist.run import create, snapshot
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold

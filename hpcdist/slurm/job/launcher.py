@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import Roles
+from hpcdist.config.topology import Roles, expand, expand_tasks
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment, prepare_nodes
@@ -25,7 +25,6 @@ from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMist
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import read_json
 from hpcdist.host.log_files import PIECE_BYTES, last_lines
-from hpcdist.host.nodelist import expand, expand_tasks
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources

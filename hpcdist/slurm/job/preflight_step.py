@@ -12,14 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.config.topology import port_for
+from hpcdist.config.topology import expand, port_for
 from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.containers.steps import PROBE_TIMEOUT_S
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json
 from hpcdist.host.machine import Check, warning
-from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
 from hpcdist.slurm.client import CurrentJob, signal_named_steps

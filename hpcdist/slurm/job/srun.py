@@ -12,9 +12,9 @@ from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec, container_command
-from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words

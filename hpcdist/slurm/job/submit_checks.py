@@ -15,11 +15,11 @@ from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand
 from hpcdist.containers.steps import container_problems
 from hpcdist.environments.rank_environment import environment_problems, module_problems, torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
 from hpcdist.host.files import LARGEST, read_json
-from hpcdist.host.nodelist import expand
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, file_system
 from hpcdist.run import create
 from hpcdist.slurm import client

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
-from hpcdist.host.nodelist import expand
 from hpcdist.slurm import client
 from hpcdist.slurm.job.srun import watchdog_command
 from hpcdist.slurm.output import parse_text

@@ -469,7 +469,9 @@ def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run `hpcdist doctor` in this process, on a machine without Slurm."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(checks_doctor.checks_machine, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")])
+    monkeypatch.setattr(
+        checks_doctor.checks_machine, "trial_checks", lambda *_: [ok("2 ranks, gloo", "32 checks passed")]
+    )
     monkeypatch.setattr(checks_doctor, "read_slurm", lambda: site.SlurmFacts(missing=site.NEEDED))
     which = shutil.which
 

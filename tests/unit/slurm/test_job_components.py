@@ -15,8 +15,8 @@ from slurm_cluster import REQUIRE
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config, ElasticConfig
+from hpcdist.config.topology import MAX_HOSTS, expand, expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
-from hpcdist.host.nodelist import MAX_HOSTS, expand, expand_tasks
 from hpcdist.slurm.components import (
     JobComponent,
     allocations,

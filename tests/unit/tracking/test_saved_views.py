@@ -25,9 +25,10 @@ from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
-from hpcdist.tracking import links, pages
+from hpcdist.tracking import pages
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.pages import ParentRun
+from hpcdist.tracking.uri import link_to_newest, links_at_end, links_to_experiments
 
 TAG = "mlflow.sharedViewState."
 #: A view that the UI of MLflow 3.17.2 saved: other columns, sorted by a metric, grouped by a tag, a column moved.
@@ -312,12 +313,12 @@ def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None
     listing = "http://mlflow:5000/#/experiments/7/runs?workflowType=machine_learning"
     page = "review in MLflow: http://mlflow:5000/#/experiments/7/runs/ab?workflowType=machine_learning"
     secret = IDS | {"uri": "http://ada:***@mlflow:5000/"}
-    assert links.end_of_run(make(tmp_path, "exp/old", **secret)) == [page]
+    assert links_at_end(make(tmp_path, "exp/old", **secret)) == [page]
     database, damaged = IDS | {"uri": "sqlite:////runs/mlflow.db"}, IDS | {"run_id": 5}
     for number, ids in enumerate(({}, database, damaged, {"uri": "http://mlflow:5000", "run_id": "ab"})):
-        assert links.end_of_run(make(tmp_path, f"exp/run-{number}", **ids)) == []
+        assert links_at_end(make(tmp_path, f"exp/run-{number}", **ids)) == []
     run = make(tmp_path, "exp/new", **IDS, views=["hpcdist-cost", "hpcdist-overview", "of a newer version", 3])
-    assert links.end_of_run(run) == [
+    assert links_at_end(run) == [
         page,
         f"  Overview: {listing}&viewStateShareKey=hpcdist-overview",
         f"  Cost: {listing}&viewStateShareKey=hpcdist-cost",
@@ -337,14 +338,14 @@ def test_links_name_the_newest_run_and_all_experiments_with_their_views(tmp_path
     (found[4].path / "state.json").write_text("{")
     address, query = "http://mlflow:5000/", "runs?workflowType=machine_learning"
     a, b = (f"{address}#/experiments/{number}/{query}" for number in (7, 8))
-    assert links.of_experiments(found[:4], IDS["uri"], address) == [
+    assert links_to_experiments(found[:4], IDS["uri"], address) == [
         f"a: {a}",
         f"  Overview: {a}&viewStateShareKey=hpcdist-overview",
         f"b: {b}",
         f"  Overview: {b}&viewStateShareKey=hpcdist-overview",
         f"  Sweep: {b}&viewStateShareKey=hpcdist-sweep",
     ]
-    assert links.of_newest(found, IDS["uri"], address) == f"{a}&viewStateShareKey=hpcdist-overview"
+    assert link_to_newest(found, IDS["uri"], address) == f"{a}&viewStateShareKey=hpcdist-overview"
     write_json(found[1].mlflow, IDS | {"views": []})
-    assert links.of_newest(found, IDS["uri"], address) == a
-    assert links.of_newest([], IDS["uri"], address) == f"{address}#/experiments?workflowType=machine_learning"
+    assert link_to_newest(found, IDS["uri"], address) == a
+    assert link_to_newest([], IDS["uri"], address) == f"{address}#/experiments?workflowType=machine_learning"

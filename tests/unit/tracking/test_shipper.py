@@ -37,7 +37,7 @@ from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal import EventWriter
 from hpcdist.tracking.points import SentPoints, is_complete
-from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_forever
+from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_run
 from hpcdist.tracking.sync_runs import SyncReport, _only_watch, sync
 
 #: Process id of a dead parent.
@@ -129,23 +129,23 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
 
 def test_shipper_does_not_close_the_run_of_a_follower_or_of_another_supervisor(scene: Scene) -> None:
     scene.state(status="queued")
-    assert not ship_forever(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
+    assert not ship_run(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
     scene.state(status="running")
     with lease.hold(scene.run):
-        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
+        assert not ship_run(scene.run, scene.uri, DEAD_PARENT)
     assert not scene.run.mlflow.exists()
 
 
 def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued", attempt=1)
-    assert ship_forever(scene.run, scene.uri, os.getppid())
+    assert ship_run(scene.run, scene.uri, os.getppid())
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
 def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
     scene.log([1, 2])
-    assert ship_forever(scene.run, scene.uri, DEAD_PARENT)
+    assert ship_run(scene.run, scene.uri, DEAD_PARENT)
     run = scene.entity
     assert run.info.status == "FAILED"
     assert run.data.tags["hpcdist.reason"].startswith("the supervisor died before the end of the run: `hpcdist resume")
@@ -157,7 +157,7 @@ def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: py
     caplog.set_level(logging.INFO)
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
+        assert not ship_run(scene.run, scene.uri, DEAD_PARENT)
     assert "another shipper uploads first" in caplog.text
 
 
@@ -167,7 +167,7 @@ def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFix
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        assert not ship_forever(scene.run, uri, os.getppid())
+        assert not ship_run(scene.run, uri, os.getppid())
     assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
@@ -407,7 +407,8 @@ class Live:
 
     def ship(self) -> None:
         """Upload in a pass that reads the tag once."""
-        self.shipper._command._next = -math.inf
+        if self.shipper._command is not None:
+            self.shipper._command._next = -math.inf
         self.shipper.ship_once()
 
     def obey(self, text: str) -> str:
