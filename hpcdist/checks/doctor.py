@@ -78,8 +78,6 @@ SLOW_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The subject of the report."""
-
     env: Mapping[str, str]
     folder: Path  #: the folder of runs, or of one run
     store: str  #: the URI of the MLflow store of a run started on this machine; empty if it cannot be determined
@@ -182,7 +180,6 @@ _OTHER_PORT = 500
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
-    """Return the sections about a run; for a run on Slurm also those about its nodes."""
     sections = [
         Section(title="Run", run=lambda: _status(run), timeout_s=SLOW_S),
         Section(title="Attempts", run=lambda: attempts(run)),
@@ -276,7 +273,6 @@ def _node_states(run: RunDir) -> list[Check]:
 
 
 def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
-    """Return a check for each of `nodes`, those that Slurm starts no jobs on first."""
     known = {state.name: state for state in states}
     bad, healthy = [], []
     for name in nodes:
@@ -382,7 +378,6 @@ def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterat
 
 
 def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
-    """Yield the summary: the number of warnings, and each failure again."""
     found = [(title, check) for title, checks in page for check in checks]
     failures = [(title, check) for title, check in found if check.level == "failure"]
     warnings = sum(check.level == "warning" for _, check in found)

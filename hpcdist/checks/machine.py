@@ -23,13 +23,11 @@ import hpcdist
 from hpcdist.checks.site import GIB
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import (
-    CAP_SYS_RESOURCE,
     Check,
     Gpu,
     driver_checks,
     failure,
     gpu_checks,
-    has_capability,
     install_command,
     locked_memory,
     locked_memory_checks,
@@ -49,7 +47,6 @@ TOGETHER = "install both together from one index: `pip install --force-reinstall
 
 
 def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[Check]:
-    """Check hpcdist and torch, without importing them, and whether the versions are compatible."""
     torch, cuda, driver = (found.get(name, "") for name in ("torch", "cuda", "driver"))
     checks = [
         ok("Python", f"{found['python']}, {sys.prefix}"),
@@ -87,7 +84,6 @@ def version_of(distribution: str) -> str:
 
 
 def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
-    """Return the results of all GPUs, or one that explains why there are none."""
     if not found:
         if num_devices or driver:
             text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
@@ -110,7 +106,6 @@ GIVE_UP_S = 15.0
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
-    """Explain the effect of the resolver's answers on the start of ranks."""
     if problems := [*lookup_checks(host, found), *loopback_checks(host, found)]:
         unaffected = "; runs on this machine alone are not affected"
         return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]
@@ -284,14 +279,11 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What decides whether containers start on this machine."""
-
     uid: int
     user: str
     has_gpus: bool
     subuid: str = ""  #: text of /etc/subuid
     cdi: bool = False  #: whether a CDI description of NVIDIA devices exists
-    lacks_capability: bool = False  #: whether root lacks CAP_SYS_RESOURCE, and APPTAINER_DROP_CAPS does not say so
     opens_fuse: bool = True  #: whether the user may open /dev/fuse
     squashfuse: bool = True  #: whether a program that mounts .sif and .sqsh files is installed
     proctrack: str = ""  #: how Slurm finds the processes of a step: the plugin's name; empty without Slurm
@@ -305,8 +297,6 @@ class Host:
             has_gpus=has_gpus,
             subuid=ranges.read_text() if ranges.is_file() else "",
             cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
-            lacks_capability=not has_capability(CAP_SYS_RESOURCE)
-            and "CAP_SYS_RESOURCE" not in os.environ.get("APPTAINER_DROP_CAPS", ""),
             opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
             squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),
             proctrack=proctrack,
@@ -375,8 +365,7 @@ def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
 def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
     if host.uid == 0:
-        text = "root lacks CAP_SYS_RESOURCE here, as in a container, and apptainer then starts no container"
-        return (text, "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`") if host.lacks_capability else None
+        return None
     built = dict(line.partition("=")[::2] for line in query(["apptainer", "buildcfg"]).stdout.splitlines())
     if built.get("APPTAINER_SUID_INSTALL") != "1" and (problem := _namespace_problem(host, query)):
         return problem

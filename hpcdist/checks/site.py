@@ -73,7 +73,6 @@ def read_slurm() -> SlurmFacts:
 
 
 def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -> list[Check]:
-    """Check whether jobs can be submitted and followed from this machine."""
     if found.missing == NEEDED and in_container:
         text = "none in this container, as intended: hpcdist outside the container submits and supervises jobs"
         return [ok("commands", text)]

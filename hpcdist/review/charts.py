@@ -38,7 +38,6 @@ class Bar(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Return a number in at most about seven characters."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
@@ -235,7 +234,6 @@ _MAX_NUMBERS = 20
 
 
 def timeline(ledger: Ledger) -> Markup:
-    """Return a row of phases for each attempt over the time since the first one."""
     began = min(interval.began for interval in ledger.intervals)
     ended = max(interval.ended for interval in ledger.intervals)
     seconds = ended - began
@@ -424,8 +422,6 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 
 
 def step_times(series: Mapping[str, Series]) -> Chart | None:
-    """Return the heat map of the longest step times by node; None for a run on one node."""
-
     keys = sorted(filter(_is_node_time, series), key=lambda key: (len(key), key))  # `n2` before `n10`
     points = {key.split("/")[1]: series[key].points for key in keys}
     steps = [step for node in points.values() for step, _ in node]

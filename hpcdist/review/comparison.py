@@ -89,7 +89,6 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
 
 
 def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
-    """Return the last value of each metric, and the lowest of a loss or the best of the monitored metric."""
     found = {}
     for key, one in sorted(series.items()):
         if is_hidden(key) or one.last is None or one.lowest is None or one.highest is None:
@@ -229,8 +228,6 @@ def data_differences(before: Collection[DatasetRecord], after: Collection[Datase
 
 
 def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, code_is_restored: bool) -> list[str]:
-    """Return differences between two contents of `environment.json`, one sentence each."""
-
     def versions_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         named = facts.get("versions")
         own = named if isinstance(named, dict) else {}

@@ -132,8 +132,6 @@ def _image(facts: RunFacts) -> str:
 
 
 def _versions(facts: RunFacts) -> str:
-    """Return the versions that the ranks use, then those of the machine on which the run was created."""
-
     def listed(versions: Mapping[str, str]) -> str:
         names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
         return ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
@@ -203,7 +201,6 @@ def rerun_command(facts: RunFacts) -> str:
 
 
 def wrapped(command: str) -> str:
-    """Return a command of the shell on lines of at most MAX_LINE characters, as far as possible."""
     if len(command) <= MAX_LINE:
         return command
     lines = [""]
@@ -247,7 +244,6 @@ def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | No
 
 
 def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
-    """Return sections with the largest number of kept rows at which they are short enough, else their beginning."""
     for num_kept in kept:
         if len(text := "\n\n".join(sections(num_kept))) <= max_chars:
             return text
@@ -462,8 +458,6 @@ _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class CellFacts:
-    """One cell of a sweep."""
-
     values: dict[str, Any]  #: by swept key
     label: str
     status: str  #: that of its state file; `missing` or `unreadable` without one

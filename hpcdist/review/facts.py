@@ -376,7 +376,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 
 
 def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
-    """Return the facts about who created a run, where, from which config and code; the others have their defaults."""
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
     code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config

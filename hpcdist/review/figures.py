@@ -123,7 +123,6 @@ def read_figures(artifacts: Path) -> tuple[list[Figure], list[str]]:
 
 
 def _is_regular(figure: Figure) -> bool:
-    """Return whether the parts of a figure have the types and lengths that its class documents."""
     match figure:
         case Matrix(names=names, values=values):
             rows = [row for row in values if _are_numbers(row) and len(row) == len(names)]

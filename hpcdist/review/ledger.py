@@ -56,7 +56,6 @@ class TimedAttempt:
 
     @property
     def nodes(self) -> dict[str, float]:
-        """The allocated GPUs or cores of each node."""
         return {node: share.allocated for node, share in self.times.shares.items()}
 
 
@@ -158,18 +157,13 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         # A start of a job may end before its first attempt.
         allocated = key.gpus if is_gpu else key.cores
         nodes: dict[str, float] = group[0].nodes if group else {key.nodes: allocated} if allocated else {}
-        found.append(
-            AllocationTimes(
-                began=began, ended=ended, attempts=clipped, nodes=nodes, queue_s=key.queue_s, energy_j=key.energy_j
-            )
-        )
+        allocation = AllocationTimes(began=began, ended=ended, attempts=clipped, nodes=nodes)
+        found.append(replace(allocation, queue_s=key.queue_s, energy_j=key.energy_j))
     return sorted(found, key=lambda one: one.began)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Time of the resources of one node in one attempt that has one cause."""
-
     cause: Cause
     attempt: int  #: 0 for time of an allocation outside of all attempts
     node: str
@@ -219,7 +213,6 @@ class Ledger:
         return self.seconds.get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return cause, hours, share and meaning of each cause, and the sum."""
         total = self.allocated_s
         rows = [
             (cause, hours_text(seconds), percent(seconds / total, 1), MEANINGS[cause])
@@ -267,7 +260,6 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def hours_text(seconds: float) -> str:
-    """Return resource-seconds as hours: `1.5`, `<0.001`."""
     hours = seconds / 3600
     return f"{hours:.3g}" if hours >= 0.001 or hours == 0 else "<0.001"
 

@@ -75,15 +75,13 @@ def read_patch(run: RunDir) -> dict[str, Any] | None:
         return None
 
     def read() -> tuple[str, Counter[str]]:
-        shown, num_chars, counts = [], 0, Counter[str]()
+        shown, counts = "", Counter[str]()
         with io.TextIOWrapper(open_regular(path), errors="replace") as file:
             for line in file:
-                if num_chars <= MAX_PATCH:
-                    shown.append(line)
-                    num_chars += len(line)
+                shown += line if len(shown) <= MAX_PATCH else ""
                 kind = "files" if line.startswith("diff --git ") else line[:1]
                 counts[kind] += not line.startswith(("+++ ", "--- "))
-        return "".join(shown), counts
+        return shown, counts
 
     text, counts = retry.retry(read, path)
     if not counts.total():
@@ -99,7 +97,6 @@ def read_patch(run: RunDir) -> dict[str, Any] | None:
 
 
 def read_faults(run: RunDir) -> list[Fault]:
-    """Return the first failure of each attempt that failed, or that Slurm ended, the oldest first."""
     found = []
     ends = ends_by_slurm(run)
     for attempt in run.attempts():
@@ -107,15 +104,10 @@ def read_faults(run: RunDir) -> list[Fault]:
         if failure is None:
             start = ends.get(attempt.number)
             if start is not None and start.state in JOB_ENDS and start.state not in ("PREEMPTED", "CANCELLED"):
+                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
                 cause, fix = JOB_ENDS[start.state]
-                found.append(
-                    Fault(
-                        attempt=attempt.number,
-                        where=f"node {start.failed_nodes}" if start.failed_nodes else "",
-                        error=f"Slurm ended the job: {start.state}",
-                        finding=Finding(cause=cause, fix=fix),
-                    )
-                )
+                finding, error = Finding(cause=cause, fix=fix), f"Slurm ended the job: {start.state}"
+                found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
             continue
         error, kind = text_of(failure.get("error")), failure.get("kind")
         host, step = text_of(failure.get("host")), failure.get("step")
@@ -165,7 +157,6 @@ def read_preflight(run: RunDir) -> list[Check]:
 
 
 def read_environment(run: RunDir) -> dict[str, str]:
-    """Return the recorded environment by dotted key: host, code, versions, container and Slurm job."""
     found = {
         "": read_json(run.environment) or {},
         "container.": read_json(run.container) or {},

@@ -39,7 +39,6 @@ def escaped(text: str, limit: int = 300) -> Markdown:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
     lines = [[cell if isinstance(cell, Markdown) else escaped(cell) for cell in row] for row in (head, *rows)]
     # MLflow shows tables without space between the columns, and removes simple spaces.
     texts = [" &ensp;| ".join(cells) for cells in lines]

@@ -83,19 +83,6 @@ def test_link_sets_the_cookie_and_a_reload_needs_no_token(page: Page, site: Site
     assert page.evaluate("document.cookie") == ""
 
 
-def test_start_page_leads_to_all_runs(page: Page, site: Site, screenshots: Path) -> None:
-    # By default MLflow shows LLM traces instead of training runs, and no tag changes that.
-    page.get_by_role("button", name="Model training").click()
-    page.get_by_role("link", name="digits", exact=True).click()
-    for name in ("finished", "failing", "stopped"):
-        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
-    page.screenshot(path=screenshots / "runs.png")
-    page.get_by_role("link", name="finished", exact=True).click()
-    expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
-    page.get_by_role("tab", name="Model metrics").click()
-    expect_curve(page, "train/loss", site.series("finished", "train/loss"))
-
-
 def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished"))
     expect_status(page, "Finished")
@@ -133,16 +120,6 @@ def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image:
         expect_curve(page, metric, values)
     show_all_charts(page)
     docs_image(page, "mlflow-metrics")
-
-
-@pytest.mark.slow
-def test_system_metrics_are_plotted_in_their_tab(page: Page, site: Site) -> None:
-    page.goto(site.page_of("finished", "system-metrics"))
-    for metric in ("system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"):
-        values = site.series("finished", metric)
-        assert len(values) >= 2
-        expect_curve(page, metric, values)
-    show_all_charts(page)
 
 
 def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site, screenshots: Path) -> None:
@@ -208,15 +185,6 @@ def test_report_shows_that_a_rank_was_killed(page: Page, site: Site, docs_image:
     docs_image(page, "report")
 
 
-@pytest.mark.slow
-def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
-    page.goto(f"{site.url}/#/models/digits-model")
-    expect(page.get_by_role("heading", name="digits-model")).to_be_visible()
-    page.get_by_role("link", name="Version 1", exact=True).click()
-    page.get_by_role("link", name="finished", exact=True).click()
-    expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
-
-
 def test_overview_shows_status_and_reason_of_an_unfinished_run(page: Page, site: Site) -> None:
     for name, status, state in (("failing", "Failed", "failed"), ("stopped", "Killed", "stopped")):
         page.goto(site.page_of(name))
@@ -245,9 +213,6 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(
         expect(cell).to_be_visible()
     page.screenshot(path=screenshots / "sweep.png")
     docs_image(page, "mlflow-sweep")
-
-
-# --- The prepared views of an experiment, opened by the links that `hpcdist ui` prints
 
 
 def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from config_strategies import json_values
-from fuzzing import check_message, fuzz
+from fuzzing import fuzz
 from hypothesis import strategies as st
 
 from hpcdist.checkpoint.store import read_manifest
-from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, write_json
@@ -116,23 +116,6 @@ def test_damaged_file_of_a_run_folder_raises_own_errors_only(
                 read()
     finally:
         path.write_bytes(original)
-
-
-@fuzz(share=0.2, data=st.data())
-def test_damaged_config_of_a_run_folder_raises_own_errors_only(run: RunDir, data: st.DataObject) -> None:
-    original = run.config.read_bytes()
-    start = data.draw(st.integers(0, len(original)))
-    end = start + data.draw(st.integers(0, 30))
-    noise = data.draw(
-        st.one_of(st.binary(max_size=8), st.sampled_from([b"[" * 50_000, b"*a", b"&a ", b"${", b"9" * 5000]))
-    )
-    run.config.write_bytes(original[:start] + noise + original[end:])
-    try:
-        load_run_config(run.config, [], {})
-    except HpcdistError as error:
-        check_message(error)
-    finally:
-        run.config.write_bytes(original)
 
 
 RECORD = b'{"t":1760000000000,"s":120,"m":{"train/loss":0.31}}\n'

@@ -31,8 +31,6 @@ from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.points import SentPoints
 from hpcdist.tracking.sync_runs import sync
 
-# --- A server that repeats recorded responses of MLflow, one of which is replaced by an invalid response
-
 #: Method and path of a request.
 Endpoint = tuple[str, str]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 500 + b"</body></html>"
@@ -210,8 +208,6 @@ def recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
         with serving(recorder) as uri:
             yield uri, recorded
 
-
-# --- The targets
 
 NUM_STEPS = 20
 

@@ -81,9 +81,6 @@ def test_answer_of_an_image(facts: Any, cut: int) -> None:
         probe_outcome(SPEC, f"hpcdist-image {line}\n", "", "n1")
 
 
-# --- Any command line gives a result, one of the project's errors, or a usage error.
-
-
 APP = make_app()
 #: Commands that start no processes; `run` has `--dry-run` for that.
 COMMANDS = [["run", "--dry-run"]] + [
@@ -120,9 +117,6 @@ def test_command_line_gives_a_result_or_an_error(empty: None, command: list[str]
         # Usage errors; their class is private in typer.
         if getattr(error, "exit_code", 0) != 2:
             raise
-
-
-# --- Any config file, override or sweep axis gives ConfigError, or a config that is equal after writing and loading.
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +162,6 @@ def test_sweep_axis_gives_cells_or_an_error(words: list[str], more: list[str]) -
     assert len(set(names)) == len(names)
     assert all(len(name.encode()) <= 255 and "/" not in name for name in names)
     repr([cell.label for cell in sweep.cells]).encode()
-
-
-# --- Parsers skip the damaged parts of outputs of Slurm, which were recorded from three releases
 
 
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))

@@ -37,8 +37,6 @@ from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_settings
 from hpcdist.slurm.preflight_probe import ProbeRequest
 
-# --- The concurrent sections of `hpcdist doctor` and of the rendered report
-
 OK = Check(name="cores", level="ok", text="16")
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
 WARNING = Check(name="names", level="warning", text="the lookup of its own name took 5.0 s", node="n3")
@@ -110,8 +108,6 @@ def test_page_has_a_line_for_each_result_its_fix_below_and_a_summary() -> None:
     assert found["checks"][1] == {"section": "Two", **asdict(FAILURE)}
 
 
-# --- The sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)
-
 RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
 
 PARTITIONS = """\
@@ -177,7 +173,6 @@ def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytes
     assert found.away == "scontrol: slurm_load_ctl_conf error: Unable to contact"
 
 
-# --- partitions
 def test_working_cluster_is_ok_and_shows_its_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "run", lambda *_, **__: "devcluster\nroot\nroot\n")
     assert client_checks(slurm_facts(), "root") == [
@@ -191,7 +186,7 @@ def test_working_cluster_is_ok_and_shows_its_partitions(monkeypatch: pytest.Monk
     ]
 
 
-def test_unusable_and_restricted_partitions_are_reported() -> None:
+def test_unusable_restricted_and_missing_partitions_are_reported() -> None:
     many = "".join(f"PartitionName=p{number} State=UP MaxTime=UNLIMITED\n" for number in range(14))
     listed = (
         "PartitionName=down State=DOWN MaxTime=60 MaxNodes=2 AllowAccounts=ada,bob\n"
@@ -207,16 +202,12 @@ def test_unusable_and_restricted_partitions_are_reported() -> None:
     assert found["drained"].text == "no node accepts jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
     assert found["more"].text == "4 partitions: p10, p11, p12, p13"
     assert found["default"].text == "no partition is the default: set cluster.partition"
-
-
-def test_unknown_and_empty_lists_of_partitions_differ() -> None:
     assert partition_checks(SlurmFacts()) == job_end_checks(SlurmFacts()) == []
     assert partition_checks(SlurmFacts(settings=RECORDED))[0].level == "warning"
     assert partition_checks(SlurmFacts(settings=RECORDED, partitions=[]))[0].level == "failure"
 
 
-# --- end of jobs
-def test_default_settings_are_explained() -> None:
+def test_ends_of_jobs_and_preemption_are_explained() -> None:
     sentences = [check.sentence() for check in job_end_checks(slurm_facts(KillWait="30 sec"))]
     assert sentences == [
         "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); a run saves a checkpoint before its time"
@@ -227,9 +218,6 @@ def test_default_settings_are_explained() -> None:
         " run",
         "preemption: jobs in high are never preempted",
     ]
-
-
-def test_preemption_of_a_partition_and_of_the_cluster_is_explained() -> None:
     for old, new, level, text, fix in (
         ("GraceTime=0", "GraceTime=10", "note", "SIGKILL 15 s later (GraceTime 10 + KillWait 5)", "fit into 15 s"),
         ("GraceTime=0", "GraceTime=60", "ok", "SIGKILL 65 s later", ""),
@@ -243,8 +231,6 @@ def test_preemption_of_a_partition_and_of_the_cluster_is_explained() -> None:
     signalled = job_end_checks(slurm_facts(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
     assert "Slurm sends the user signal before it" in signalled.text
 
-
-def test_conflicting_settings_are_reported() -> None:
     def levels(**settings: str) -> dict[str, str]:
         return {
             check.name: check.level for check in job_end_checks(slurm_facts(**settings)) if check.name != "preemption"
@@ -253,9 +239,6 @@ def test_conflicting_settings_are_reported() -> None:
     assert levels(RequeueExit="1-3")["requeue"] == "warning"
     assert "requeue" not in levels(RequeueExit="142,143")
     assert levels(ProctrackType="proctrack/pgid")["clean-up"] == "note"
-
-
-# --- `hpcdist doctor RUN`: sections about the run folder and the nodes.
 
 
 @pytest.fixture
@@ -287,9 +270,6 @@ def checks_of(run: RunDir, config: Config | None = None) -> dict[str, list[Check
 def add_failed_attempt(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
     attempt = run.new_attempt()
     write_json(attempt.failure, {"kind": "killed", "rank": 3, "host": host, "step": 40, "error": error})
-
-
-# --- status and failed attempts
 
 
 def test_state_of_the_run_has_the_next_command(run: RunDir) -> None:
@@ -344,8 +324,6 @@ def test_newest_preflight_is_summarized(run: RunDir) -> None:
         assert (head.level, head.text, found) == (level, f"{text} {when}", checks[:-1])
 
 
-# --- node states in Slurm
-
 SINFO = """\
 n1|idle|||||Unknown|Unknown|none
 n1|idle|||||Unknown|Unknown|none
@@ -378,9 +356,6 @@ def test_nodes_before_each_requeue_are_included(run: RunDir, slurm: Callable[...
     assert found["Node preflight"][0].text.startswith("not run: the run has no nodes at present")
     slurm("RUNNING", error="scontrol gave no answer in 10 s")
     assert [check.level for check in checks_of(run)["Run"]] == ["ok", "warning"]
-
-
-# --- preflight of the nodes
 
 
 class Srun:

@@ -50,9 +50,6 @@ def test_migrations_are_read_from_the_installed_mlflow(tmp_path: Path) -> None:
     assert migrations(tmp_path) == {"aa": "", "bb": "aa"}
 
 
-# --- sqlite
-
-
 def test_schema_is_compared_and_not_changed(tmp_path: Path) -> None:
     missing = last_check(f"sqlite:///{tmp_path}/mlflow.db")
     assert (missing.level, missing.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
@@ -101,9 +98,6 @@ os._exit(0)
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "mlflow.db")], check=True)
     assert (tmp_path / "mlflow.db-journal").exists()
     assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
-
-
-# --- servers
 
 
 @pytest.fixture
@@ -174,18 +168,12 @@ def test_missing_and_refused_credentials_differ(start_server: Callable[..., str]
     assert "refuses the token" in last_check(uri, {"MLFLOW_TRACKING_TOKEN": "old"}).text
 
 
-# --- other stores
-
-
 def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
     for uri in ("mlruns", "file:///home/ada/mlruns"):
         check = last_check(uri)
         assert (check.level, "since 3.13" in check.text) == ("warning", True)
     for uri in ("databricks://profile", "postgresql://ada@db/mlflow"):
         assert last_check(uri).level == "note"
-
-
-# --- The section of `hpcdist doctor` about the folder of runs.
 
 
 def checks_of(folder: Path) -> dict[str, Check]:

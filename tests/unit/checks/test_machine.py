@@ -29,8 +29,6 @@ def levels(checks: Sequence[Check]) -> dict[str, str]:
     return {check.name: check.level for check in checks}
 
 
-# --- cores, memory, limits
-
 SUFFICIENT = ResourceLimits(
     cores=16,
     quota=None,
@@ -115,9 +113,6 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
     assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
 
 
-# --- this container
-
-
 def test_container_shows_its_image_and_missing_gpus(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"proc/driver/nvidia/version": "NVRM"})
     image, gpus = container_checks({"image": "localhost/hpcdist", "image_build": "abc"}, root)
@@ -126,8 +121,6 @@ def test_container_shows_its_image_and_missing_gpus(tmp_path: Path) -> None:
     write_files(tmp_path, {"dev/nvidia0": ""})
     assert levels(container_checks({}, root)) == {"image": "note"}
 
-
-# --- GPUs
 
 H200 = Gpu(index=0, name="NVIDIA H200", used_mb=500, total_mb=143771, uncorrected_errors=0)
 
@@ -152,9 +145,6 @@ def test_healthy_missing_and_defective_gpus_are_told_apart() -> None:
     assert found[3].text == "1 of 3 according to CUDA_VISIBLE_DEVICES"
 
 
-# --- host name
-
-
 def test_name_problems_are_notes_unless_the_machine_is_a_node() -> None:
     quick: dict[str, object] = {"address": "10.0.0.7", "forward_s": 0.002, "reverse": "n7.site", "reverse_s": 0.003}
     assert [check.sentence() for check in host_name_checks("n7", quick, is_node=True)] == [
@@ -173,9 +163,6 @@ def test_name_problems_are_notes_unless_the_machine_is_a_node() -> None:
         assert (node.level, alone.level) == (level, "note")
         assert alone.text.endswith("runs on this machine alone are not affected")
         assert node.fix
-
-
-# --- installed software
 
 
 def software(
@@ -210,9 +197,6 @@ def test_torch_is_required_and_must_fit_torchvision_and_driver(monkeypatch: pyte
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text
 
 
-# --- the test with ranks
-
-
 @pytest.mark.processes
 def test_two_ranks_pass_on_this_machine() -> None:
     (check,) = trial_checks("cpu", 2, os.environ)
@@ -232,9 +216,6 @@ def test_failing_trial_has_the_cause_and_a_slow_one_is_a_warning(
     monkeypatch.setattr(machine, "TRIAL_S", 0.01)
     (check,) = trial_checks("cpu", 2, os.environ)
     assert (check.level, check.text) == ("warning", "the ranks did not end within 0.01 s")
-
-
-# --- Container runtimes
 
 
 ADA = Host(uid=1000, user="ada", has_gpus=False, subuid="ada:100000:65536\n")
@@ -262,7 +243,7 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     return machine.runtime_checks(host, which=lambda name: name in installed, query=lambda command: answers[command[0]])
 
 
-def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() -> None:
+def test_runtimes_are_found_and_reported_when_missing_old_or_unusable() -> None:
     """Results of hpcdist's own tests are in the documentation."""
     found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
@@ -274,9 +255,6 @@ def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() 
         "pyxis: srun has --container-image",
     ]
     assert {check.level for check in found} == {"ok"}
-
-
-def test_missing_old_and_unusable_runtimes_are_reported() -> None:
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
     assert machine.runtime_checks(ADA, expected=False, which=lambda name: None) == []
@@ -295,7 +273,7 @@ def test_missing_old_and_unusable_runtimes_are_reported() -> None:
     assert (docker.level, podman.level) == ("note", "ok"), "one working runtime suffices"
 
 
-def test_rootless_runtimes_need_subordinate_ids_and_user_namespaces() -> None:
+def test_runtimes_of_users_need_ids_namespaces_and_the_nvidia_toolkit() -> None:
     (check,) = checks_of_runtimes(replace(ADA, subuid="bob:100000:65536\n"), "podman")
     assert (check.level, check.fix.startswith("`sudo usermod --add-subuids")) == ("warning", True)
     assert checks_of_runtimes(replace(ADA, uid=0, subuid=""), "podman")[0].level == "ok"
@@ -305,9 +283,6 @@ def test_rootless_runtimes_need_subordinate_ids_and_user_namespaces() -> None:
         assert (check.level, "user namespaces (unshare: unshare failed" in check.text) == ("warning", True), tool
     missing = answer(errors="[Errno 2] No such file or directory: 'unshare'", code=-1)
     assert checks_of_runtimes(ADA, "podman", unshare=missing)[0].level == "ok", "without unshare the test is skipped"
-
-
-def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     host = replace(ADA, has_gpus=True)
     (docker,) = checks_of_runtimes(host, "docker")
     assert (docker.level, "nvidia-ctk runtime configure" in docker.fix) == ("warning", True)
@@ -344,8 +319,6 @@ def test_apptainer_and_enroot_need_namespaces_and_squashfuse(tmp_path: Path) -> 
     assert check.fix.endswith("or use a folder: `hpcdist image convert --to dir`")
     root = replace(ADA, uid=0, opens_fuse=False, squashfuse=False)
     assert checks_of_runtimes(root, "apptainer")[0].level == "ok", "the kernel mounts the image"
-    (check,) = checks_of_runtimes(replace(root, lacks_capability=True), "apptainer")
-    assert (check.level, check.fix) == ("warning", "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`")
 
 
 @pytest.mark.processes

@@ -46,7 +46,7 @@ def test_equal_values_do_not_differ() -> None:
         assert compare_values({"a": {1: one}}, {"a": {1: other}}, tolerance=tolerance).is_equal is equal
 
 
-def test_the_first_differing_step_of_each_metric_is_reported_by_step() -> None:
+def test_first_difference_missing_values_and_a_paused_rerun() -> None:
     after = {"loss": {**LOSS, 7: 0.5, 9: 0.5}, "accuracy": {4: 0.25}}
     found = compare_values({"loss": LOSS, "accuracy": {4: 0.5}}, after)
     assert [(one.key, one.step, one.before, one.after) for one in found.differences] == [
@@ -56,9 +56,6 @@ def test_the_first_differing_step_of_each_metric_is_reported_by_step() -> None:
     assert sentence({"loss": LOSS, "accuracy": {4: 0.5}}, after) == (
         "the first difference is at step 4: accuracy was 0.5, is 0.25; 3 of 11 values of 2 metrics at 10 steps differ"
     )
-
-
-def test_values_that_one_run_lacks_differ() -> None:
     short = {step: value for step, value in LOSS.items() if step != 5}
     missing = "the first difference is at step 5: loss was 0.2, is not logged; 1 of 9 values"
     assert sentence({"loss": LOSS}, {"loss": short}).startswith(missing)
@@ -68,9 +65,6 @@ def test_values_that_one_run_lacks_differ() -> None:
     assert sentence({"loss": LOSS, "a": {1: 1.0}}, {"loss": LOSS}) == "only one of the runs has logged a"
     assert sentence({"loss": LOSS}, {}) == "nothing was compared: the runs have no common values"
     assert not compare_values({}, {}).is_equal
-
-
-def test_a_paused_rerun_is_compared_up_to_its_last_step() -> None:
     before = {"loss": LOSS, "eval/accuracy": {5: 0.5, 10: 0.75}}
     paused = {"loss": {step: LOSS[step] for step in range(1, 6)}}
     assert compare_values(before, paused, until=5).is_equal, "an evaluation at the last step follows the pause"
@@ -90,7 +84,7 @@ def test_measured_metrics_are_known_by_name() -> None:
     assert all(is_measured(key, ["*"]) for key in keys)
 
 
-def test_data_with_another_digest_is_named() -> None:
+def test_data_versions_and_sources_that_differ_are_named() -> None:
     before = [DatasetRecord(name="digits", digest="1a"), DatasetRecord(name="digits", split="test", digest="2b")]
     after = [
         DatasetRecord(name="digits", digest="1a"),
@@ -99,9 +93,6 @@ def test_data_with_another_digest_is_named() -> None:
     ]
     assert data_differences(before, after) == ["data: digits (test) had digest 2b, has 3c"]
     assert data_differences(before, [DatasetRecord(name="digits")]) == []
-
-
-def test_versions_and_sources_that_differ_are_named() -> None:
     before = {"python": "3.11.2", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.1", "submitit": "1"}}
     after = {"python": "3.12.1", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.2"}, "source_digest": "b"}
     named = [
@@ -113,9 +104,6 @@ def test_versions_and_sources_that_differ_are_named() -> None:
     found = machine_differences({**before, "source_digest": "a"}, after, code_is_restored=False)
     assert found == [*named, "hpcdist 0.1 has other source files here than in the run"]
     assert machine_differences({**before, "source_digest": "a"}, after, code_is_restored=True) == named
-
-
-# --- What `hpcdist compare` shows of two runs.
 
 
 def compared(*scenes: ReportScene) -> dict[str, dict[str, tuple[str, ...]]]:

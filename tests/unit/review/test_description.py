@@ -257,7 +257,7 @@ def test_long_setup_leaves_space_for_the_result_and_is_complete_in_the_report() 
     assert attempt_rows(facts, in_full=True)[0][3] == ", ".join(nodes)
 
 
-def test_last_values_are_listed_by_step() -> None:
+def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
     metrics = {"train/loss": 0.5, "eval/loss": 0.25, "samples": 704.0, "own": 1.0}
     steps = {"train/loss": 704, "samples": 704, "eval/loss": 1705}
     text = described(replace(FACTS, metrics=metrics, metric_steps=steps, samples_per_s=1358.81))
@@ -267,9 +267,6 @@ def test_last_values_are_listed_by_step() -> None:
     ) in text
     many = {f"metric/{number}": 1.0 for number in range(15)}
     assert "\n- 3 more metrics\n" in described(replace(FACTS, metrics=many))
-
-
-def test_live_description_names_the_age_of_the_last_heartbeat() -> None:
     assert FACTS.progress is not None
     late = replace(FACTS, progress=replace(FACTS.progress, seen=2300.0 - 110))
     text = described(late)
@@ -337,15 +334,12 @@ def test_long_description_leaves_out_attempts_in_the_middle_and_then_its_end() -
     assert described(FACTS, max_chars=-5) == ""
 
 
-def test_text_of_users_has_no_meaning_in_markdown() -> None:
+def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> None:
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
         "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
     )
     assert escaped("x" * 400, 10) == "x" * 9 + "…"
     assert table(("a", "b"), [("*", Markdown("*"))]) == "| a &ensp;| b |\n| --- | --- |\n| \\* &ensp;| * |"
-
-
-def test_duration_has_the_two_largest_units() -> None:
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
         "0 s", "0.42 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
     ]  # fmt: skip

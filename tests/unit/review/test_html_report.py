@@ -20,8 +20,6 @@ from hpcdist.review.report import render_report, write_report
 from hpcdist.run.records import NodeShare, Origin, Resources, write_origin
 from hpcdist.tracking.points import read_series
 
-# --- The report of a run: its parts, its size, and that no text of the user becomes markup
-
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
 
@@ -246,9 +244,6 @@ def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
     assert len(page.encode()) < 2_000_000
     assert "the 40 slowest of 256 nodes are shown" in page
     assert [tag for tag, _ in Elements(page).found].count("polyline") == 24
-
-
-# --- Figures of a trainer: written, read again, and refused if they are not what their kind says
 
 
 def test_figures_are_read_as_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,9 +126,6 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
     ]
 
 
-# --- jobs
-
-
 def write_starts(run: RunDir, *starts: dict[str, Any], **more: Any) -> None:
     moved = [
         {key: BEGAN + value if key in ("began", "ended") else value for key, value in start.items()} for start in starts
@@ -184,9 +181,6 @@ def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_a
     assert read_ledger(run).allocated_s == pytest.approx(33 * 5)
     write_starts(run, {"began": 0, "ended": 30, "cores": 5})
     assert read_ledger(run).allocated_s == pytest.approx(150.0)
-
-
-# --- times.json
 
 
 def test_reached_step_is_the_largest_of_all_ranks_and_earlier_attempts(run: RunDir) -> None:

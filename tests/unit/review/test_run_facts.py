@@ -250,7 +250,7 @@ def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
     assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9), "the defaults of an edited config"
 
 
-def test_overrides_are_the_differences_from_the_config_of_the_command_line(folder: Folder) -> None:
+def test_overrides_model_and_datasets_are_read(folder: Folder) -> None:
     facts = folder.facts()
     assert (facts.config_name, facts.overrides_known, facts.model) == ("ddp_digits", True, "simple_cnn")
     default = load_config("ddp_digits")
@@ -258,9 +258,6 @@ def test_overrides_are_the_differences_from_the_config_of_the_command_line(folde
         "optim.lr": Override(before=default.optim.lr, after=0.5),
         "stop.max_epochs": Override(before=default.stop.max_epochs, after=7),
     }
-
-
-def test_model_and_datasets_are_those_of_the_newest_attempt_that_recorded_them(folder: Folder) -> None:
     data = (DatasetRecord(name="digits", num_samples=9, digest="ab"), DatasetRecord(name="digits", split="test"))
     folder.attempt(first_step=0, step=1)
     write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, datasets=data))
@@ -295,10 +292,7 @@ def test_steps_of_a_script_are_those_that_it_reports(folder: Folder) -> None:
     ]
 
 
-# --- Thinning of metric series, and reading them from a journal.
-
-
-def test_long_series_keep_ends_and_extremes_everywhere() -> None:
+def test_long_series_are_thinned_and_short_ones_exact() -> None:
     generator = random.Random(1)
     values = [generator.random() for _ in range(100_000)]
     values[40_000], values[77_777] = -5.0, 9.0
@@ -313,9 +307,6 @@ def test_long_series_keep_ends_and_extremes_everywhere() -> None:
     assert series.num_points == 100_000
     for low in range(0, 100_000, 2000):  # no part of the run is left with few points
         assert len([step for step, _ in points if low <= step < low + 2000]) >= 2000 * NUM_BINS // 100_000
-
-
-def test_short_series_are_exact_and_count_values_that_are_not_finite() -> None:
     series = Series()
     for step, value in ((3, 1.5), (1, 0.5), (2, 1.0), (7, math.nan), (4, math.inf)):
         series.add(step, value)
