@@ -38,7 +38,7 @@ from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env
 from hpcdist.tracking.uri import sqlite_path
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """A part of the report that runs in its own thread; a timeout becomes a warning."""
 
@@ -86,7 +86,6 @@ class Request:
 
 def machine_sections(request: Request) -> list[Section]:
     env, user = request.env, user_name()
-    on_cluster = shutil.which("sbatch") is not None
     inside = bool(container_runtime())
     slurm = start(read_slurm).result  # one query for all sections
 
@@ -107,37 +106,36 @@ def machine_sections(request: Request) -> list[Section]:
         host = checks_machine.Host.inspect(user, host_machine.gpu_device_files() > 0, slurm().proctrack)
         return checks_machine.runtime_checks(host, expected=not inside)
 
+    on_cluster = shutil.which("sbatch") is not None
     sections = [
         Section(
-            title="Software",
-            run=lambda: checks_machine.software_checks(host_machine.versions(), torch_required=not on_cluster),
+            "Software", lambda: checks_machine.software_checks(host_machine.versions(), torch_required=not on_cluster)
         ),
-        Section(title="Training test", run=lambda: _trials(env), timeout_s=checks_machine.TRIAL_S + 10),
-        Section(title="GPUs", run=gpus, timeout_s=3 * host_machine.DRIVER_S),
+        Section("Training test", lambda: _trials(env), checks_machine.TRIAL_S + 10),
+        Section("GPUs", gpus, 3 * host_machine.DRIVER_S),
         Section(
-            title="Processors and memory",
-            run=lambda: checks_machine.resource_checks(checks_machine.ResourceLimits.inspect()),
+            "Processors and memory", lambda: checks_machine.resource_checks(checks_machine.ResourceLimits.inspect())
         ),
         Section(
-            title="Folder of runs",
-            run=lambda: site.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
-            timeout_s=FOLDER_S,
-            timeout_fix=f"its file system hangs: see `df {request.folder}`, or set another --runs-dir",
+            "Folder of runs",
+            lambda: site.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
+            FOLDER_S,
+            f"its file system hangs: see `df {request.folder}`, or set another --runs-dir",
         ),
         Section(
-            title="MLflow",
-            run=lambda: _store(request),
-            timeout_s=SLOW_S,
-            timeout_fix="its host name may not resolve, or its database hangs; metrics wait in the run folder",
+            "MLflow",
+            lambda: _store(request),
+            SLOW_S,
+            "its host name may not resolve, or its database hangs; metrics wait in the run folder",
         ),
-        Section(title="Host name", run=host_name, timeout_s=checks_machine.GIVE_UP_S + SLURM_S),
-        Section(title="Slurm", run=lambda: client_checks(slurm(), user, in_container=inside), timeout_s=SLURM_S),
-        Section(title="Partitions", run=lambda: partition_checks(slurm()), timeout_s=SLURM_S),
-        Section(title="End of jobs", run=lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
-        Section(title="Containers", run=runtimes, timeout_s=3 * checks_machine.TIMEOUT_S + SLURM_S),
+        Section("Host name", host_name, checks_machine.GIVE_UP_S + SLURM_S),
+        Section("Slurm", lambda: client_checks(slurm(), user, in_container=inside), SLURM_S),
+        Section("Partitions", lambda: partition_checks(slurm()), SLURM_S),
+        Section("End of jobs", lambda: job_end_checks(slurm()), SLURM_S),
+        Section("Containers", runtimes, 3 * checks_machine.TIMEOUT_S + SLURM_S),
     ]
     if inside:
-        sections.insert(0, Section(title="Container", run=lambda: checks_machine.container_checks(image_facts(env))))
+        sections.insert(0, Section("Container", lambda: checks_machine.container_checks(image_facts(env))))
     return sections
 
 
@@ -181,11 +179,11 @@ _OTHER_PORT = 500
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
     sections = [
-        Section(title="Run", run=lambda: _status(run), timeout_s=SLOW_S),
-        Section(title="Attempts", run=lambda: attempts(run)),
-        Section(title="Preflight", run=lambda: preflight(run)),
-        Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=SLOW_S),
-        Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
+        Section("Run", lambda: _status(run), timeout_s=SLOW_S),
+        Section("Attempts", lambda: attempts(run)),
+        Section("Preflight", lambda: preflight(run)),
+        Section("Nodes in Slurm", lambda: _node_states(run), timeout_s=SLOW_S),
+        Section("Node preflight", lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
     ]
     return sections[:3] if job_of(run) is None else sections
 

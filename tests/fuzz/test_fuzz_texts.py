@@ -86,18 +86,11 @@ APP = make_app()
 COMMANDS = [["run", "--dry-run"]] + [
     [name] for name in ("config", "runs", "status", "logs", "explain", "stop", "cancel", "resume")
 ]
-#: Texts without NUL characters, which arguments of a process cannot contain.
-TEXTS = st.one_of(st.sampled_from([text for text in NASTY if "\0" not in text]), st.text(max_size=12)).map(
-    lambda text: text.replace("\0", "")
-)
+OPTIONS = ["ddp_digits", "--sweep", "--runs-dir", "--rank", "--attempt", "--help", "--schema", "--", "-x", "*", "a**b"]
+#: Words without NUL characters, which arguments of a process cannot contain.
 WORDS = st.one_of(
-    TEXTS,
-    overrides.map(lambda text: text.replace("\0", "")),
-    st.sampled_from(
-        ["ddp_digits", "--sweep", "--runs-dir", "--rank", "--attempt", "--help", "--schema", "--", "-x", "*", "a**b"]
-    ),
-    axes.map(lambda text: f"--sweep={text}".replace("\0", "")),
-)
+    st.sampled_from([*NASTY, *OPTIONS]), st.text(max_size=12), overrides, axes.map(lambda text: f"--sweep={text}")
+).map(lambda text: text.replace("\0", ""))
 
 
 @pytest.fixture

@@ -83,24 +83,13 @@ def some_ledger() -> Ledger:
     ]
     phases = ("queue", "start", "compile", "train", "evaluate", "save", "down")
     intervals = [
-        Interval(
-            phase=phase,
-            attempt=attempt,
-            began=_BEGAN + 70 * attempt + at * 10,
-            ended=_BEGAN + 70 * attempt + at * 10 + 9,
-        )
+        Interval(phase=phase, attempt=attempt, began=began, ended=began + 9)
         for attempt in (1, 2)
-        for at, phase in enumerate(phases)
+        for number, phase in enumerate(phases)
+        for began in [_BEGAN + 70 * attempt + 10 * number]
     ]
-    return Ledger(
-        running_s=64.0,
-        unit="core",
-        entries=tuple(entries),
-        intervals=tuple(intervals),
-        queue_s=9.0,
-        energy_kwh=0.25,
-        energy_of="nodes",
-    )
+    ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25, energy_of="nodes")
+    return replace(ledger, entries=tuple(entries), intervals=tuple(intervals))
 
 
 # --- Run folders with the files from which the ledger of a run is computed, without processes.

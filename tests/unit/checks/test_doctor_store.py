@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hpcdist_runs import unused_port
-from http_servers import in_thread
+from http_servers import serving
 
 from hpcdist.checks import site as module
 from hpcdist.checks.site import GIB, folder_checks, migrations, store_checks
@@ -110,23 +110,16 @@ def start_server() -> Iterator[Callable[..., str]]:
             search: Callable[[str], int] = lambda authorization: 200,
             version: str = "3.17.2\n",
         ) -> str:
-            class Handler(BaseHTTPRequestHandler):
-                def do_GET(self) -> None:
-                    code, text = {
-                        "/health": (health, "OK"),
-                        "/api/2.0/mlflow/experiments/search": (search(self.headers.get("Authorization", "")), "{}"),
-                        "/version": (200, version),
-                    }[self.path.partition("?")[0]]
-                    self.send_response(code)
-                    self.end_headers()
-                    self.wfile.write(text.encode())
+            def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> list[bytes]:
+                code, text = {
+                    "/health": (health, "OK"),
+                    "/api/2.0/mlflow/experiments/search": (search(environ.get("HTTP_AUTHORIZATION", "")), "{}"),
+                    "/version": (200, version),
+                }[environ["PATH_INFO"]]
+                start_response(f"{code} status", [])
+                return [text.encode()]
 
-                def log_message(self, *_: object) -> None:
-                    pass
-
-            server = running.enter_context(HTTPServer(("127.0.0.1", 0), Handler))
-            running.enter_context(in_thread(server))
-            return f"http://127.0.0.1:{server.server_port}"
+            return running.enter_context(serving(answer))
 
         yield start
 
