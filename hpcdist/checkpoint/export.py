@@ -27,15 +27,11 @@ log = logging.getLogger(__name__)
 
 
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
-    """Write `model/` into the run folder for `mlflow.pytorch.load_model`; the shipper uploads it.
+    """Write `model/` into the run folder for `mlflow.pytorch.load_model`; see `Context.export_model`.
 
     The model is saved with `torch.export`, so that loading it neither needs nor runs the model's code. A model that
     cannot be exported (data-dependent branches) is pickled together with its code from the run's snapshot. Without
     MLflow, for example in a container, the call only logs a warning.
-
-    Args:
-        module: the bare model. It is moved to the CPU and set to evaluation mode.
-        example: one input batch of at least two samples, so that the batch dimension is exported as dynamic.
     """
     if MaybeSharded(list(module.parameters())).is_sharded:  # this rank cannot compute alone
         log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
@@ -149,8 +145,7 @@ def require_packages(kind: Format) -> None:
 def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> list[Path]:
     """Write the model of a checkpoint to a file. Returns the written files, all in the folder of `output`.
 
-    Files appear under their names when they are complete. The weights of all ranks are merged, and names are those of
-    the bare model. Raises CheckpointError if the checkpoint has changed since it was saved.
+    Files appear under their names when they are complete. Names of weights are those of the bare model.
     """
     require_packages(kind)
     if output.exists():

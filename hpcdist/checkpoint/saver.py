@@ -36,11 +36,7 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the state (on CUDA, queue the copy) and start to write it; later changes of the state are not written.
-
-        Raises CheckpointError if the previous write has failed permanently, and for a value that a checkpoint cannot
-        contain.
-        """
+        """Copy the state (on CUDA, queue the copy) and start to write it; later changes are not written."""
         self.settle()  # there is only one set of buffers
         host, events = self._buffers.copy(state)
 
@@ -94,14 +90,10 @@ class BackgroundWriter:
 
 
 class AsyncSaver(BackgroundWriter):
-    """Saves checkpoints in the background.
+    """Saves checkpoints in the background, and prunes the store after each of them.
 
     If the file system was unreachable, only `wait()` and `close()` raise an error. The caller must restore before the
-    first save.
-
-    Args:
-        store: destination of the checkpoints; it is pruned after each of them.
-        before_publish: called in the background before a checkpoint is renamed to its final name.
+    first save. `before_publish` is called in the background before a checkpoint is renamed to its final name.
     """
 
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
@@ -193,8 +185,6 @@ class HostBuffers:
         buffer is reused if the tensor at the same position in the state has the same shape, strides and dtype; a call
         therefore overwrites the result of the previous call. CUDA copies are queued on the current stream, before
         later kernels such as the next optimizer step.
-
-        Raises CheckpointError for a value that `torch.load(weights_only=True)` would refuse.
         """
         walk = _Walk(self._buffers)
         host = walk.visit(state, ())

@@ -77,10 +77,7 @@ class MaybeSharded:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy and Python.
-
-    The result consists of tensors, numbers and strings, so that `torch.load(weights_only=True)` can read it.
-    """
+    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy and Python."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert not isinstance(keys, str)
@@ -121,6 +118,8 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
 # collectives.
 
 POLL_INTERVAL_S = 0.02
+#: How long rank 0 waits for the last owner; the death of an owner ends the attempt earlier.
+OWNER_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +147,11 @@ class Shard:
 
 
 class ShardExchange:
-    """Reports from the owners to rank 0 that their shards of a step are on disk.
+    """Reports from the owners to rank 0 that their shards of a step are on disk."""
 
-    Args:
-        timeout_s: how long rank 0 waits for the last owner; the death of an owner ends the attempt earlier.
-    """
-
-    def __init__(self, store: Store, *, rank: int, attempt: int, timeout_s: float = 3600.0) -> None:
+    def __init__(self, store: Store, *, rank: int, attempt: int) -> None:
         self._store = PrefixStore(f"shards/{attempt}", store)
         self._rank = rank
-        self._timeout_s = timeout_s
 
     def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
         """Write the shard of this rank, and report the success or the error to rank 0."""
@@ -185,11 +179,11 @@ class ShardExchange:
 
     def _report(self, step: int, rank: int) -> FileRecord:
         key = f"{step}/{rank}"
-        end = time.monotonic() + self._timeout_s
+        end = time.monotonic() + OWNER_TIMEOUT_S
         # Not `Store.wait`, which blocks the store for all other threads of this process.
         while not self._store.check([key]):
             if time.monotonic() > end:
-                raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {self._timeout_s:g} s")
+                raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {OWNER_TIMEOUT_S:g} s")
             time.sleep(POLL_INTERVAL_S)
         text = self._store.get(key)
         self._store.delete_key(key)

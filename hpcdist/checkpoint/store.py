@@ -184,8 +184,6 @@ class CheckpointStore:
 
         A valid checkpoint of the same step is kept and the new one is dropped, because both contain the same state.
         `before_publish` is called directly before the rename to the final name.
-
-        Raises CheckpointError if the files cannot be written; older checkpoints are unchanged.
         """
         final = self.folder / folder_name(snapshot.step)
         try:

@@ -40,8 +40,6 @@ WARM_UP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Statistics of iteration times, in seconds."""
-
     iterations: int
     median_s: float
     p99_s: float
@@ -104,11 +102,8 @@ def measure(
 ) -> Timing:
     """Time a call on the slowest rank. Every rank makes the same number of iterations and returns the same result.
 
-    Args:
-        budget_s: approximate duration of the measurement in seconds, but at least three iterations.
-        longest_s: no iteration starts after this time, even if there were fewer than three.
-        after_barrier: call a barrier before each iteration.
-        divided_by: number of operations in one call.
+    The measurement takes about `budget_s`, but has at least three iterations, unless they take more than `longest_s`.
+    `divided_by` is the number of operations in one call.
     """
     before = groups.barrier if after_barrier else None
 
@@ -195,11 +190,9 @@ def check(
     timeout_s: float,
     on_expiry: Callable[[PreflightError], None],
 ) -> None:
-    """Check and time all-reduces between the ranks; rank 0 writes `Attempt.network`. Call it on every rank.
+    """Check and time all-reduces between the ranks; rank 0 writes `Attempt.network`. A wrong sum raises on all ranks.
 
     `on_expiry` is called in another thread if the check takes more than `timeout_s`; it must report and exit.
-
-    Raises PreflightError on all ranks if a sum is wrong.
     """
     assert groups.control is not None
     began = time.monotonic()
@@ -275,10 +268,7 @@ def check_sums(
     groups: Groups,
     effort: Effort,
 ) -> None:
-    """Compare sums of a group, by default the default group, with the expected ones.
-
-    Raises PreflightError on all ranks, which names the faulty rank.
-    """
+    """Compare sums of a group, by default the default group, with the expected ones; name the faulty rank."""
     rank, num_ranks = topology.rank, topology.world_size
     elements = max(effort.elements, 2 * num_ranks)
     # Those of gradients, metrics and agreements.
@@ -310,11 +300,7 @@ def _node_name(topology: Topology) -> str:
 
 
 def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[int], names: Sequence[str]) -> str:
-    """Return one sentence that describes wrong sums.
-
-    For each rank, `culprits` has the number of ranks at which its contribution is wrong, and `finders` whether (1) its
-    sum is wrong.
-    """
+    """Describe wrong sums: by rank, at how many ranks its contribution, and whether (1) its own sum is wrong."""
     start = f"an all-reduce of {dtype} over {backend} gives wrong sums"
     fix = "have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"
     blamed = [rank for rank, count in enumerate(culprits) if count]

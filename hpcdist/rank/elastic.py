@@ -252,12 +252,9 @@ class TreeSum:
 
 
 def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of all leaves on every rank; call it on every rank.
+    """Return the sum of all leaves on every rank. Call it on every rank, with the leaves of each in `shares`.
 
-    Args:
-        shares: the leaves of each rank.
-        own: `TreeSum.sums` of this rank, [n] each.
-        like: a tensor with the length n, dtype and device of the vectors, for a rank without any.
+    `own` are the `TreeSum.sums` of this rank, [n] each, and `like` is a tensor like them, for a rank without any.
     """
     world_size = len(shares)
     if world_size == 1:

@@ -99,9 +99,7 @@ def process_groups(
     After an error inside the block nothing is destroyed: other ranks may have died, and the shutdown would wait for
     them. The worker then ends the process.
 
-    Args:
-        init_timeout_s: time limit for the rendezvous, after which `on_expiry` is called; see `deadline`.
-        timeout_s: time limit for one collective.
+    `init_timeout_s` limits the rendezvous (see `deadline`), `timeout_s` one collective.
     """
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
@@ -437,13 +435,11 @@ def cuda_index(
 ) -> int | None:
     """Return the CUDA device index of this rank; None if the process sees no GPU.
 
-    If at least as many GPUs are visible as the node has ranks, the index is the local rank. Otherwise the index is 0,
-    provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this, which counts the GPUs of all tasks of
-    the step on this node; if it is not set, CUDA_VISIBLE_DEVICES must name a single device.
+    If at least as many GPUs are visible as the node has ranks that use them (`sharers`, by default all), the index is
+    the local rank. Otherwise it is 0, provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this: it
+    counts the GPUs of all tasks of the step on this node. Without it, CUDA_VISIBLE_DEVICES must name a single device.
 
-    `sharers` are the ranks on this node that use GPUs, if not all ranks do.
-
-    Raises TopologyError in all other cases, because two ranks on one GPU fail with NCCL's "Duplicate GPU detected".
+    In all other cases two ranks would use one GPU, and NCCL would fail with "Duplicate GPU detected".
     """
     num_local = topology.local_world_size if sharers is None else len(sharers)
     if num_visible == 0:

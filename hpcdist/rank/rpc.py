@@ -76,12 +76,7 @@ class RpcGroup:
 
         The result raises RemoteError if the function failed there, and PeerLost if the rank has ended or has not
         answered in time. A tensor must not be changed before the call is answered, because it is not copied.
-
-        Args:
-            function: a key of the mapping that the rank passed to `rpc_group`.
-            timeout_s: time limit in seconds; None means that of the group.
-
-        Raises TypeError for an argument that cannot be sent.
+        `function` is a key of the mapping that the rank passed to `rpc_group`.
         """
         rank = to if isinstance(to, int) else self._ranks.get(to, -1)
         if not 0 <= rank < len(self.names):
@@ -106,11 +101,7 @@ class RpcGroup:
     def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
         """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
 
-        Args:
-            commands: functions by command name.
-            background: futures of this rank's own threads; their exceptions are raised here.
-
-        Raises PeerLost if rank 0 does not answer.
+        `background` are futures of this rank's own threads; their exceptions are raised here.
         """
         is_stop_sent = False
         while True:

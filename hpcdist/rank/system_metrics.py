@@ -25,14 +25,10 @@ MB = 1e6
 def monitored_node(
     journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str
 ) -> Iterator[None]:
-    """Record CPU, memory, disk, network and GPU usage in a thread while the block runs.
+    """Record CPU, memory, disk, network and GPU usage every `interval_s` in a thread while the block runs; 0: never.
 
-    Args:
-        interval_s: seconds between two records; 0 for none.
-        began: Unix time of the run's creation. The step of a record is the number of seconds since then, so that steps
-            keep increasing after a restart.
-        node: node name to include in the metric names, for runs on several nodes.
-        disk: a path on the disk to monitor.
+    The step of a record is the number of seconds since `began`, the Unix time of the run's creation, so that steps keep
+    increasing after a restart. `node` is part of the metric names.
     """
     prefix = f"system/{node}/" if node else "system/"
     network, gpus, ended = _network_bytes(), open_gpus(), threading.Event()

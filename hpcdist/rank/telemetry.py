@@ -27,10 +27,7 @@ REPORT_AFTER = 3
 
 
 class LossWatch:
-    """Reports the first loss that stays NaN or infinite: a metric whose name contains `loss`.
-
-    `limit` is `stop.nan_losses`, the number of logged values in a row that ends the training, if any.
-    """
+    """Reports the first loss (a metric whose name contains `loss`) that stays NaN or infinite, or ends the training."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
@@ -38,7 +35,6 @@ class LossWatch:
         self.finding = ""  #: the report
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
-        """Note the metrics of a step. Raises TrainerError at the limit."""
         for key, value in metrics.items():
             if "loss" not in key.lower() or math.isfinite(value):
                 self._rows.pop(key, None)
@@ -63,11 +59,9 @@ MAX_METRICS = 1000
 class Heartbeat:
     """A small file with the time and the step of this rank's last beat, written by a thread for the supervisor.
 
-    The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
-    only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
-
-    The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
-    an incomplete line reads the file again. More ranks write less often, see `beat_interval_s`.
+    The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes only
+    after a new beat or step, so the file of a hung rank keeps the time of its last beat. It overwrites the file:
+    atomic replacements by every rank would load a shared file system, and a reader repeats an incomplete line.
     """
 
     def __init__(
@@ -332,10 +326,7 @@ def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
 
 
 def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
-    """Enable the flight recorders, and make torch write its own dumps at an NCCL timeout to the attempt's folder.
-
-    Variables that are set already, also by their older names, are kept.
-    """
+    """Enable the flight recorders, with torch's own dumps in the attempt's folder, unless the user has set them."""
     for names, value in (
         (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_ENTRIES)),
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(attempt.path / "flight-rank-")),

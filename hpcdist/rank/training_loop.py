@@ -86,15 +86,12 @@ class Progress:
         self.step_in_epoch += 1
 
     def count_samples(self, number: float) -> int:
-        """Count the training samples of all ranks since the last logged step. Returns the number since the start."""
+        """Count samples of all ranks since the last logged step. Returns their number since the start."""
         self.samples += int(number)
         return self.samples
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation, and count the epoch if all of its steps are done.
-
-        Raises ConfigError if `checkpoint.monitor` is not among the metrics.
-        """
+        """Record an evaluation, and count the epoch if all of its steps are done."""
         checkpoint = self._cfg.checkpoint
         if checkpoint.monitor not in metrics:
             raise ConfigError(
@@ -224,9 +221,8 @@ def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -
     determines the order in which the ranks' values are added, and with more than two ranks the order determines the
     rounding. Without this call the first steps after a resume are rounded differently than in an uninterrupted run.
 
-    Args:
-        model: the wrapped model; its weights and buffers and the random number generators are not changed.
-        loss: runs a forward pass of `model` with a batch of the training's size, and returns the loss.
+    `loss` runs a forward pass of `model` with a batch of the training's size, and returns the loss. The model and the
+    random number generators are not changed.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[] if model.device_type == "cpu" else model.device_ids):

@@ -273,10 +273,7 @@ def load_trainer(target: str) -> Callable[..., None]:
 
 
 def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[str, str]:
-    """Return the environment variables of torchrun, and those of hpcdist.
-
-    Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    """
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     role, index = roles.of_rank(topology.rank)
     return {
         "RANK": str(topology.rank),
@@ -419,10 +416,7 @@ class _TimeIsUp(Exception): ...
 
 
 def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
-    """End this process as Python does, with the exit code that `conclude` returns.
-
-    `limit_s` is the time limit of threads and functions of `atexit`, which may still record metrics.
-    """
+    """End this process as Python does, with the exit code of `conclude`; threads and `atexit` have `limit_s`."""
 
     def give_up() -> None:
         log.warning("a function of atexit does not end, and is cut off: %s", _name(threading.main_thread()))
