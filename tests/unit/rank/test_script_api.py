@@ -18,12 +18,13 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, StopConfig
 from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
+from hpcdist.host.files import read_if_valid
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
 from hpcdist.rank.worker import run_script, script_environment
-from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
-from hpcdist.run.folder import RunDir
+from hpcdist.run.commands import CommandResult, LiveCommand, send_command
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import read_training
 from hpcdist.tracking import rank_records
@@ -131,6 +132,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"hpcdist.rank.stopping.{name}", 0.0)
 
 
+def result_of(attempt: Attempt, number: int) -> CommandResult | None:
+    return read_if_valid(CommandResult, attempt.command_result(number, 0))
+
+
 def saved_at(script: RunningScript, first: int, last: int) -> list[int]:
     """Train steps; return those at which the script saves."""
     found = []
@@ -150,16 +155,16 @@ def test_a_script_saves_on_command_and_reports_it_after_the_save(run: RunDir, sc
     assert not hpcdist.should_stop(3)
     assert hpcdist.should_save(3)
     assert hpcdist.should_save(3), "the same answer at the same step"
-    assert read_result(attempt, 1, 0) is None, "the script is still saving"
+    assert result_of(attempt, 1) is None, "the script is still saving"
     assert saved_at(script, 4, 6) == []
-    assert read_result(attempt, 1, 0) == CommandResult(step=3, path="checkpoints")
+    assert result_of(attempt, 1) == CommandResult(step=3, path="checkpoints")
     with hold(run):
         send_command(run, LiveCommand(action="save"))
     assert saved_at(script, 7, 7) == [7]
     script.close(failed=True)
-    assert read_result(attempt, 2, 0) is None, "the script failed while it saved"
+    assert result_of(attempt, 2) is None, "the script failed while it saved"
     script.close()
-    assert read_result(attempt, 2, 0) == CommandResult(step=7, path="checkpoints")
+    assert result_of(attempt, 2) == CommandResult(step=7, path="checkpoints")
 
 
 @pytest.mark.usefixtures("at_once", "script")
@@ -169,7 +174,7 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
         send_command(run, LiveCommand(action="save"))
     for step in (2, 3, 4):
         assert not hpcdist.should_stop(step)
-    result = read_result(run.attempt(1), 1, 0)
+    result = result_of(run.attempt(1), 1)
     assert result is not None
     assert result.error.startswith("not saved, since the script does not call hpcdist.should_save(step)")
 
@@ -255,26 +260,13 @@ def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) 
     of_rank = topology_of(2, 4, 2, master_addr="n1", master_port=29500, launcher="slurm", job_id="7", attempt=2)
     run = RunDir(tmp_path)
     roles = {"trainer": 1, "server": 3}
-    assert script_environment(of_rank, run, Roles.of(roles, 4)) == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_NAME": "server",
-        "ROLE_RANK": "1",
-        "ROLE_WORLD_SIZE": "3",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "7",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "HPCDIST_RUN_DIR": str(tmp_path),
-        "HPCDIST_CHECKPOINT_DIR": str(run.checkpoints),
-        "HPCDIST_ATTEMPT": "2",
-        "HPCDIST_ROLE": "server",
-        "HPCDIST_ROLE_INDEX": "1",
-        "HPCDIST_ROLES": '{"trainer": 1, "server": 3}',
-    }
+    found = script_environment(of_rank, run, Roles.of(roles, 4))
+    assert found.pop("HPCDIST_ROLES") == '{"trainer": 1, "server": 3}'
+    assert " ".join(f"{name}={value}" for name, value in found.items()) == (
+        "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 ROLE_NAME=server"
+        " ROLE_RANK=1 ROLE_WORLD_SIZE=3 MASTER_ADDR=n1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=7"
+        f" TORCHELASTIC_RESTART_COUNT=1 HPCDIST_RUN_DIR={tmp_path} HPCDIST_CHECKPOINT_DIR={run.checkpoints}"
+        " HPCDIST_ATTEMPT=2 HPCDIST_ROLE=server HPCDIST_ROLE_INDEX=1"
+    )
     without = script_environment(of_rank, run, Roles.of({}, 4))
     assert (without["HPCDIST_ROLE"], without["HPCDIST_ROLE_INDEX"]) == ("trainer", "2")

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.host.files import write_json
+from hpcdist.host.files import read_if_valid, write_json
 from hpcdist.rank import stopping
 from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
-from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_result, send_command
+from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, send_command
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 
@@ -57,7 +57,7 @@ class OneRank:
                 self.commands.step_done(self.step)
 
     def result(self, number: int) -> CommandResult | None:
-        return read_result(self.attempt, number, 0)
+        return read_if_valid(CommandResult, self.attempt.command_result(number, 0))
 
 
 @pytest.fixture
