@@ -18,9 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hpcdist
-from hpcdist.containers.spec import ContainerSpec
-from hpcdist.host.machine import source_digest
 from hpcdist.run.folder import RunDir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -234,86 +231,6 @@ def weights_hash(run: RunDir) -> str:
     """Return the step and the hash of the newest checkpoint's model."""
     newest = max((run.path / "checkpoints").glob("step-*"))
     return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
-
-
-# --- Facts of an image and messages of runtimes for the tests of the containers of ranks.
-
-
-IMAGE = "localhost/hpcdist:0.1.0"
-SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
-FACTS = {
-    "node": "n1",
-    "hpcdist": hpcdist.__version__,
-    "source": source_digest(str(Path(hpcdist.__file__).parent)),
-    "python": "3.12.3",
-    "torch": "2.15.0",
-    "cuda": "13.2",
-}
-
-
-def probe_output(**changes: Any) -> str:
-    """Return the line that the probe prints in an image; None removes a fact."""
-    facts = {key: value for key, value in (FACTS | changes).items() if value is not None}
-    return f"hpcdist-image {json.dumps(facts)}"
-
-
-#: Messages of pyxis, from its source (0.24); srun prints progress, slurmstepd prints errors.
-PYXIS_PROGRESS = "pyxis: importing docker image: nvcr.io#a/b:1\npyxis: imported docker image: nvcr.io#a/b:1\n"
-PYXIS_LOG = """\
-slurmstepd: error: pyxis: child 77 failed with error code: 1
-slurmstepd: error: pyxis: failed to create container filesystem
-slurmstepd: error: pyxis: printing enroot log file:
-slurmstepd: error: pyxis:     [ERROR] No such file
-slurmstepd: error: pyxis: couldn't start container
-slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd: error: Failed to invoke spank plugin stack
-"""
-#: Logs of tasks with pyxis 0.24 on Slurm 22.05, of several slurmds on one machine.
-PYXIS_MOUNT_LOG = """\
-slurmstepd-n1: error: pyxis: --container-mounts: source path does not exist: /nowhere
-slurmstepd-n1: error: pyxis: couldn't create enroot start configuration script
-slurmstepd-n1: error: pyxis: printing enroot log file:
-slurmstepd-n1: error: pyxis:     [INFO] Extracting squashfs filesystem...
-slurmstepd-n1: error: pyxis:     created 2 hardlinks
-slurmstepd-n1: error: pyxis: container was not started successfully by another task
-slurmstepd-n1: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n1: error: Failed to invoke spank plugin stack
-"""
-PYXIS_CORRUPT_LOG = """\
-slurmstepd-n2: error: pyxis: child 990 failed with error code: 1
-slurmstepd-n2: error: pyxis: failed to create container filesystem for image: /tmp/cut.sqsh
-slurmstepd-n2: error: pyxis: printing enroot log file:
-slurmstepd-n2: error: pyxis:     [INFO] Extracting squashfs filesystem...
-slurmstepd-n2: error: pyxis:     FATAL ERROR: File system corruption detected
-slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n2: error: Failed to invoke spank plugin stack
-slurmstepd-n2: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T16:08:09 ***
-slurmstepd-n2: error: pyxis: child 1033 failed with error code: 1
-"""
-#: The image has device files, which an ordinary user cannot unpack.
-PYXIS_DEVICES_LOG = """\
-slurmstepd: error: pyxis: child 990 failed with error code: 2
-slurmstepd: error: pyxis: failed to create container filesystem for image: /images/debian.sqsh
-slurmstepd: error: pyxis: printing enroot log file:
-slurmstepd: error: pyxis:     [INFO] Extracting squashfs filesystem...
-slurmstepd: error: pyxis:     create_inode: could not create character device /d/dev/null, because you're not superuser!
-slurmstepd: error: pyxis:     created 4963 files
-slurmstepd: error: pyxis:     created 2 hardlinks
-slurmstepd: error: Failed to invoke spank plugin stack
-"""
-PYXIS_OTHER_TASK_LOG = """\
-slurmstepd-n2: error: pyxis: container was not started successfully by another task
-slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n2: error: Failed to invoke spank plugin stack
-"""
-
-
-def install_podman(folder: Path, script: str) -> dict[str, str]:
-    """Install a script as podman and return the environment."""
-    tool = folder / "podman"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
 # --- A small image for the matrix of container runtimes: Debian with Python, in every form that a runtime starts.

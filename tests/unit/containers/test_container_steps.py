@@ -13,18 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import (
-    IMAGE,
-    PYXIS_CORRUPT_LOG,
-    PYXIS_DEVICES_LOG,
-    PYXIS_LOG,
-    PYXIS_MOUNT_LOG,
-    PYXIS_OTHER_TASK_LOG,
-    PYXIS_PROGRESS,
-    SPEC,
-    install_podman,
-    probe_output,
-)
 
 import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
@@ -48,6 +36,73 @@ from hpcdist.host.files import read_json
 from hpcdist.host.machine import source_digest
 from hpcdist.run.folder import Attempt, RunDir
 
+IMAGE = "localhost/hpcdist:0.1.0"
+SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
+FACTS = {
+    "node": "n1",
+    "hpcdist": hpcdist.__version__,
+    "source": source_digest(str(Path(hpcdist.__file__).parent)),
+    "python": "3.12.3",
+    "torch": "2.15.0",
+    "cuda": "13.2",
+}
+
+
+def probe_output(**changes: Any) -> str:
+    """Return the line that the probe prints in an image; None removes a fact."""
+    facts = {key: value for key, value in (FACTS | changes).items() if value is not None}
+    return f"hpcdist-image {json.dumps(facts)}"
+
+
+#: Messages of pyxis, from its source (0.24); srun prints progress, slurmstepd prints errors.
+PYXIS_PROGRESS = "pyxis: importing docker image: nvcr.io#a/b:1\npyxis: imported docker image: nvcr.io#a/b:1\n"
+PYXIS_LOG = """\
+slurmstepd: error: pyxis: child 77 failed with error code: 1
+slurmstepd: error: pyxis: failed to create container filesystem
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [ERROR] No such file
+slurmstepd: error: pyxis: couldn't start container
+slurmstepd: error: Failed to invoke spank plugin stack
+"""
+#: Logs of tasks with pyxis 0.24 on Slurm 22.05, of several slurmds on one machine.
+PYXIS_MOUNT_LOG = """\
+slurmstepd-n1: error: pyxis: --container-mounts: source path does not exist: /nowhere
+slurmstepd-n1: error: pyxis: printing enroot log file:
+slurmstepd-n1: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd-n1: error: pyxis: container was not started successfully by another task
+slurmstepd-n1: error: Failed to invoke spank plugin stack
+"""
+PYXIS_CORRUPT_LOG = """\
+slurmstepd-n2: error: pyxis: child 990 failed with error code: 1
+slurmstepd-n2: error: pyxis: printing enroot log file:
+slurmstepd-n2: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd-n2: error: pyxis:     FATAL ERROR: File system corruption detected
+slurmstepd-n2: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T16:08:09 ***
+slurmstepd-n2: error: pyxis: child 1033 failed with error code: 1
+"""
+#: The image has device files, which an ordinary user cannot unpack.
+PYXIS_DEVICES_LOG = """\
+slurmstepd: error: pyxis: child 990 failed with error code: 2
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     create_inode: could not create character device /d/dev/null, because you're not superuser!
+slurmstepd: error: pyxis:     created 2 hardlinks
+slurmstepd: error: Failed to invoke spank plugin stack
+"""
+PYXIS_OTHER_TASK_LOG = """\
+slurmstepd-n2: error: pyxis: container was not started successfully by another task
+slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n2: error: Failed to invoke spank plugin stack
+"""
+
+
+def install_podman(folder: Path, script: str) -> dict[str, str]:
+    """Install a script as podman and return the environment."""
+    tool = folder / "podman"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
 # --- The Slurm steps that check images and remove containers
 
 
@@ -69,14 +124,11 @@ def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(atte
     assert steps.exit_code(attempt, 2, "n1", -signal.SIGUSR2) == -signal.SIGUSR2
     assert attempt.outcomes()[2]["interrupted"]
     assert attempt.outcomes()[2]["error"] == "pyxis was interrupted by SIGUSR2 while it created the container"
-
-
-def test_rank_whose_container_another_task_has_not_started_is_a_consequence(attempt: Attempt, tmp_path: Path) -> None:
-    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
-    for rank, log in enumerate((PYXIS_OTHER_TASK_LOG, PYXIS_CORRUPT_LOG)):
+    # Nor is a container that another task has not started.
+    for rank, log in ((3, PYXIS_OTHER_TASK_LOG), (4, PYXIS_CORRUPT_LOG)):
         attempt.log(rank).write_text(log)
         steps.exit_code(attempt, rank, "n2", 1)
-    assert [attempt.outcomes()[rank]["peer_lost"] for rank in (0, 1)] == [True, False]
+    assert [attempt.outcomes()[rank]["peer_lost"] for rank in (3, 4)] == [True, False]
 
 
 def test_start_failure_is_written_as_the_outcome_of_the_rank(attempt: Attempt, tmp_path: Path) -> None:
@@ -185,21 +237,14 @@ def test_each_component_of_a_heterogeneous_job_has_separate_steps(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "is_logged"),
-    [
-        ("srun: error: Slurm job 12 has expired", False),
-        ("srun: error: Unable to confirm allocation for job 4: Job is pending execution", False),
-        ("Error: no space", True),
-    ],
-)
 def test_remaining_containers_are_logged_unless_the_job_is_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: str, is_logged: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = FakeJob(tmp_path, f"echo '{error}' >&2; exit 1")
-    monkeypatch.setenv("PATH", job.env["PATH"])
-    ContainerSteps(SPEC, RunDir(tmp_path), job.env).remove_containers()
-    assert (f"containers may remain on a node: {error}" in caplog.text) == is_logged
+    for error in ("srun: error: Slurm job 12 has expired", "Error: no space"):
+        job = FakeJob(tmp_path, f"echo '{error}' >&2; exit 1")
+        monkeypatch.setenv("PATH", job.env["PATH"])
+        ContainerSteps(SPEC, RunDir(tmp_path), job.env).remove_containers()
+    assert caplog.messages == ["containers may remain on a node: Error: no space"]
 
 
 # --- The containers of ranks: specification and checks before submission
@@ -288,7 +333,6 @@ def rootfs(tmp_path: Path) -> Path:
     return tmp_path / "image"
 
 
-NO_ROOTFS = "/proc/self holds no root file system (no usr and dev in it)"
 NO_REFERENCE = (
     "{image} is neither a path that begins with / nor an image reference of pyxis: [USER@][REGISTRY#]IMAGE[:TAG] with"
     " IMAGE in lower case"
@@ -301,22 +345,18 @@ NO_REFERENCE = (
     [
         ("pyxis", "/no.sqsh", "no such file or folder: /no.sqsh"),
         ("pyxis", "/proc/self", "/proc/self is a folder, and pyxis needs a .sqsh file or an image reference"),
-        *(("pyxis", image, NO_REFERENCE) for image in ("podman://hpcdist", "HPC", "my image", "registry#a#b", "hpc:")),
-        ("apptainer", "/no.sif", "no such file or folder: /no.sif"),
+        *(("pyxis", image, NO_REFERENCE) for image in ("podman://hpcdist", "HPC", "registry#a#b")),
         (
             "apptainer",
             "docker://hpcdist",
             "docker://hpcdist would be fetched by every rank: convert it to a file first",
         ),
-        ("charliecloud", "/proc/self", NO_ROOTFS),
-        ("enroot", "/proc/self", NO_ROOTFS),
+        ("charliecloud", "/proc/self", "/proc/self holds no root file system (no usr and dev in it)"),
         *(
             ("pyxis", image, None)
             for image in (
-                "debian",
                 "ada@registry.site:5000#team/hpcdist:0.1.0",
-                "docker://nvcr.io/nvidia/pytorch:26.10-py3",
-                f"team/hpcdist@sha256:{'0a' * 32}",
+                f"docker://nvcr.io/nvidia/pytorch@sha256:{'0a' * 32}",
                 "dockerd://localhost/Mine:1",
                 str(Path(__file__)),
             )
@@ -378,41 +418,18 @@ def test_mount_points_are_created_in_an_unpacked_image(rootfs: Path, tmp_path: P
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
 
 
-@pytest.mark.parametrize("check_image", [True, False])
-def test_mount_points_are_created_at_submission(rootfs: Path, tmp_path: Path, check_image: bool) -> None:
-    container = {"runtime": "charliecloud", "image": str(rootfs), "check_image": check_image}
+def test_mount_points_are_created_at_submission(rootfs: Path, tmp_path: Path) -> None:
+    container = {"runtime": "charliecloud", "image": str(rootfs), "check_image": False}
     assert container_problems(config(**container, mounts=["/usr:/data/x"]), tmp_path, {"PATH": ""}) == []
     assert (rootfs / "data/x").is_dir()
     (rootfs / "file").touch()
     (problem,) = container_problems(config(**container, mounts=["/usr:/file/x"]), tmp_path, {"PATH": ""})
-    assert "image has no mount point /file/x, and it cannot be created" in problem
-
-
-def test_mount_point_that_cannot_be_created_is_an_error(rootfs: Path) -> None:
-    (rootfs / "data").touch()
-    spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))
-    problem = r"image has no mount point /data/x, and it cannot be created \(Not a .*\): ask the owner"
-    with pytest.raises(UserMistake, match=problem):
-        make_mount_points(spec)
+    assert re.search(r"image has no mount point /file/x, and it cannot be created \(Not a .*\): ask the owner", problem)
 
 
 # --- The start of an image to read its versions, and errors of runtimes
 
 
-# --- The check of an image
-
-
-def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.py").write_text("a = 1\n")
-    digest_before = source_digest(str(tmp_path))
-    (tmp_path / "sub" / "notes.md").write_text("no code")
-    assert source_digest(str(tmp_path)) == digest_before
-    (tmp_path / "sub" / "a.py").rename(tmp_path / "sub" / "b.py")
-    assert source_digest(str(tmp_path)) != digest_before
-
-
-# --- image check
 @pytest.mark.processes
 def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     command = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
@@ -428,7 +445,7 @@ def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
 
 
-@pytest.mark.parametrize("found", ["{]}", '{"python": "3.x"}', '{"python": null}', "{}"])
+@pytest.mark.parametrize("found", ["{]}", '{"python": "3.x"}'])
 def test_odd_answer_of_an_image_is_one_clear_problem(found: str) -> None:
     known = {"hpcdist": hpcdist.__version__, "source": source_digest(str(Path(hpcdist.__file__).parent))}
     if found != "{]}":
@@ -496,32 +513,17 @@ ON_NODES = "docs/how-to/containers.md lists what the runtime needs on each node"
     [
         (
             "docker",
-            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: runc create"
-            " failed: unable to start container process: error during container init: error setting rlimits for ready"
-            " process: error setting rlimit type 8: operation not permitted: unknown.",
+            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: error setting"
+            " rlimit type 8: operation not permitted: unknown.",
             "its daemon lacks CAP_SYS_RESOURCE",
         ),
         (
             "docker",
-            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock:"
-            ' Head "http://%2Frun%2Fdocker.sock/_ping": dial unix /run/docker.sock: connect: permission denied\n\n'
-            "Run 'docker run --help' for more information",
-            ON_NODES,
-        ),
-        (
-            "docker",
-            'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
+            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock"
+            "\n\nRun 'docker run --help' for more information",
             ON_NODES,
         ),
         ("apptainer", "FATAL:   squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied", ON_NODES),
-        (
-            "apptainer",
-            "ERROR  : Failed to create user namespace: maximum number of user namespaces exceeded, check"
-            " /proc/sys/user/max_user_namespaces\nINFO   : A system administrator may need to enable user namespaces",
-            ON_NODES,
-        ),
-        ("enroot", "[ERROR] Command not found: squashfuse", ON_NODES),
-        ("enroot", "[ERROR] Invalid argument: /images/x.sqsh", ON_NODES),
         ("enroot", "mkdir: cannot create directory '/run/enroot': Permission denied", ON_NODES),
         ("enroot", "Usage: enroot start NAME|IMAGE\n\nStart a container\n --uts  Run it", "see container.extra_args"),
     ],
@@ -533,19 +535,12 @@ def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: 
     assert not may_pass
 
 
-@pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
-def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
-    assert probe_outcome(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
+def test_new_drivers_are_accepted_and_other_failures_retried() -> None:
+    for driver in ("580.65.06", None):
+        assert probe_outcome(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
     assert probe_outcome(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
-
-
-def test_other_start_failures_are_retried() -> None:
-    message = f"podman could not start {IMAGE} on n2: Error: no space left"
-    assert probe_outcome(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
-        None,
-        message,
-        True,
-    )
+    outcome = probe_outcome(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2")
+    assert outcome == (None, f"podman could not start {IMAGE} on n2: Error: no space left", True)
 
 
 def test_equal_problems_of_nodes_are_merged() -> None:
@@ -568,12 +563,6 @@ def test_unlabelled_errors_of_pyxis_apply_to_all_nodes() -> None:
     assert str(raised.value) == problem
 
 
-def test_padded_task_labels_are_parsed() -> None:
-    nodes = [f"n{number}" for number in range(11)]
-    output = "".join(f"{number:2d}: {probe_output()}\n" for number in range(11))
-    assert check_image_on_nodes(SPEC, nodes, output, "")["hpcdist"] == hpcdist.__version__
-
-
 @pytest.mark.processes
 def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
     env = install_podman(tmp_path, f"echo {'ab' * 32}")
@@ -585,18 +574,14 @@ def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
     )
     assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
     assert image_digest(replace(SPEC, runtime="charliecloud", image=str(tmp_path)), {}) is None
-
-
-def test_digest_of_an_image_file_changes_with_its_size_start_and_end(tmp_path: Path) -> None:
-    def digest_of(content: bytes) -> str | None:
-        (tmp_path / "mine.sif").write_bytes(content)
-        return image_digest(replace(SPEC, runtime="apptainer", image=str(tmp_path / "mine.sif")), {})
-
-    middle = bytes(3 * DIGEST_BYTES)
-    digests = [digest_of(content) for content in (middle, b"1" + middle[1:], middle[1:] + b"1", middle[1:], b"short")]
-    assert len(set(digests)) == 5
-    assert all(digest is not None and re.fullmatch("ends-sha256:[0-9a-f]{64}", digest) for digest in digests)
-    assert digest_of(middle) == digests[0]
+    # The size, the start and the end of a file count.
+    file, middle = tmp_path / "mine.sif", bytes(3 * DIGEST_BYTES)
+    digests = set()
+    for content in (middle, b"1" + middle[1:], middle[1:] + b"1", middle[1:], b"short"):
+        file.write_bytes(content)
+        digests.add(str(image_digest(replace(SPEC, runtime="apptainer", image=str(file)), {})))
+    assert len(digests) == 5
+    assert all(re.fullmatch("ends-sha256:[0-9a-f]{64}", digest) for digest in digests)
 
 
 # --- The errors of runtimes that cannot start a container
@@ -605,14 +590,12 @@ def test_digest_of_an_image_file_changes_with_its_size_start_and_end(tmp_path: P
 @pytest.mark.parametrize(
     ("runtime", "code", "log"),
     [
-        ("podman", 1, "Error: mine"),
         ("podman", 137, "Error: mine"),
         ("charliecloud", 1, "ch-run[7]: warning\nValueError: x"),
         ("charliecloud", -9, "ch-run[7]: x"),
         ("apptainer", 1, "WARNING: passwd file doesn't exist in container, not updating\nValueError: x\n"),
         ("enroot", 1, "ValueError: x\nmkdir: cannot create directory '/data': Permission denied"),
         ("pyxis", 1, f"{PYXIS_PROGRESS}ValueError: x\nslurmstepd: error: *** STEP 5.0 ON n1 CANCELLED ***\n"),
-        ("pyxis", 137, PYXIS_PROGRESS),
     ],
 )
 def test_failures_of_the_rank_are_not_those_of_the_runtime(runtime: str, code: int, log: str) -> None:
@@ -621,63 +604,47 @@ def test_failures_of_the_rank_are_not_those_of_the_runtime(runtime: str, code: i
 
 NO_FUSE = "[WARN] Something went wrong trying to read the squashfs image.\n[ERROR] Failed to mount: /i.sqsh"
 FAILED_MOUNT = (
-    "INFO:    gocryptfs not found, will not be able to use gocryptfs\n"
     "\x1b[31mFATAL:  \x1b[0m container creation failed: mount /nowhere->/nowhere error\nINFO:    Cleaning up image...\n"
 )
 CANCELED = (
     'docker: Error response from daemon: error mounting "/nowhere" to rootfs: no such file or directory.\n'
     'time="2026-11-22T15:36:48Z" level=error msg="error waiting for container: context canceled"\n'
 )
-HELP = "Run 'docker run --help' for more information"
-
-
-@pytest.mark.parametrize(
-    ("runtime", "code", "log", "error"),
-    [
-        ("podman", 125, "x\nError: no space\n", "Error: no space"),
-        ("charliecloud", 1, "ch-run[7]: error: can't stat: /i", "ch-run[7]: error: can't stat: /i"),
-        ("apptainer", 255, "FATAL: no", "FATAL: no"),
-        ("apptainer", 255, "ERROR  : could not open image /i.sif", "ERROR : could not open image /i.sif"),
-        ("apptainer", 255, FAILED_MOUNT, "FATAL: container creation failed: mount /nowhere->/nowhere error"),
-        ("enroot", 1, "enroot-mount: failed to mount: /no", "enroot-mount: failed to mount: /no"),
-        ("enroot", 1, NO_FUSE, " ".join(NO_FUSE.splitlines())),
-        ("docker", 125, f"docker: Error response: no space\n\n{HELP}", "docker: Error response: no space"),
-        ("docker", 125, CANCELED, CANCELED.splitlines()[0]),
-        ("pyxis", 1, PYXIS_LOG, "pyxis: [ERROR] No such file"),
-        ("pyxis", 2, "slurmstepd-n1: error: execve(): sh: No such file\n", "execve(): sh: No such file"),
-        ("pyxis", 1, PYXIS_MOUNT_LOG, "pyxis: --container-mounts: source path does not exist: /nowhere"),
-        ("pyxis", 1, PYXIS_CORRUPT_LOG, "pyxis: FATAL ERROR: File system corruption detected"),
-    ],
-)  # fmt: skip
-def test_failures_of_the_runtime_may_pass(runtime: str, code: int, log: str, error: str) -> None:
-    assert start_failure(runtime, code, log) == (
-        f"{runtime} could not start the container (exit code {code}): {error}",
-        True,
-    )
-
-
 UNKNOWN_FLAG = 'Error for command "exec": unknown flag: --frob'
 CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set is 0x1fe"
 
 
 @pytest.mark.parametrize(
-    ("runtime", "code", "log", "error"),
+    ("runtime", "code", "log", "error", "fix"),
     [
-        ("docker", 127, "", "it printed nothing"),
-        ("podman", 126, "e", "e"),
-        ("apptainer", 1, f"\x1b[91mERROR  : {CAPABILITIES}\n\x1b[0m", f"ERROR : {CAPABILITIES}: root lacks"),
-        ("apptainer", 1, f"{UNKNOWN_FLAG}\n\nOptions for exec:\n  -u, --userns\n", f"{UNKNOWN_FLAG}: see contain"),
-        ("docker", 125, f"unknown flag: --frob\n\nUsage:  docker run\n\n{HELP}\n", "unknown flag: --frob: see contain"),
+        ("podman", 125, "x\nError: no space\n", "Error: no space", ""),
+        ("charliecloud", 1, "ch-run[7]: error: can't stat: /i", "ch-run[7]: error: can't stat: /i", ""),
+        ("apptainer", 255, FAILED_MOUNT, "FATAL: container creation failed: mount /nowhere->/nowhere error", ""),
+        ("enroot", 1, NO_FUSE, " ".join(NO_FUSE.splitlines()), ""),
+        ("docker", 125, CANCELED, CANCELED.splitlines()[0], ""),
+        ("pyxis", 1, PYXIS_LOG, "pyxis: [ERROR] No such file", ""),
+        ("pyxis", 2, "slurmstepd-n1: error: execve(): sh: No such file\n", "execve(): sh: No such file", ""),
+        ("pyxis", 1, PYXIS_MOUNT_LOG, "pyxis: --container-mounts: source path does not exist: /nowhere", ""),
+        ("pyxis", 1, PYXIS_CORRUPT_LOG, "pyxis: FATAL ERROR: File system corruption detected", ""),
+        ("docker", 127, "", "it printed nothing", None),
+        ("podman", 126, "e", "e", None),
+        ("apptainer", 1, f"\x1b[91mERROR  : {CAPABILITIES}\n\x1b[0m", f"ERROR : {CAPABILITIES}", ": root lacks"),
+        ("apptainer", 1, f"{UNKNOWN_FLAG}\n\nOptions for exec:\n  -u, --userns\n", UNKNOWN_FLAG, ": see contain"),
+        ("docker", 125, "unknown flag: --frob\n\nUsage:  docker run\n", "unknown flag: --frob", ": see contain"),
         (
             "pyxis",
             1,
             PYXIS_DEVICES_LOG,
-            "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!: only",
+            "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!",
+            ": only",
         ),
     ],
-)  # fmt: skip
-def test_failures_that_no_retry_solves(runtime: str, code: int, log: str, error: str) -> None:
+)
+def test_failures_of_the_runtime_name_the_reason_and_the_fix_if_no_retry_helps(
+    runtime: str, code: int, log: str, error: str, fix: str | None
+) -> None:
     found = start_failure(runtime, code, log)
     assert found is not None
-    assert found[0].startswith(f"{runtime} could not start the container (exit code {code}): {error}")
-    assert not found[1]
+    text = f"{runtime} could not start the container (exit code {code}): {error}"
+    assert found[0].startswith(f"{text}{fix}") if fix else found[0] == text
+    assert found[1] == (fix == "")
