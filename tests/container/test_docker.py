@@ -264,14 +264,6 @@ def _build(builder: DockerBox, target: str, folder: Path, canary: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{builder.log()}"
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def control(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Train without disturbance, and return the hash of the weights."""
@@ -287,9 +279,8 @@ def last_output(text: str) -> str:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("image", ["hpcdist", "hpcdist:slim"])
-def test_image_check_passes_with_docker(box: DockerBox, image: str, tmp_path: Path) -> None:
-    done = box.hpcdist("image", "check", image, "--engine", "docker", cwd=tmp_path)
+def test_image_check_passes_with_docker(box: DockerBox, tmp_path: Path) -> None:
+    done = box.hpcdist("image", "check", "hpcdist:slim", "--engine", "docker", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
     assert found["base"] == f"{TRUSTING_BASE} {box.inspect(TRUSTING_BASE, 'image')['Id']}"
@@ -522,15 +513,8 @@ def test_secrets_are_private_files_each_for_its_service(services: dict[str, Any]
     assert texts == {name: path.read_text() for name, path in files.items()}, "a second start keeps them"
 
 
-def test_services_wait_for_each_other_and_training_has_time_to_save(services: dict[str, Any]) -> None:
-    def condition(service: str, of: str) -> str:
-        return str(services[service]["depends_on"][of]["condition"])
-
-    assert condition("mlflow", "db") == condition("mlflow-users", "mlflow") == "service_healthy"
-    assert services["db"]["healthcheck"]["test"][1] == "pg_isready"
+def test_training_has_time_to_save_and_gpus(services: dict[str, Any]) -> None:
     for name in ("train", "train-cpu"):
-        assert condition(name, "mlflow") == "service_healthy"
-        assert condition(name, "mlflow-users") == "service_completed_successfully"
         assert (services[name]["stop_grace_period"], services[name]["ipc"]) == ("3m", "host")
     (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])

@@ -14,7 +14,6 @@ import pytest
 import runtime_cases
 from containers import (
     BASE,
-    CHECKOUT,
     RUNTIMES,
     SMALL_NAME,
     UNKNOWN_UID,
@@ -24,9 +23,7 @@ from containers import (
     mount_flags,
     only_run,
     small_image,
-    weights_hash,
 )
-from hpcdist_runs import wait_for
 
 import hpcdist
 from hpcdist.host.files import read_json
@@ -113,48 +110,6 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
-@pytest.mark.slow
-def test_restarted_container_resumes_the_stopped_run(
-    containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
-) -> None:
-    """The same command after SIGTERM at step 30 ends with the weights of an uninterrupted run."""
-    training = (*TRAIN, "stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
-    name = f"hpcdist-test-{os.getpid()}"
-    code = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
-    command = ("run", "--rm", "--name", name, *FLAGS, *code, "--volume", f"{runs}:/runs", image("default"), *training)
-    with started(containers, *command) as first:
-        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=600)
-        containers.podman("stop", "--time", "60", name)
-        output = first.communicate(timeout=60)[0]
-    assert first.returncode == 0, output
-    assert "stopped: everything saved (SIGTERM to the supervisor)" in output
-    stopped = only_run(runs)
-    assert stopped.read_state().status == "stopped"
-    assert len(list((stopped.path / "checkpoints").glob("step-*"))) >= 1
-
-    output = containers.podman(*command)
-    assert f"continuing run {stopped.name}, which has the same config" in output
-    assert only_run(runs).read_state().status == "finished"
-    assert only_run(runs).read_state().attempt == 2
-
-    control = tmp_path / "control"
-    control.mkdir()
-    os.chown(control, UNKNOWN_UID, UNKNOWN_UID)
-    containers.podman(
-        "run", "--rm", *FLAGS, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.max_epochs=2"
-    )
-    assert weights_hash(only_run(runs)) == weights_hash(only_run(control))
-
-    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")}
-    assert owners == {(UNKNOWN_UID, UNKNOWN_UID)}
-
-
-def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["podman", *arguments], env=containers.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def test_folder_without_write_permission_is_an_error_with_the_fix(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
@@ -165,13 +120,6 @@ def test_folder_without_write_permission_is_an_error_with_the_fix(
     assert "(Permission denied): set `runs_dir` to a folder that you can write" in last_lines(done)[-1]
     assert "--user $(id -u):$(id -g)" in last_lines(done)[-1]
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.faults
-def test_default_image_supports_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
-    command = (*TRAIN, "model.compile=true", "stop.max_steps=2", "launch.num_ranks=1")
-    done = containers.podman("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", image("default"), *command)
-    assert "finished: trained 2 steps" in done
 
 
 @pytest.mark.slow
@@ -185,19 +133,6 @@ def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildIm
         " or set model.compile=false"
     )
     assert list(runs.iterdir()) == []
-
-
-def test_other_and_missing_images_are_refused(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
-    image("default")
-    for name, error in {
-        BASE: f"image {BASE} holds no hpcdist",
-        "localhost/never-built": "podman has no image 'localhost/never-built': `hpcdist image build` makes one here",
-    }.items():
-        done = containers.hpcdist("run", "ddp_digits", "--in", "podman", "--image", name, cwd=tmp_path)
-        assert done.returncode == 2
-        (line,) = last_lines(done)
-        assert line.startswith(f"hpcdist: {error}")
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- layers
