@@ -25,16 +25,7 @@ from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.written import flat_values, read_stored, redacted
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.host.files import fill, read_json, require_mine, require_trusted, write_json
-from hpcdist.run.folder import (
-    ENDED,
-    RunDir,
-    State,
-    Status,
-    StopRequest,
-    claim_experiment,
-    read_record,
-    require_record,
-)
+from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, claim_experiment, read_record, require_record
 from hpcdist.run.lease import holder
 from hpcdist.run.records import Origin
 from hpcdist.run.status import author_of, end, status_from
@@ -388,12 +379,7 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     folder = SweepDir(sweep.folder)
     claim_experiment(folder.path.parent)
     folder.path.mkdir(mode=0o700, exist_ok=True)
-    fresh: dict[str, Any] = {
-        "uid": uuid.uuid4().hex,
-        "created": time.time(),
-        "keys": list(sweep.keys),
-        "cells": [],
-    }
+    fresh: dict[str, Any] = {"uid": uuid.uuid4().hex, "created": time.time(), "keys": list(sweep.keys), "cells": []}
     known = read_record(folder.file) or fresh
     names = {cell["name"] for cell in known["cells"]}
     new = [cell for cell in sweep.cells if cell.name not in names]

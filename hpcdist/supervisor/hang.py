@@ -71,24 +71,23 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
     for process in psutil.process_iter():
         # A process that has ended, or is not readable, counts as not found.
         with suppress(psutil.Error, OSError, TopologyError):
-            if process.uids().real != os.getuid() or (found := _place(process, run, with_tasks)) is None:
+            if process.uids().real != os.getuid():
                 continue
-            rank, its_attempt = found
-            if attempt in (None, its_attempt) and (not node or process.environ().get("SLURMD_NODENAME", node) == node):
-                ranks[process.pid] = rank, process.ppid()
+            arguments = process.cmdline()[1:]
+            is_task = with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
+            if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
+                place = shown_place(process.name())
+            elif is_task or arguments == ["-P", "-m", RANK_MODULE, str(run)]:
+                topology = Topology.from_env(process.environ())
+                place = topology.rank, topology.attempt
+            else:
+                continue
+            if place is None or attempt not in (None, place[1]):
+                continue
+            if not node or process.environ().get("SLURMD_NODENAME", node) == node:
+                ranks[process.pid] = place[0], process.ppid()
     own = [RankProcess(pid, rank) for pid, (rank, parent) in ranks.items() if parent not in ranks]
     return sorted(own, key=lambda process: process.rank)
-
-
-def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, int] | None:
-    arguments = process.cmdline()[1:]
-    if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
-        return shown_place(process.name())
-    is_task = with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
-    if not is_task and arguments != ["-P", "-m", RANK_MODULE, str(run)]:
-        return None
-    topology = Topology.from_env(process.environ())
-    return topology.rank, topology.attempt
 
 
 def family(pid: int) -> list[int]:

@@ -232,7 +232,6 @@ class Window(NamedTuple):
 
     since: float  #: on the monotonic clock
     until: float
-    rank: int  #: the slowest rank of a node
     own: Part
     others: Part
 
@@ -369,7 +368,7 @@ class Stragglers:
             if len(slowest) == 2:  # the median of two is halfway between them
                 (others,), which = [parts[other] for other in slowest.values() if other != rank], "other"
             history = self._histories.setdefault((role, name), _History())
-            if (event := history.add(Window(since, now, rank, parts[rank], others))) is None:
+            if (event := history.add(Window(since, now, parts[rank], others))) is None:
                 continue
             windows = history.windows
             own, other = _mean([window.own for window in windows]), _mean([window.others for window in windows])

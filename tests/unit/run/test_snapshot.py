@@ -114,10 +114,7 @@ def test_clean_tree_has_no_patch_even_with_runs_and_other_new_files(project: Pat
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (b"x = 'a'\n", "x = 'größe'\n".encode("latin-1")),
-        (b"\x00\x01binary\xff" * 99, b"\x00\x02binary\xfe" * 99),
-    ],
+    [(b"x = 'a'\n", "x = 'größe'\n".encode("latin-1")), (b"\x00\x01binary\xff" * 99, b"\x00\x02binary\xfe" * 99)],
     ids=["latin-1", "binary"],
 )
 def test_patch_applied_to_the_commit_gives_the_code(

@@ -19,17 +19,7 @@ from hpcdist.run.create import create_run, label_of
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import hold
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.sweeps import (
-    Sweep,
-    SweepDir,
-    changes,
-    make_sweep,
-    mark,
-    match,
-    parse_axes,
-    sweep_of,
-    write_sweep,
-)
+from hpcdist.run.sweeps import Sweep, SweepDir, changes, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 

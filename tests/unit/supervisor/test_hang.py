@@ -247,12 +247,7 @@ def test_single_rank_at_another_location_is_the_suspect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "suspects"),
-    [
-        ({2: LOADS}, (2,)),
-        ({2: LOADS, 3: OTHER}, ()),
-        ({6: LOADS, 7: OTHER}, (6, 7)),
-    ],
+    ("others", "suspects"), [({2: LOADS}, (2,)), ({2: LOADS, 3: OTHER}, ()), ({6: LOADS, 7: OTHER}, (6, 7))]
 )
 def test_small_minority_is_suspected(others: dict[int, tuple[Frame, ...]], suspects: tuple[int, ...]) -> None:
     snapshots = [snapshot(rank, others.get(rank, WAITS)) for rank in range(max(others) + 1)]

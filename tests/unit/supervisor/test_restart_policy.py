@@ -33,11 +33,7 @@ def peer_lost(rank: int) -> dict[str, Any]:
         ({0: 1, 1: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         ({2: 1, 1: 1, 0: 0}, {1: failed(rank=1), 2: failed("OSError: x", rank=2)}, ("error", 2, "n2", 7, "OSError: x")),
         # A killed rank has no outcome, and its peers report first.
-        (
-            {0: 1, 2: 1, 1: -9},
-            {0: peer_lost(0), 2: peer_lost(2)},
-            ("killed", 1, "here", 31, "was killed by SIGKILL"),
-        ),
+        ({0: 1, 2: 1, 1: -9}, {0: peer_lost(0), 2: peer_lost(2)}, ("killed", 1, "here", 31, "was killed by SIGKILL")),
         ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),
         # Exits without an outcome.
         ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "exited with code 3 without a report")),

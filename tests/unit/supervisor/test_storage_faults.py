@@ -198,10 +198,7 @@ def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None
     assert [first["status"], second["status"], third["status"]] == ["failed", "failed", "finished"]
     assert re.fullmatch(r"/.*/attempts/001: Input/output error", first["reason"])
     assert re.fullmatch(r"/.*/attempts/002: Input/output error", second["reason"])
-    assert [first["on_disk"], second["on_disk"]] == [
-        ["failed", first["reason"]],
-        ["failed", second["reason"]],
-    ]
+    assert [first["on_disk"], second["on_disk"]] == [["failed", first["reason"]], ["failed", second["reason"]]]
     assert third["on_disk"][0] == "running"
     assert third["notes"] == [f"{player.folder}/run-0002/state.json cannot be written: Input/output error"]
     run = RunDir(player.folder / "run-0002")

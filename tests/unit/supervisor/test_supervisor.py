@@ -123,10 +123,7 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
 
 def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> None:
     """The request is sent while the supervisor checks whether ranks can be restarted on this machine."""
-    scene.script(
-        first=[fails("nan"), EXIT_0],
-        second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]],
-    )
+    scene.script(first=[fails("nan"), EXIT_0], second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     supervisor = scene.supervisor()
 
     def broken() -> str:
