@@ -31,16 +31,8 @@ from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, RunFold
 from hpcdist.host import retry
 from hpcdist.host.files import read_json, read_private, write_json
 from hpcdist.host.log_files import limit_log
+from hpcdist.run import records
 from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, explain_replacement, require_same
-from hpcdist.run.records import (
-    AttemptTimes,
-    begin,
-    how_stopped,
-    reached_step,
-    resume_point,
-    with_restored_config,
-    write_times,
-)
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.progress import Reporter
@@ -130,7 +122,7 @@ class Supervisor:
                 why = error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
             try:
-                state = with_restored_config(self.folder, state)  # after a requeue, the run keeps the changed keys
+                state = records.with_restored_config(self.folder, state)  # not after a requeue
             except (OSError, RunFolderError) as error:
                 self.report.note(f"config.yaml cannot be restored: {error}")
             try:
@@ -183,17 +175,14 @@ class Supervisor:
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
             attempt.send_request(late)
         self._resources = self.launcher.resources
-        self._times = begin(
-            attempt,
-            self._resources,
-            AttemptTimes(
-                supervised=self._began,
-                began=time.time(),
-                reached=reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
-                measured=not self.config.trainer.script,
-                time_limit=None if self._allocation is None else self._allocation.end,
-            ),
+        times = records.AttemptTimes(
+            supervised=self._began,
+            began=time.time(),
+            reached=records.reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
+            measured=not self.config.trainer.script,
+            time_limit=None if self._allocation is None else self._allocation.end,
         )
+        self._times = records.begin(attempt, self._resources, times)
         return attempt
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
@@ -207,12 +196,12 @@ class Supervisor:
             kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
             return "failed", Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
         if self.launcher.resources != self._resources:  # the preflight check has left out some nodes
-            self._times = begin(attempt, self.launcher.resources, self._times)
+            self._times = records.begin(attempt, self.launcher.resources, self._times)
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
         self.report.attempt(attempt, self.launcher.num_ranks)
         if attempt.number > 1:
             is_script = bool(self.config.trainer.script)
-            self.report.note(resume_point(self.folder, self._times.reached, is_script=is_script))
+            self.report.note(records.resume_point(self.folder, self._times.reached, is_script=is_script))
         try:
             watch = Watch(
                 attempt,
@@ -243,12 +232,12 @@ class Supervisor:
             failure = Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
         return "stopped" if ended == "stopped" else "finished", failure
 
-    def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
+    def _after_end(self, state: State, attempt: Attempt, times: records.AttemptTimes, end: Status) -> State | None:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
         written = attempt.read_request()  # before the next line, so that a stop of now does not count as growth
         request = self._request_of(attempt)
         if end == "stopped" and request is None and written is not None:  # to grow
-            write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
+            records.write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
             self._nodes.use_returned()
             self._moves += 1
             return None
@@ -256,15 +245,15 @@ class Supervisor:
         if end == "finished":
             reason = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
         elif end == "stopped":
-            reason = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+            reason = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
             reason += " (the ranks received a stop signal)" if request is None else ""
-        write_times(attempt, replace(times, status=end, reason=reason))
+        records.write_times(attempt, replace(times, status=end, reason=reason))
         if request is not None and end != "finished":
             reason = request.after(reason)
         return replace(state, status=end, reason=reason, ended=time.time())
 
     def _after_failure(
-        self, state: State, attempt: Attempt, times: AttemptTimes, failure: Failure, failures: list[Failure]
+        self, state: State, attempt: Attempt, times: records.AttemptTimes, failure: Failure, failures: list[Failure]
     ) -> State | None:
         """Return the final state of the run after a failed attempt; None if the ranks are restarted here.
 
@@ -275,7 +264,7 @@ class Supervisor:
             roles = Roles.of(self.config.roles, self.launcher.num_ranks)
             failure = replace(failure, role=roles.name_of(failure.rank))
         why = failure.sentence()
-        write_times(attempt, replace(times, status="failed", reason=why))
+        records.write_times(attempt, replace(times, status="failed", reason=why))
         log = attempt.log(failure.rank)
         if failure.kind == "unfit":
             log = attempt.preflight.with_suffix(".txt")
@@ -305,7 +294,7 @@ class Supervisor:
         elif restart:
             self.report.note(f"restart {len(failures)} of {self.config.launch.max_restarts}")
             return None
-        write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
+        records.write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
         rejected = failure.kind == "rejected"
         return replace(state, status=status, reason=reason, ended=time.time(), rejected=rejected)
 

@@ -20,23 +20,6 @@ from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run import records
 from hpcdist.run.folder import RunDir, State, Status
-from hpcdist.run.records import (
-    MANIFEST_FILE,
-    AttemptTimes,
-    TrainingRecord,
-    complete_checkpoints,
-    folder_name,
-    keep,
-    kept,
-    load_origin,
-    newest_step,
-    parameters,
-    resume_point,
-    script_arguments,
-    write_origin,
-    write_times,
-    write_training,
-)
 from hpcdist.run.status import all_job_starts, job_starts, keep_job, update_job_starts
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
@@ -78,7 +61,7 @@ def ended(run: RunDir, status: Status) -> State:
 def next_attempt(run: RunDir, step: int) -> None:
     """Make an attempt that restores the checkpoint of step 40 and then reaches a step."""
     attempt = run.new_attempt()
-    write_training(attempt, TrainingRecord(first_step=40))
+    records.write_training(attempt, records.TrainingRecord(first_step=40))
     write_json(attempt.beat(0), beat(step))
     run.write_state(replace(run.read_state(), attempt=attempt.number))
 
@@ -109,7 +92,7 @@ def test_config_stays_if_an_attempt_has_completed_a_step_with_it(run: RunDir, ru
     assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
     records.change_config(run, config(runs_dir, "optim.lr=0.7"))
     attempt = run.new_attempt()
-    write_times(attempt, AttemptTimes(supervised=1.0, began=1.0, measured=False))
+    records.write_times(attempt, records.AttemptTimes(supervised=1.0, began=1.0, measured=False))
     attempt.log(0).write_text("epoch 1\n")
     assert records.restore_config(run) == "", "the output of a plain script counts as a step"
 
@@ -163,8 +146,8 @@ def parameters_of(tmp_path: Path, yaml: str, *overrides: str, changed: str = "")
     config.write_text(yaml)
     run = RunDir.create(tmp_path / "runs" / "digits" / "first")
     run.config.write_text(run_yaml(load_config(config, [*overrides, *filter(None, [changed])])))
-    write_origin(run, load_origin(str(config), overrides))
-    return parameters(run, read_stored(run.config))
+    records.write_origin(run, records.load_origin(str(config), overrides))
+    return records.parameters(run, read_stored(run.config))
 
 
 OWN = """
@@ -214,7 +197,7 @@ def test_script_has_its_arguments_and_what_was_written(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_arguments_of_a_script_by_name(command: str, expected: dict[str, str]) -> None:
-    assert script_arguments(command.split()) == expected
+    assert records.script_arguments(command.split()) == expected
 
 
 # --- `secrets.json` of a run, readable by its owner only
@@ -230,50 +213,50 @@ def empty(tmp_path: Path) -> RunDir:
 def test_file_is_private_with_any_umask(empty: RunDir) -> None:
     before = os.umask(0)
     try:
-        keep(empty, VALUES)
+        records.keep(empty, VALUES)
     finally:
         os.umask(before)
     assert empty.secrets.stat().st_mode & 0o777 == 0o600
-    assert kept(empty) == VALUES
-    keep(empty, {"A": "b"})
-    assert kept(empty) == {"A": "b"}
+    assert records.kept(empty) == VALUES
+    records.keep(empty, {"A": "b"})
+    assert records.kept(empty) == {"A": "b"}
     assert sorted(path.name for path in empty.path.iterdir() if path.is_file()) == ["secrets.json", "state.json"]
-    keep(empty, {})
+    records.keep(empty, {})
     assert not empty.secrets.exists()
-    assert kept(empty) == {}
+    assert records.kept(empty) == {}
 
 
 @pytest.mark.parametrize("status", get_args(Status))
 def test_file_is_removed_when_the_run_is_finished_or_cancelled(empty: RunDir, status: Status) -> None:
-    keep(empty, VALUES)
+    records.keep(empty, VALUES)
     empty.write_state(replace(empty.read_state(), status=status))
     assert empty.secrets.exists() == (status not in ("finished", "cancelled"))
 
 
 def test_readable_or_damaged_file_symbolic_link_and_pipe_are_errors(empty: RunDir) -> None:
-    keep(empty, VALUES)
+    records.keep(empty, VALUES)
     empty.secrets.chmod(0o640)
     message = r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"
     with pytest.raises(RunFolderError, match=message):
-        kept(empty)
+        records.kept(empty)
     empty.secrets.chmod(0o600)
     for text in ("{", "[" * 100_000, '{"values": {"A": 1}}'):
         empty.secrets.write_text(text)
         with pytest.raises(RunFolderError, match=r"is damaged: remove it, and set its variables in the environment"):
-            kept(empty)
+            records.kept(empty)
     empty.secrets.rename(empty.path / "elsewhere")
     empty.secrets.symlink_to("elsewhere")
     with pytest.raises(RunFolderError, match=r"secrets\.json cannot be read: Too many levels of symbolic links"):
-        kept(empty)
+        records.kept(empty)
     empty.secrets.unlink()
     os.mkfifo(empty.secrets, 0o600)
     with pytest.raises(RunFolderError, match=r"secrets\.json is not a regular file: remove it"):
-        kept(empty)
+        records.kept(empty)
     empty.secrets.unlink()
-    keep(empty, VALUES)
+    records.keep(empty, VALUES)
     if os.geteuid() == 0:
         os.chown(empty.secrets, 65534, 65534)
-        assert kept(empty) == {}, "of another user"
+        assert records.kept(empty) == {}, "of another user"
 
 
 # --- Checkpoints by their names and manifests: copies, unfinished and damaged ones are not counted
@@ -297,30 +280,33 @@ def stepped(tmp_path: Path) -> RunDir:
 
 
 def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> None:
-    assert [step for step, _ in complete_checkpoints(stepped)] == [9, 100_000_000]
-    assert newest_step(stepped) == 100_000_000
+    assert [step for step, _ in records.complete_checkpoints(stepped)] == [9, 100_000_000]
+    assert records.newest_step(stepped) == 100_000_000
     assert [facts.step for facts in read_checkpoints(stepped)] == [9, 100_000_000]
     assert newest_checkpoint_bytes(stepped) == len('{"step": 100000000}')
     (stepped.checkpoints / "step-100000000" / "manifest.json").write_text("{")
-    assert newest_step(stepped) == 9
+    assert records.newest_step(stepped) == 9
     (stepped.checkpoints / "step-00000009" / "manifest.json").unlink()
-    assert newest_step(stepped) is None
+    assert records.newest_step(stepped) is None
 
 
 def test_resume_point_names_step_or_file_of_a_script_time_and_lost_steps(empty: RunDir) -> None:
-    assert resume_point(empty, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
-    assert resume_point(empty, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
-    manifest, file = empty.checkpoints / folder_name(190) / MANIFEST_FILE, empty.checkpoints / "newest.pt"
+    assert records.resume_point(empty, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
+    assert records.resume_point(empty, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
+    manifest, file = (
+        empty.checkpoints / records.folder_name(190) / records.MANIFEST_FILE,
+        empty.checkpoints / "newest.pt",
+    )
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     saved = time.strftime("%H:%M:%S", time.localtime(manifest.stat().st_mtime))
-    assert resume_point(empty, 190) == f"resuming at step 190, checkpoint of {saved}"
+    assert records.resume_point(empty, 190) == f"resuming at step 190, checkpoint of {saved}"
     file.touch()
     for path in (manifest, file):
         os.utime(path, (1e9, 1e9))
     then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
-    assert resume_point(empty, 204) == f"resuming at step 190, checkpoint of {then}, 14 steps lost"
-    assert resume_point(empty, 204, is_script=True) == (
+    assert records.resume_point(empty, 204) == f"resuming at step 190, checkpoint of {then}, 14 steps lost"
+    assert records.resume_point(empty, 204, is_script=True) == (
         f"the script starts again (after step 204); its newest file in checkpoints/ is newest.pt of {then}"
     )
 

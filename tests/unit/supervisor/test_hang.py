@@ -18,24 +18,6 @@ from forked_scene import hung_ranks
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.supervisor import hang
-from hpcdist.supervisor.hang import (
-    MAX_RANKS,
-    Calls,
-    Frame,
-    ProcessState,
-    RankSnapshot,
-    busy_ranks,
-    calls_of,
-    collect,
-    compare_calls,
-    family,
-    find_ranks,
-    location_of,
-    parse_faulthandler,
-    read_activities,
-    state_of,
-    summarize,
-)
 from hpcdist.supervisor.launcher import Guard
 
 
@@ -71,7 +53,7 @@ def attempt(runs_dir: Path) -> Attempt:
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + 10
-    while (facts := state_of(pid)) is None or facts.state != psutil.STATUS_STOPPED:
+    while (facts := hang.state_of(pid)) is None or facts.state != psutil.STATUS_STOPPED:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -79,12 +61,12 @@ def stop(pid: int) -> None:
 @pytest.mark.processes
 def test_stacks_of_hung_ranks_are_collected(attempt: Attempt, tmp_path: Path) -> None:
     with hung_ranks(attempt, tmp_path, 4) as ranks:
-        processes = find_ranks(attempt.path.parent.parent, attempt.number)
+        processes = hang.find_ranks(attempt.path.parent.parent, attempt.number)
         assert [process.rank for process in processes] == [0, 1, 2, 3], "ranks without their forked children"
-        assert [len(family(process.pid)) for process in processes] == [1, 2, 1, 1]
-        assert find_ranks(attempt.path.parent.parent, 2) == []
-        assert find_ranks(attempt.path.parent, attempt.number) == []
-        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        assert [len(hang.family(process.pid)) for process in processes] == [1, 2, 1, 1]
+        assert hang.find_ranks(attempt.path.parent.parent, 2) == []
+        assert hang.find_ranks(attempt.path.parent, attempt.number) == []
+        summary = hang.collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
         assert ranks.running == [0, 1, 2, 3], "no rank was killed"
     assert summary is not None
     assert summary.suspects == (1,)
@@ -114,15 +96,15 @@ def test_stacks_of_hung_ranks_are_collected(attempt: Attempt, tmp_path: Path) ->
 @pytest.mark.processes
 def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt, tmp_path: Path) -> None:
     with hung_ranks(attempt, tmp_path, 2) as ranks:
-        before = after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+        before = after = hang.read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
         assert set(before) == {0, 1}
         end = time.monotonic() + 60
         while after[1].cpu_s < before[1].cpu_s + 0.5 and time.monotonic() < end:
-            after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+            after = hang.read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
         since = {rank: one._replace(time=after[rank].time - 1.0) for rank, one in before.items()}
-        assert busy_ranks(since, after) == {1}
-        assert busy_ranks({}, after) == set(), "unknown"
-        assert busy_ranks({}, {0: after[0]._replace(on_gpu=True)}) == {0}
+        assert hang.busy_ranks(since, after) == {1}
+        assert hang.busy_ranks({}, after) == set(), "unknown"
+        assert hang.busy_ranks({}, {0: after[0]._replace(on_gpu=True)}) == {0}
     assert "Current thread" not in attempt.log(0).read_text()
     assert not list(attempt.path.glob("activity*"))
 
@@ -132,12 +114,12 @@ def test_stopped_rank_has_a_state_without_a_stack(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hung_ranks(attempt, tmp_path, 3) as ranks:
-        processes = find_ranks(attempt.path.parent.parent, attempt.number)
+        processes = hang.find_ranks(attempt.path.parent.parent, attempt.number)
         stop(processes[2].pid)
         with attempt.log(2).open("a") as log:
             log.write('Thread 0x1 (most recent call first):\n  File "/me/x.py", line 3 in earlier\n')
         os.utime(attempt.log(2), (0, 0))  # the stacks of an earlier examination
-        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        summary = hang.collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
         # A stopped rank cannot print its stacks, so this must return without a wait for them.
         monkeypatch.setattr(hang, "PRINT_S", 10_000.0)
         snapshots = hang.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
@@ -164,10 +146,10 @@ def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, mo
 
     monkeypatch.setattr(hang, "MAX_RANKS", 3)
     silent = FakeRanks(lambda output: output.write_text("srun: error\n"))
-    assert collect(attempt, silent, limit_s=5, interrupted=not_interrupted) is None  # type: ignore[arg-type]
+    assert hang.collect(attempt, silent, limit_s=5, interrupted=not_interrupted) is None  # type: ignore[arg-type]
     assert (attempt.path / "stacks.log").read_text() == "srun: error\n", "the stacks are in the logs of the ranks"
     (attempt.path / "stacks.log").unlink()
-    summary = collect(attempt, FakeRanks(answer), limit_s=5, interrupted=not_interrupted)  # type: ignore[arg-type]
+    summary = hang.collect(attempt, FakeRanks(answer), limit_s=5, interrupted=not_interrupted)  # type: ignore[arg-type]
     assert summary is not None
     assert (summary.suspects, summary.odd_first) == ((4,), (4, 0, 1, 2, 3, 5))
     assert "no snapshot of ranks 6-7 (n9)" in summary.sentence
@@ -196,7 +178,7 @@ def test_command_on_a_node_is_killed_with_its_children(ending: str, tmp_path: Pa
         )
         for pid in map(int, pids.read_text().split()):
             end = time.monotonic() + 10
-            while (facts := state_of(pid)) is not None and facts.state != psutil.STATUS_ZOMBIE:
+            while (facts := hang.state_of(pid)) is not None and facts.state != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < end, f"process {pid} is alive"
                 time.sleep(0.01)
     finally:
@@ -206,31 +188,34 @@ def test_command_on_a_node_is_killed_with_its_children(ending: str, tmp_path: Pa
 # --- Summary of a hang: groups of ranks by location, suspects, and its text.
 
 
-WAITS = (Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41), Frame("train", "/me/ddp.py", 190))
-LOADS = (Frame("read", "/v/lib/python3.11/queue.py", 7), Frame("load", "/me/loading.py", 44))
-OTHER = (Frame("sleep", "/me/net.py", 3),)
+WAITS = (
+    hang.Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41),
+    hang.Frame("train", "/me/ddp.py", 190),
+)
+LOADS = (hang.Frame("read", "/v/lib/python3.11/queue.py", 7), hang.Frame("load", "/me/loading.py", 44))
+OTHER = (hang.Frame("sleep", "/me/net.py", 3),)
 
 
 def snapshot(
     rank: int,
-    frames: tuple[Frame, ...] = WAITS,
+    frames: tuple[hang.Frame, ...] = WAITS,
     *,
     state: str = "sleeping",
     cpu_s: float = 0.02,
-    calls: Sequence[Calls] = (),
-) -> RankSnapshot:
-    process = ProcessState(state, "futex_wait_queue" if state == "sleeping" else "", 9, 70.0)
+    calls: Sequence[hang.Calls] = (),
+) -> hang.RankSnapshot:
+    process = hang.ProcessState(state, "futex_wait_queue" if state == "sleeping" else "", 9, 70.0)
     place = {"rank": rank, "host": f"n{rank // 4}", "pid": 100 + rank}
     stack: dict[str, Any] = {"frames": frames, "text": "stack\n" if frames else ""}
-    return RankSnapshot(**place, **stack, calls=tuple(calls), process=process, cpu_s=cpu_s, over_s=1.0)
+    return hang.RankSnapshot(**place, **stack, calls=tuple(calls), process=process, cpu_s=cpu_s, over_s=1.0)
 
 
-def calls(last: int, *pending: int, operation: str = "all_reduce [2]", group: str = "0") -> list[Calls]:
-    return [Calls("gloo", group, "", last, operation, tuple((number, operation) for number in pending))]
+def calls(last: int, *pending: int, operation: str = "all_reduce [2]", group: str = "0") -> list[hang.Calls]:
+    return [hang.Calls("gloo", group, "", last, operation, tuple((number, operation) for number in pending))]
 
 
 def test_single_rank_at_another_location_is_the_suspect() -> None:
-    summary = summarize([snapshot(rank, LOADS if rank == 7 else WAITS) for rank in range(512)], {})
+    summary = hang.summarize([snapshot(rank, LOADS if rank == 7 else WAITS) for rank in range(512)], {})
     assert summary.sentence == (
         "rank 7 differs from the others: in read (queue.py:7), called by load (loading.py:44);"
         " ranks 0-6, 8-511 in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
@@ -242,16 +227,16 @@ def test_single_rank_at_another_location_is_the_suspect() -> None:
     assert lines[0] == summary.sentence
     assert "      1  rank 7: in read (queue.py:7), called by load (loading.py:44)" in lines
     assert "  rank 7 on n1: state sleeping, in futex_wait_queue, 9 threads, 0.02 s of CPU in 1.0 s" in lines
-    assert f"  and {512 - MAX_RANKS} more" in lines
-    assert len(lines) < MAX_RANKS + 20, "the table is limited"
+    assert f"  and {512 - hang.MAX_RANKS} more" in lines
+    assert len(lines) < hang.MAX_RANKS + 20, "the table is limited"
 
 
 @pytest.mark.parametrize(
     ("others", "suspects"), [({2: LOADS}, (2,)), ({2: LOADS, 3: OTHER}, ()), ({6: LOADS, 7: OTHER}, (6, 7))]
 )
-def test_small_minority_is_suspected(others: dict[int, tuple[Frame, ...]], suspects: tuple[int, ...]) -> None:
+def test_small_minority_is_suspected(others: dict[int, tuple[hang.Frame, ...]], suspects: tuple[int, ...]) -> None:
     snapshots = [snapshot(rank, others.get(rank, WAITS)) for rank in range(max(others) + 1)]
-    summary = summarize(snapshots, {})
+    summary = hang.summarize(snapshots, {})
     assert summary.suspects == suspects
     for rank, frames in others.items():
         assert frames[0].function in summary.sentence, rank
@@ -262,12 +247,12 @@ def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
     snapshots = [
         snapshot(
             rank,
-            (Frame("f", "/v/lib/python3.11/a.py", rank), Frame("train", "/me/net.py", 8 + (rank == 5))),
+            (hang.Frame("f", "/v/lib/python3.11/a.py", rank), hang.Frame("train", "/me/net.py", 8 + (rank == 5))),
             state="running",
         )
         for rank in range(6)
     ]
-    summary = summarize(snapshots, {})
+    summary = hang.summarize(snapshots, {})
     assert summary.suspects == (5,)
     assert summary.sentence.startswith(
         "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
@@ -277,14 +262,14 @@ def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
 
 def test_rank_that_has_not_called_the_collective_is_suspected() -> None:
     snapshots = [snapshot(0, calls=calls(8, 7, 8)), snapshot(1, LOADS, calls=calls(6))]
-    summary = summarize(snapshots, {})
+    summary = hang.summarize(snapshots, {})
     assert summary.suspects == (1,)
     assert summary.sentence.endswith(
         "rank 1 has not called gloo all_reduce [2] (number 7 of the default group), which rank 0 waits in"
     )
     # A rank that waits in a collective of another group is no suspect.
     snapshots[1] = snapshot(1, LOADS, calls=[*calls(6), *calls(2, 2, operation="barrier", group="1")])
-    assert summarize(snapshots, {}).suspects == ()
+    assert hang.summarize(snapshots, {}).suspects == ()
 
 
 # --- Parser of the stacks of faulthandler, and the location of a stack.
@@ -321,8 +306,8 @@ TEXT = "wait (threading.py:327), called by train (counting.py:28)"
     ids=["one dump", "forked process after", "two dumps"],
 )
 def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
-    frames, text = parse_faulthandler(log)
-    assert (location_of(frames), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
+    frames, text = hang.parse_faulthandler(log)
+    assert (hang.location_of(frames), text) == (TEXT, DUMPED), "all threads, without other lines of the log"
 
 
 @pytest.mark.parametrize(
@@ -349,7 +334,7 @@ def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
     ],
 )  # fmt: skip
 def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
-    assert location_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)]) == expected
+    assert hang.location_of([hang.Frame(f"f{line}", file, line) for line, file in enumerate(files)]) == expected
 
 
 # --- Records of flight recorders: pending collectives, missing calls and mismatched calls.
@@ -381,13 +366,13 @@ def test_calls_of_each_group() -> None:
         entry(3, done=False),
         entry(4, "gloo:barrier", done=False, input_sizes=[]),
     ]
-    own, default = calls_of({"gloo": {"entries": recorded}})
+    own, default = hang.calls_of({"gloo": {"entries": recorded}})
     assert (own.text(), own.pending) == ("gloo, group control: has finished all_reduce [4×2] (1)", ())
     assert (default.last, default.operation) == (4, "barrier")
     assert default.pending == ((3, "all_reduce [4×2]"), (4, "barrier"))
     assert default.text() == "gloo, the default group: waits in all_reduce [4×2] (3)"
     completed = entry(7, "nccl:all_gather", done=False, state="completed")
-    assert calls_of({"nccl": {"entries": [completed]}})[0].pending == (), "nccl does not retire its calls"
+    assert hang.calls_of({"nccl": {"entries": [completed]}})[0].pending == (), "nccl does not retire its calls"
 
 
 @pytest.mark.parametrize(
@@ -408,5 +393,5 @@ def test_calls_of_each_group() -> None:
         ({0: calls(5, 5), 1: calls(5, 5, operation="all_reduce [3]")}, set(), ""),  # an all_gather of unequal pieces
     ],
 )
-def test_collectives_of_ranks_are_compared(by_rank: dict[int, list[Calls]], absent: set[int], text: str) -> None:
-    assert compare_calls(by_rank) == (absent, [text] if text else [])
+def test_collectives_of_ranks_are_compared(by_rank: dict[int, list[hang.Calls]], absent: set[int], text: str) -> None:
+    assert hang.compare_calls(by_rank) == (absent, [text] if text else [])
