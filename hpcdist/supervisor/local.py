@@ -34,6 +34,8 @@ from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.restart_policy import error_text
 
+log = logging.getLogger(__name__)
+
 
 def supervise_locally(
     run: RunDir,
@@ -90,9 +92,6 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
             start_new_session=True,
         )
     return process.pid
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
