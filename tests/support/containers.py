@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.run.folder import RunDir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,10 @@ RUNTIMES = Path(os.environ.get("HPCDIST_TEST_RUNTIMES", STORE.parent / "runtimes
 BASE = "localhost/debian-base:bookworm"
 DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
 TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}
+#: A container that no test starts.
+SPEC = ContainerSpec(
+    runtime="podman", image="localhost/hpcdist:0.1.0", run=Path("/runs/e/r"), mounts=(), workdir=Path("/p")
+)
 #: A user id that no image has.
 UNKNOWN_UID = 1234
 

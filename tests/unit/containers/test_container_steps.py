@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from containers import SPEC
 
 import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
@@ -36,8 +37,7 @@ from hpcdist.host.files import read_json
 from hpcdist.host.machine import source_digest
 from hpcdist.run.folder import Attempt, RunDir
 
-IMAGE = "localhost/hpcdist:0.1.0"
-SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
+IMAGE = SPEC.image
 FACTS = {
     "node": "n1",
     "hpcdist": hpcdist.__version__,
