@@ -139,20 +139,16 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     return Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
 
 
-#: Ending of the runtime's name in the rows of the matrix, by the file of the test.
-MATRIX = {"test_runtime_matrix.py": "", "test_runtimes_as_user.py": ", user"}
-
-
 def matrix_entry(item: pytest.Item, report: pytest.TestReport) -> MatrixEntry | None:
     """Return the entry of a test of the matrix whose verdict this report decides; None for other reports."""
-    if item.path.name not in MATRIX or not isinstance(item, pytest.Function):
+    if item.path.name != "test_runtime_matrix.py" or not isinstance(item, pytest.Function):
         return None
     if report.passed and report.when != "call":
         return None
     more = [str(value) for name, value in item.callspec.params.items() if name != "runtime"]
     fault = " ".join([item.originalname.removeprefix("test_").replace("_", " "), *more])
     verdict = f"{report.duration:.0f} s" if report.passed else "skipped" if report.skipped else "FAILED"
-    return MatrixEntry(f"{item.callspec.params['runtime']}{MATRIX[item.path.name]}", fault, verdict)
+    return MatrixEntry(str(item.callspec.params["runtime"]), fault, verdict)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,6 @@
 """Tests of the container runtimes on Slurm that have passed, by version, and the generator of their table.
 
-A cell of `tests/slurm/test_runtime_matrix.py` or `tests/slurm/test_runtimes_as_user.py` is added after it has passed,
-with the versions and the date of that run.
+A cell of `tests/slurm/test_runtime_matrix.py` is added after it has passed, with the versions and the date of that run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FAULTS = (
 
 #: Users who submitted the runs, for `RecordedTests.user`.
 ROOT, USER = "root", "an ordinary user"
-#: The columns that `tests/slurm/test_runtimes_as_user.py` runs.
+#: The columns that are run as an ordinary user as well.
 _AS_USER = ("plain", "requeue", "killed rank")
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,31 +18,8 @@ from typing import NamedTuple
 from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.host.commands import last_line, run_within
-from hpcdist.slurm.output import (
-    NODE_FORMAT,
-    PARTITION_FORMAT,
-    SACCT_FIELDS,
-    SQUEUE_FIELDS,
-    START_FIELDS,
-    AccountedStart,
-    JobInfo,
-    NodeState,
-    Partition,
-    parse_boot_times,
-    parse_count,
-    parse_minutes,
-    parse_node_features,
-    parse_node_states,
-    parse_partitions,
-    parse_records,
-    parse_sacct,
-    parse_scontrol,
-    parse_settings,
-    parse_squeue,
-    parse_starts,
-    parse_text,
-    parse_time,
-)
+from hpcdist.slurm import output
+from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, parse_text, parse_time
 
 # `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function raises SlurmError without
 # an answer.
@@ -101,23 +78,20 @@ def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> C
 def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     """Return the state of a job, or None if Slurm does not know the job (any more).
 
-    The controller (`scontrol`) knows jobs that are pending, running or ended a few minutes ago. Accounting (`sacct`)
-    knows older ones, if the cluster has it.
-
-    Args:
-        history: query accounting in any case: only accounting knows memory, steps and earlier starts.
+    The controller forgets a job a few minutes after its end. Accounting, if the cluster has it, knows older ones, and
+    for `history` also memory, steps and earlier starts.
     """
     controller_error: SlurmError | None = None
     current = past = None
     try:
-        current = parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
+        current = output.parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
     except SlurmError as error:
         controller_error = error
     if current is not None and not history:
         return current
     try:
-        text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={SACCT_FIELDS}")
-        past = parse_sacct(text, job_id)
+        text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
+        past = output.parse_sacct(text, job_id)
     except SlurmError:
         pass  # a cluster without accounting: only the controller's answer counts
     if current is not None:
@@ -134,22 +108,22 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
 
 def accounted_starts(job_id: str) -> list[AccountedStart]:
     """Return all starts of a job in accounting, oldest first; raises SlurmError without accounting."""
-    options = ("--duplicates", "--allocations", "-Pn", f"--format={START_FIELDS}")
-    return parse_starts(run("sacct", f"--jobs={job_id}", *options), job_id)
+    options = ("--duplicates", "--allocations", "-Pn", f"--format={output.START_FIELDS}")
+    return output.parse_starts(run("sacct", f"--jobs={job_id}", *options), job_id)
 
 
 def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     """Return the jobs that are still in the queue, by id, with one command. Raises SlurmError without an answer."""
     if not job_ids:
         return {}
-    text = run("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
-    return {job: info for job in job_ids if (info := parse_squeue(text, job)) is not None}
+    text = run("squeue", "-h", "-r", "--states=all", f"--format={output.SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
+    return {job: info for job in job_ids if (info := output.parse_squeue(text, job)) is not None}
 
 
 def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
     """Return the records of a job's components, the leader first; empty if Slurm does not know the job."""
     text = run("scontrol", "show", "job", "--oneliner", job_id, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
-    return parse_records(text)
+    return output.parse_records(text)
 
 
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
@@ -158,7 +132,6 @@ def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
 
 
 def requeue_job(job_id: str) -> None:
-    """Requeue a job; a job that is already pending is not changed."""
     try:
         run("scontrol", "requeue", job_id, timeout_s=JOB_TIMEOUT_S)
     except SlurmError as error:
@@ -167,16 +140,11 @@ def requeue_job(job_id: str) -> None:
             raise
 
 
-def exclude_nodes(job_id: str, nodes: Iterable[str]) -> None:
-    """Set the nodes that a pending job must not get."""
-    run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}", timeout_s=JOB_TIMEOUT_S)
-
-
 # --- cluster
 
 
 def settings() -> dict[str, str]:
-    return parse_settings(run("scontrol", "show", "config"))
+    return output.parse_settings(run("scontrol", "show", "config"))
 
 
 def cluster_name() -> str:
@@ -187,24 +155,23 @@ def partitions() -> list[Partition]:
     """Return all partitions with their nodes, hidden ones included, with two commands that run at the same time."""
     commands = (
         ("scontrol", "show", "partition", "--oneliner", "--all"),
-        ("sinfo", "--all", "--noheader", f"--format={PARTITION_FORMAT}"),
+        ("sinfo", "--all", "--noheader", f"--format={output.PARTITION_FORMAT}"),
     )
     with ThreadPoolExecutor() as pool:
-        return parse_partitions(*pool.map(lambda command: run(*command), commands))
+        return output.parse_partitions(*pool.map(lambda command: run(*command), commands))
 
 
 def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:
     chosen = [f"--partition={partition}"] * bool(partition) + [f"--nodes={','.join(names)}"] * bool(names)
-    return parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={NODE_FORMAT}"))
+    return output.parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={output.NODE_FORMAT}"))
 
 
 def node_features(names: Sequence[str]) -> dict[str, frozenset[str]]:
-    return parse_node_features(_node_records(names))
+    return output.parse_node_features(_node_records(names))
 
 
 def nodes_booted_since(names: Sequence[str], since: float) -> list[str]:
-    """Return the nodes that have booted after a time (seconds since the epoch)."""
-    return [name for name, booted in parse_boot_times(_node_records(names)).items() if booted > since]
+    return [name for name, booted in output.parse_boot_times(_node_records(names)).items() if booted > since]
 
 
 def failed_nodes(names: Sequence[str], since: float) -> list[str]:
@@ -304,10 +271,8 @@ _RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESI
 
 
 def job_id_of(env: Mapping[str, str]) -> str:
-    """Return the id of the current job as all commands of Slurm take it: `41`, or `41_2` for an array task.
-
-    SLURM_JOB_ID is not usable in an array: the last task's is the id of the array, which addresses all tasks.
-    """
+    """Return the id of the current job as all commands of Slurm take it: `41`, or `41_2` for an array task."""
+    # SLURM_JOB_ID of the last task is the id of the array, which addresses all tasks.
     if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     if not env.get("SLURM_JOB_ID"):
@@ -339,7 +304,7 @@ class CurrentJob:
             id=job_id,
             restart_count=_restart_count(records),
             end_time=min(ends, default=None),
-            time_limit_min=parse_minutes(leader.get("TimeLimit", "")),
+            time_limit_min=output.parse_minutes(leader.get("TimeLimit", "")),
             may_requeue=leader.get("Requeue") != "0",
             partition=leader.get("Partition", ""),
             nodes=_expand_nodes(leader.get("NodeList")),
@@ -363,16 +328,13 @@ class CurrentJob:
         return bool(states) and states[0] not in _RUNNING
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
-        """Requeue the job. From now on this process ignores SIGTERM, with which Slurm ends the batch step.
-
-        Args:
-            exclude: nodes that the job must not get again, in addition to `excluded`.
-        """
+        """Requeue the job, without some nodes. From now on this process ignores SIGTERM, which ends the batch step."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scontrol inherits it
         requeue_job(self.id)
         if exclude:
             # Slurm 22.05 changes the excluded nodes of pending jobs only.
-            exclude_nodes(self.id, [*self.excluded, *exclude])
+            nodes = ",".join([*self.excluded, *exclude])
+            run("scontrol", "update", f"JobId={self.id}", f"ExcNodeList={nodes}", timeout_s=JOB_TIMEOUT_S)
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
         """Return whether the partition has enough nodes with the job's hardware without some of them."""
@@ -390,8 +352,8 @@ class CurrentJob:
 
 
 def _restart_count(records: Sequence[Mapping[str, str]]) -> int:
-    """Return the number of requeues: Slurm requeues all components of a job or none."""
-    return parse_count(records[0].get("Restarts", "0")) or 0 if records else 0
+    # Slurm requeues all components of a job or none.
+    return output.parse_count(records[0].get("Restarts", "0")) or 0 if records else 0
 
 
 def _expand_nodes(text: str | None) -> tuple[str, ...]:
@@ -442,8 +404,6 @@ _KILL_EVERY_S = 2.0
 
 
 class UnkillableSteps(NamedTuple):
-    """Steps that do not end."""
-
     reason: str  #: the first of them, and why it does not end
     nodes: tuple[str, ...] = ()  #: nodes on which ranks may have survived SIGKILL
 
@@ -453,10 +413,8 @@ def end_orphaned_steps(
 ) -> UnkillableSteps | None:
     """End the job's steps with names that begin with one of `names`; return the steps that do not end, or None.
 
-    Args:
-        kill_ranks: kills the run's ranks on every node without Slurm, and returns the nodes on which ranks may have
-            survived. It is called if steps do not end in time.
-        abandoned: names of steps that cannot end and do not matter.
+    If steps do not end in time, `kill_ranks` kills the run's ranks without Slurm, and returns the nodes on which ranks
+    may have survived. Steps with names in `abandoned` do not matter.
     """
     steps = _end(names, END_S, abandoned)
     if not steps:

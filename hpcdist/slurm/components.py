@@ -81,7 +81,6 @@ def components(config: Config) -> tuple[JobComponent, ...]:
 
 
 def _check_outlives_nodes(config: Config) -> None:
-    """Raise ConfigError if a range of nodes or spare nodes contradict other keys."""
     cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
     # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
     num_ranks = cluster.nodes * cluster.tasks_per_node
@@ -154,17 +153,21 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
             raise ConfigError([problem])
-    memories = [part.mem for part in parts if part.mem is not None]
+    memories = {part.mem: parse_memory_mb(part.mem) for part in parts if part.mem is not None}
+    if None in memories.values():
+        wrong = next(mem for mem, size in memories.items() if size is None)
+        raise ConfigError([f"cluster.mem must be like 64G, got {wrong!r}"])
     constraint = parts[0].constraint
     if any(part.constraint != constraint for part in parts):
         # With the number of nodes per feature: `[cpu*1&gpu*2]`.
         counts: dict[str, int] = {}
         for part in parts:
-            if part.constraint is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", part.constraint):
+            if part.constraint is None:
+                continue
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.constraint):
                 problem = f"constraint {part.constraint!r} needs a heterogeneous job (cluster.het)"
                 raise ConfigError([f"cluster.roles: {problem}"])
-            if part.constraint is not None:
-                counts[part.constraint] = counts.get(part.constraint, 0) + part.nodes
+            counts[part.constraint] = counts.get(part.constraint, 0) + part.nodes
         constraint = f"[{'&'.join(f'{kind}*{count}' for kind, count in counts.items())}]"
     return JobComponent(
         roles=tuple(role for part in parts for role in part.roles),
@@ -172,27 +175,18 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         tasks_per_node=max(part.tasks_per_node for part in parts),
         gpus_per_node=max(part.gpus_per_node for part in parts),
         cpus_per_task=max(part.cpus_per_task for part in parts),
-        mem=max(memories, key=_megabytes) if memories else None,
+        mem=max(memories, key=lambda mem: memories[mem] or float("inf"), default=None),  # 0: all memory of a node
         partition=parts[0].partition,
         constraint=constraint,
         sbatch=parts[0].sbatch,
     )
 
 
-def _megabytes(mem: str) -> float:
-    size = parse_memory_mb(mem)
-    if size is None:
-        raise ConfigError([f"cluster.mem must be like 64G, got {mem!r}"])
-    return size or float("inf")  # 0 requests all memory of a node
-
-
 def assign_nodes(
     parts: Sequence[JobComponent], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
 ) -> list[tuple[str, ...]]:
-    """Return the nodes of each component within one allocation, in the allocation's order.
-
-    Components with a constraint are assigned first, and get the matching nodes that have the fewest features.
-    """
+    """Return the nodes of each component within one allocation, in the allocation's order."""
+    # Components with a constraint come first, and get the matching nodes that have the fewest features.
     free = list(nodes)
     chosen: dict[int, tuple[str, ...]] = {}
     differ = len({part.constraint for part in parts}) > 1
@@ -217,9 +211,7 @@ def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]])
 def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[str]:
     """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request."""
     parts = components(config)
-    devices = {}
-    groups = []
-    first = 0
+    devices, groups, first = {}, [], 0
     num_nodes = sum(part.nodes for part in parts)
     for index, part in enumerate(parts):
         request = f"component {index}: {part}" if is_het(config) else str(part)

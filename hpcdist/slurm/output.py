@@ -20,8 +20,7 @@ _EMPTY = ("", "(null)", "None", "None assigned", "N/A", "Unknown")
 def parse_record(line: str) -> dict[str, str]:
     """Return the `Key=value` words that `scontrol --oneliner` prints; a value is cut at its first space.
 
-    Free text may contain words of this form: the name of a job, and the texts at the end of a record (`Command=`,
-    `SubmitLine=`, `Comment=`). Names are taken whole, later texts are ignored, and the first value of a key counts.
+    A job's name, and the free text at the end of a record, may contain such words: the first value of a key counts.
     """
     before, name, after = line, {}, ""
     if match := _JOB_NAME.match(line):
@@ -362,7 +361,6 @@ def _job_info(
     nodes: str,
     **more: Any,
 ) -> JobInfo:
-    """Return a job from texts as all commands print them."""
     # A cancelled or completed job keeps the reason that it was pending for.
     has_reason = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS)
     codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", exit_code)

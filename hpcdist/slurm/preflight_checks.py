@@ -9,24 +9,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from hpcdist.host.machine import (
-    LEVELS,
-    MB,
-    NO_DISK_BYTES,
-    SKEW_S,
-    Check,
-    Level,
-    driver_checks,
-    failure,
-    gpu_checks,
-    locked_memory_checks,
-    lookup_checks,
-    loopback_checks,
-    ok,
-    shm_checks,
-    space_checks,
-    warning,
-)
+from hpcdist.host import machine
+from hpcdist.host.machine import MB, Check, Level, failure, ok, warning
 from hpcdist.slurm.preflight_probe import ProbeRequest
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -60,7 +44,7 @@ def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
     for check_all in (_unlike_others, _port_in_use, _blocked, _stalled, _slow, _skewed):
         found += check_all(request, ours)
     merged = [*_merge_nodes(found, len(request.nodes)), _summary(request, ours)]
-    return sorted(merged, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
+    return sorted(merged, key=lambda check: (-machine.LEVELS.index(check.level), ORDER.index(check.name)))
 
 
 def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
@@ -127,17 +111,17 @@ def _software(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> It
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
         yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
     elif request.gpus_per_node:
-        yield from driver_checks(answer["versions"])
+        yield from machine.driver_checks(answer["versions"])
 
 
 def _names(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     for name, look in answer["lookups"].items():
         own = "its own name" if name == node else f"the name {name}"
-        yield from lookup_checks(own, look)
+        yield from machine.lookup_checks(own, look)
         # Nodes on one machine, and nodes that reach no others, may use a loopback address.
         elsewhere = any(not address.startswith("127.") for address in answer["network"]["addresses"])
         if name == node == request.nodes[0] and elsewhere:
-            yield from loopback_checks(own, look)
+            yield from machine.loopback_checks(own, look)
 
 
 def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -150,7 +134,7 @@ def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
         yield Check(name="gpu", level="failure" if request.backend == "nccl" else "warning", text=text, fix=fix)
     for gpu in answer["gpus"]:
-        for check in gpu_checks(gpu):
+        for check in machine.gpu_checks(gpu):
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")
 
 
@@ -161,12 +145,12 @@ def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
     if problem := disk.get("error") or disk.get("write_error"):
         where = disk["folder"]
         text = f"checkpoints cannot be written to {where}: {problem}"
-        if disk.get("free", NO_DISK_BYTES) < NO_DISK_BYTES:
+        if disk.get("free", machine.NO_DISK_BYTES) < machine.NO_DISK_BYTES:
             text += f" ({disk['free'] / MB:,.0f} MB are free)"
         fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
         yield failure("disk", text, fix)
     else:
-        yield from space_checks(disk, request.checkpoint_bytes)
+        yield from machine.space_checks(disk, request.checkpoint_bytes)
 
 
 def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -183,7 +167,9 @@ def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> 
         text = f"{ports}, but libibverbs cannot be loaded: NCCL will use sockets"
         fix = "install libibverbs1 and ibverbs-providers (rdma-core), also in the image"
     else:
-        yield from (replace(check, name="infiniband") for check in locked_memory_checks(answer["locked_memory"]))
+        yield from (
+            replace(check, name="infiniband") for check in machine.locked_memory_checks(answer["locked_memory"])
+        )
         return
     yield warning("infiniband", text, fix)
 
@@ -207,7 +193,7 @@ def _interface(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> I
 def _resources(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     shm, tmp, cores = answer["shm"], answer["tmp"], answer.get("cores")
     if "free" in shm and (request.num_workers or request.backend == "nccl"):
-        yield from shm_checks(shm["free"])
+        yield from machine.shm_checks(shm["free"])
     if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
         text = f"{tmp['free'] / MB:,.0f} MB are free in {tmp['folder']}"
         yield warning("temporary files", text, "free space, or set cluster.env.TMPDIR")
@@ -436,7 +422,7 @@ def _skewed(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             skews[node] = -median([*offsets, 0.0]) if len(offsets) > 1 else -offsets[0]
     for node, skew in skews.items():
         # With two nodes, the wrong clock is unknown; only one of them is reported.
-        if abs(skew) < SKEW_S or (len(skews) == 2 and node == next(iter(skews))):
+        if abs(skew) < machine.SKEW_S or (len(skews) == 2 and node == next(iter(skews))):
             continue
         fatal = abs(skew) >= FATAL_SKEW_S
         why = "a live run could be considered dead" if fatal else "logs and metrics of the nodes cannot be aligned"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import runtime_cases
+from containers import RUNTIMES, Containers, mismatch, mount_flags, small_image
+from runtime_cases import PYXIS
 from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, host, settings
-from hpcdist.devcluster.settings import HOST, LINK
+from hpcdist.devcluster.settings import LINK
 
 NAMES = ["n1", "n2", "n3", "n4"]
 
@@ -25,33 +31,23 @@ def daemon_ids(devcluster: DevCluster) -> dict[str, str]:
 def test_each_node_has_its_own_host_name_and_address(devcluster: DevCluster) -> None:
     script = "echo $SLURM_PROCID $(hostname) $(hostname -i) $SLURM_NODEID/$SLURM_NNODES"
     lines = devcluster.run("srun", "--nodes=3", "--ntasks-per-node=2", "sh", "-c", script).splitlines()
-    assert sorted(lines) == [
-        f"{rank} n{rank // 2 + 1} {devcluster.settings.addresses[f'n{rank // 2 + 1}']} {rank // 2}/3"
-        for rank in range(6)
-    ]
-
-
-def test_node_names_and_addresses_resolve_on_the_host_and_on_nodes(devcluster: DevCluster) -> None:
-    for name, address in devcluster.settings.addresses.items():
+    addresses = devcluster.settings.addresses
+    places = [f"n{rank // 2 + 1}" for rank in range(6)]
+    assert sorted(lines) == [f"{rank} {node} {addresses[node]} {rank // 2}/3" for rank, node in enumerate(places)]
+    for name, address in addresses.items():
         assert devcluster.run("getent", "hosts", name).split() == [address, name]
         assert devcluster.run("srun", "--nodes=1", "getent", "hosts", address).split() == [address, name]
 
 
-def test_up_is_idempotent(devcluster: DevCluster) -> None:
+def test_up_is_idempotent_and_status_shows_the_cluster(devcluster: DevCluster) -> None:
     before = daemon_ids(devcluster)
     assert len(before) == 8
     done = devcluster.hpcdist("devcluster", "up", "--nodes", "4")
     assert done.returncode == 0, done.stderr
     assert daemon_ids(devcluster) == before
-
-
-def test_up_rejects_a_node_count_that_differs_from_the_running_cluster(devcluster: DevCluster) -> None:
     done = devcluster.hpcdist("devcluster", "up", "--nodes", "5")
     assert done.returncode == 2
     assert done.stderr == "hpcdist: a dev cluster is running with --nodes 4, not 5: `hpcdist devcluster down` first\n"
-
-
-def test_status_shows_nodes_partitions_and_slurm_conf(devcluster: DevCluster) -> None:
     done = devcluster.hpcdist("devcluster", "status")
     assert done.returncode == 0, done.stderr
     assert [line.split()[:3] for line in done.stdout.splitlines()[1:5]] == [
@@ -61,74 +57,10 @@ def test_status_shows_nodes_partitions_and_slurm_conf(devcluster: DevCluster) ->
     assert f"export SLURM_CONF={devcluster.layout.slurm_conf}\n" in done.stdout
 
 
-def test_sacct_lists_ended_jobs(devcluster: DevCluster) -> None:
-    good = devcluster.sbatch("srun true", "--nodes=2", "--gpus-per-node=1")
-    bad = devcluster.sbatch("exit 3")
-    ended = ("COMPLETED", "FAILED")
-
-    def record() -> list[str]:
-        fields = "JobID,State,ExitCode,Account,AllocNodes,AllocTRES"
-        return devcluster.run("sacct", "-XnP", f"--jobs={good},{bad}", f"--format={fields}").splitlines()
-
-    devcluster.wait_until(lambda: sum(line.split("|")[1] in ended for line in record()) == 2, "both jobs are in sacct")
-    assert record() == [
-        f"{good}|COMPLETED|0:0|root|2|billing=2,cpu=2,gres/gpu=2,node=2",
-        f"{bad}|FAILED|3:0|root|1|billing=1,cpu=1,node=1",
-    ]
-
-
-@pytest.mark.parametrize(("gpus", "visible"), [(1, "0"), (2, "0,1")])
-def test_requested_fake_gpus_are_visible(devcluster: DevCluster, gpus: int, visible: str) -> None:
-    command = ("srun", "--nodes=2", f"--gpus-per-node={gpus}", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
-    assert sorted(devcluster.run(*command).splitlines()) == [f"n1 {visible}", f"n2 {visible}"]
-
-
-def test_job_without_gpu_request_sees_no_gpu(devcluster: DevCluster) -> None:
-    assert devcluster.run("srun", "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-none}") == "none\n"
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--partition=nowhere", "Invalid partition name specified"),
-        ("--account=nobody", "Invalid account or account/partition combination specified"),
-    ],
-)
-def test_sbatch_rejects_invalid_requests(devcluster: DevCluster, flag: str, message: str) -> None:
-    command = ["sbatch", flag, "--wrap=true"]
-    done = subprocess.run(command, env=devcluster.env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert message in done.stderr
-
-
-def test_job_of_partition_main_is_preempted_requeued_and_restarted(devcluster: DevCluster, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    script = "trap 'echo TERM' TERM; echo start $SLURM_RESTART_COUNT; for i in $(seq 600); do sleep 0.1; done"
-    low = devcluster.sbatch(script, "--partition=main", "--nodes=4", "--exclusive", "--requeue", output=output)
-    devcluster.wait_until(lambda: output.exists() and output.read_text() == "start\n", "the first attempt runs")
-    high = devcluster.start_high_priority_job("--nodes=4")
-    devcluster.wait_job_state(high, "COMPLETED")
-    devcluster.wait_job_state(low, "PENDING")
-    assert devcluster.job(low)["Restarts"] == "1"
-    devcluster.run("scontrol", "update", f"JobId={low}", "StartTime=now")
-    devcluster.wait_until(lambda: "start 1\n" in output.read_text(), "the second attempt runs")
-    assert "TERM\n" in output.read_text()
-
-
-@pytest.mark.faults
-def test_grace_time_delays_the_end_of_a_preempted_job(devcluster: DevCluster, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    script = "trap 'date +%s' TERM; echo start; while :; do sleep 0.1; done"
-    cluster.set_grace_time(devcluster.layout, 4)
-    try:
-        low = devcluster.sbatch(script, "--partition=main", "--nodes=4", "--exclusive", "--requeue", output=output)
-        devcluster.wait_until(lambda: output.exists() and output.read_text() == "start\n", "the first attempt runs")
-        high = devcluster.sbatch("date +%s", "--partition=high", "--nodes=4", "--exclusive", output=tmp_path / "high")
-        devcluster.wait_job_state(high, "COMPLETED")
-    finally:
-        cluster.set_grace_time(devcluster.layout, 0)
-    signalled = int(next(line for line in output.read_text().splitlines() if line.isdigit()))
-    assert int((tmp_path / "high").read_text()) - signalled >= 3, f"job {low} ended without a grace time"
+def test_only_requested_fake_gpus_are_visible(devcluster: DevCluster) -> None:
+    for flags, visible in ((["--gpus-per-node=1"], "0"), (["--gpus-per-node=2"], "0,1"), ([], "none")):
+        command = ("srun", "--nodes=2", *flags, "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-none}")
+        assert devcluster.run(*command).splitlines() == [visible] * 2
 
 
 @pytest.mark.faults
@@ -148,50 +80,6 @@ def test_killed_node_is_marked_down_and_can_be_restarted(devcluster: DevCluster)
     assert done.returncode == 0, done.stderr
     assert state() == "idle"
     assert devcluster.run("srun", "--nodelist=n4", "hostname") == "n4\n"
-
-
-def send_to_node(devcluster: DevCluster, name: str, num_bytes: int) -> float:
-    """Return the seconds for sending `num_bytes` from this machine to a node."""
-    receive = (
-        "import socket; s = socket.create_server(('', 9999)); print(flush=True); c, _ = s.accept()\n"
-        f"n = {num_bytes}\nwhile n: n -= len(c.recv(65536))\nc.send(b'x')"
-    )
-    send = (
-        "import socket, sys, time; s = socket.create_connection((sys.argv[1], 9999)); start = time.monotonic()\n"
-        f"s.sendall(bytes({num_bytes})); s.recv(1); print(time.monotonic() - start)"
-    )
-    command = settings.on_node(devcluster.layout, name, [sys.executable, "-c", receive])
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
-        assert receiver.stdout is not None
-        receiver.stdout.readline()
-        return float(devcluster.run(sys.executable, "-c", send, devcluster.settings.addresses[name]))
-
-
-def test_slow_node_limits_the_bandwidth_of_one_node_and_restores_it(devcluster: DevCluster) -> None:
-    cluster.slow_node(devcluster.layout, "n2", rate_mbit=2)
-    try:
-        slow_s = send_to_node(devcluster, "n2", 600_000)
-        other_s = send_to_node(devcluster, "n3", 600_000)
-    finally:
-        cluster.slow_node(devcluster.layout, "n2")
-    full_s = send_to_node(devcluster, "n2", 600_000)
-    assert slow_s > 1.5  # 600 kB less the burst, at 2 Mbit/s
-    assert full_s < slow_s / 2
-    assert other_s < slow_s / 2
-
-
-def test_nodes_reach_services_of_this_machine(devcluster: DevCluster) -> None:
-    """A tracking server on this machine, for example."""
-    script = f"import socket; socket.create_connection(('{HOST}', int(__import__('sys').argv[1]))).send(b'hello')"
-    serve = (
-        "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True)\n"
-        "c, peer = s.accept(); print(c.recv(9).decode(), peer[0])"
-    )
-    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = server.stdout.readline().strip()
-        devcluster.run("srun", "--nodelist=n3", sys.executable, "-c", script, port)
-        assert server.stdout.read() == f"hello {devcluster.settings.addresses['n3']}\n"
 
 
 @pytest.mark.faults
@@ -289,3 +177,77 @@ def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: D
     finally:
         devcluster.restart()
     assert devcluster.run("srun", "--nodes=1", "hostname") == "n1\n"
+
+
+# --- `hpcdist devcluster up --runtime`: runs in containers, with nothing prepared but what `up` prints.
+
+
+#: Runtime, the form of the image, and the further options of `up`.
+CASES = {
+    "apptainer": ("apptainer-sif", ()),
+    "docker": ("docker", ()),
+    "pyxis": ("pyxis", ("--pyxis-plugin", str(PYXIS))),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose PATH has all runtimes."""
+    bins = ":".join(str(RUNTIMES / name / "bin") for name in ("apptainer", "enroot"))
+    monkeypatch.setenv("PATH", f"{bins}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def stopped(devcluster: DevCluster) -> Iterator[DevCluster]:
+    """The cluster of the other tests is down; it is up again afterwards."""
+    cluster.down(devcluster.layout)
+    yield devcluster
+    cluster.down(devcluster.layout)
+    devcluster.restart()
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("runtime", CASES)
+def test_run_in_containers(
+    runtime: str,
+    stopped: DevCluster,
+    slurm_runs: SlurmRuns,
+    slurm_control: str,
+    containers: Containers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, options = CASES[runtime]
+    if (reason := mismatch() or runtime_cases.missing_program(case)) is not None:
+        pytest.skip(reason)
+    image = small_image(containers)
+    before = left_behind(stopped)
+    done = stopped.hpcdist("devcluster", "up", "--nodes", "2", "--runtime", runtime, *options)
+    assert done.returncode == 0, done.stderr
+    printed = re.search(r"^  export PATH=(.*):\$PATH$", done.stdout, re.MULTILINE)
+    assert printed, done.stdout
+    monkeypatch.setenv("PATH", f"{printed[1]}:{os.environ['PATH']}")
+    if runtime == "docker":
+        stopped.run("srun", "--nodes=2", "--ntasks-per-node=1", "docker", "import", str(image.tar), image.name)
+    references = {"apptainer": image.sif, "docker": lambda _: image.name, "pyxis": lambda _: image.sqsh}
+    flags = ",".join(f"'{flag}'" for flag in mount_flags(runtime))
+    container = (
+        f"container.runtime={runtime}",
+        f"container.image={references[runtime]('apptainer')}",
+        f"container.mounts=[{slurm_runs.no_mlflow}]",
+        f"container.extra_args=[{flags}]",
+    )
+    name = f"devcluster-{runtime}"
+    job = slurm_runs.submit(name, *container)
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    assert slurm_runs.hosts(name) == ["n1", "n1", "n2", "n2"]
+
+    cluster.kill_node(stopped.layout, "n2")
+    cluster.start_node(stopped.layout, "n2")
+    stopped.restore_nodes()
+    job = slurm_runs.submit(f"{name}-again", *container)
+    slurm_runs.assert_finished_as(f"{name}-again", job, slurm_control)
+
+    done = stopped.hpcdist("devcluster", "down")
+    assert done.returncode == 0, done.stderr
+    assert left_behind(stopped) == before

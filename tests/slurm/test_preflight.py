@@ -6,7 +6,7 @@ import json
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -114,27 +114,30 @@ def test_full_disk_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, fault
     assert reason in output
 
 
-@pytest.mark.slow
-def test_closed_port_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
-    if shutil.which("nft") is None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param("closed port", ("port",), marks=pytest.mark.slow),
+        ("slow link", ("network: ", " MB/s between the other nodes; ")),
+    ],
+)
+def test_network_fault_fails_the_run_and_names_the_node(
+    slurm_runs: SlurmRuns, faults: Faults, fault: str, words: tuple[str, ...]
+) -> None:
+    if fault == "slow link":
+        faults.slow_link(20)
+    elif shutil.which("nft") is None:
         pytest.skip("nft is not installed")
-    faults.close_ports("20480-32767")
-    job = slurm_runs.submit("closed-port", *ON_FOUR_NODES)
-    reason = failed_state(slurm_runs, "closed-port", job).reason
+    else:
+        faults.close_ports("20480-32767")
+    name = fault.replace(" ", "-")
+    reason = failed_state(slurm_runs, name, slurm_runs.submit(name, *ON_FOUR_NODES)).reason
     assert reason.startswith(f"preflight: {BAD}: ")
-    assert "port" in reason
-
-
-def test_slow_link_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
-    faults.slow_link(20)
-    job = slurm_runs.submit("slow-link", *ON_FOUR_NODES)
-    reason = failed_state(slurm_runs, "slow-link", job).reason
-    assert reason.startswith(f"preflight: {BAD}: network: ")
-    assert " MB/s between the other nodes; " in reason
+    assert all(word in reason for word in words)
 
 
 def test_requeued_job_excludes_a_node_with_another_version(
-    slurm_runs: SlurmRuns, faults: Faults, tmp_path: Path, slurm_files: Callable[[str], set[str]]
+    slurm_runs: SlurmRuns, faults: Faults, tmp_path: Path
 ) -> None:
     """The preflight of the second attempt, on healthy nodes, has no findings."""
     name = "excluded"
@@ -164,18 +167,8 @@ def test_requeued_job_excludes_a_node_with_another_version(
     assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is correct: " in log
     code, output = slurm_runs.command("sync", name)
     assert code == 0, output
-    assert slurm_files(name) >= {"preflight.json", "preflight.txt", "network.json"}
-
-
-@pytest.fixture
-def slurm_files(slurm_runs: SlurmRuns) -> Callable[[str], set[str]]:
-    """Return a function that lists the artifacts of a run in MLflow."""
-
-    def files(name: str) -> set[str]:
-        shipped = json.loads((slurm_runs.run_dir(name).journal / "sent-files.json").read_text())
-        return set(shipped["artifacts"])
-
-    return files
+    shipped = json.loads((slurm_runs.run_dir(name).journal / "sent-files.json").read_text())
+    assert set(shipped["artifacts"]) >= {"preflight.json", "preflight.txt", "network.json"}
 
 
 # --- `hpcdist doctor` on a real Slurm: the report on the cluster and on the nodes of a run.

@@ -188,21 +188,6 @@ def test_preemption_of_one_component_requeues_the_heterogeneous_job(
 
 
 @pytest.mark.faults
-def test_heterogeneous_job_requeues_itself_ahead_of_the_time_limit(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
-) -> None:
-    """The ranks are held until they are asked to stop; only the time limit causes that."""
-    name = "het-time-limit"
-    arguments = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
-    job, _ = submit_held(slurm_runs, name, *HET, *arguments)
-    saved = slurm_runs.wait_queued_again(name)
-    assert 0 < saved < STEPS
-    slurm_runs.start_now(job)
-    assert_recovered(slurm_runs, name, job, control, saved)
-    assert devcluster.job(job)["Restarts"] == "1"
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("victim", ["n1", "n3"])
 def test_heterogeneous_job_restarts_without_its_dead_node(
     slurm_runs: SlurmRuns, devcluster: DevCluster, control: str, victim: str

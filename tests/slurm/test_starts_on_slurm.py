@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -203,18 +202,6 @@ def test_parents_fork_the_ranks_of_the_next_attempt(scene: FaultScene) -> None:
 
 
 @pytest.mark.faults
-def test_requeued_job_forks_again(scene: FaultScene) -> None:
-    scene.submit_held("requeue of forked ranks", FORK)
-    scene.cluster.run("scontrol", "requeue", scene.job)
-    scene.release()
-    assert scene.wait_queued() == "everything saved (Slurm ends the job)"
-    scene.runs.assert_no_process_left(scene.name)
-    scene.start_now()
-    scene.assert_recovered(max_lost_steps=0)
-    assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (2, 2, 0)
-
-
-@pytest.mark.faults
 def test_killed_parent_ends_its_ranks_and_has_a_successor(scene: FaultScene) -> None:
     scene.submit_held("SIGKILL of a parent of ranks", FORK)
     before = parents(scene)
@@ -291,19 +278,6 @@ OVERRIDES = (
 )
 
 
-@dataclass
-class SecretRun:
-    """A finished run with secrets."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-    """Outputs of commands and contents of files, by name."""
-    rank_environments: list[str] = field(default_factory=list)
-    modes: dict[str, int] = field(default_factory=dict)
-    """File permissions while the ranks ran."""
-    is_secrets_file_removed: bool = False
-    tracked_params: list[tuple[str]] = field(default_factory=list)
-
-
 def processes() -> dict[int, tuple[str, str]]:
     """Return command line and environment of every process, by process id."""
     found = {}
@@ -338,61 +312,44 @@ def rank_environments(devcluster: DevCluster) -> list[str]:
     return [environ for command, environ in ranks if "srun" not in command.split("\0")[0]]
 
 
-@pytest.fixture(scope="module")
-def secret_run(slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> SecretRun:
-    result = SecretRun()
-    database = tmp_path_factory.mktemp("secret_run")
-    server = Server(database)
+@pytest.mark.faults
+def test_ranks_receive_secrets_that_no_output_file_or_command_line_contains(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path: Path
+) -> None:
+    server = Server(tmp_path)
     server.start()
     uri = server.uri.replace("http://", f"http://ada:{PASSWORD}@")
     arguments = [*slurm_runs.config(NAME, *OVERRIDES), "--cluster", "devcluster"]
-    env = {**SECRETS, "MY_URI": uri}
+    texts: dict[str, str] = {}  # outputs of commands and contents of files, by name
     try:
         for title, option in (("dry run", ["--dry-run"]), ("submit", [])):
-            code, result.texts[title] = slurm_runs.command("submit", *arguments, *option, **env)
-            assert code == 0, result.texts[title]
+            code, texts[title] = slurm_runs.command("submit", *arguments, *option, **SECRETS, MY_URI=uri)
+            assert code == 0, texts[title]
+        assert "# The supervisor sets WANDB_API_KEY from secrets.json" in texts["dry run"]
         run, job = slurm_runs.run_dir(NAME), slurm_runs.job_id(NAME)
         slurm_runs.wait_until_held(NAME, NUM_RANKS)
-        result.modes = {path.name: path.stat().st_mode & 0o777 for path in (run.secrets, run.path)}
-        result.texts |= slurm_output(devcluster, job)
-        result.rank_environments = rank_environments(devcluster)
+        assert [path.stat().st_mode & 0o077 for path in (run.secrets, run.path)] == [0, 0]
+        texts |= slurm_output(devcluster, job)
+        assert "supervise" in texts["batch script"]
+        environments = rank_environments(devcluster)[-NUM_RANKS:]
+        assert len(environments) == NUM_RANKS
+        for environ in environments:
+            assert "WANDB_API_KEY=cluster-s3cret-value\0" in environ
+            assert "OTHER_TOKEN=launch-s3cret-value\0" in environ
+            assert "HPCDIST_PARAMS_HUB_TOKEN=params-s3cret-value\0" in environ
 
         slurm_runs.release(NAME)
         state = slurm_runs.wait_end(NAME, job)
         assert state.status == "finished", f"{state}\n{slurm_runs.job_log(NAME)}"
-        result.is_secrets_file_removed = not run.secrets.exists()
-        result.texts["slurmctld"] = (devcluster.layout.logs / "slurmctld.log").read_text(errors="replace")
-        result.texts |= files(run.path)
-        code, result.texts["sync"] = slurm_runs.command("sync", NAME, HPCDIST_TRACKING_URI=uri)
-        assert code == 0, result.texts["sync"]
-        with sqlite3.connect(database / "mlflow.db") as connection:
+        assert not run.secrets.exists()
+        texts["slurmctld"] = (devcluster.layout.logs / "slurmctld.log").read_text(errors="replace")
+        texts |= files(run.path)
+        code, texts["sync"] = slurm_runs.command("sync", NAME, HPCDIST_TRACKING_URI=uri)
+        assert code == 0, texts["sync"]
+        with sqlite3.connect(tmp_path / "mlflow.db") as connection:
             query = "select value from params where key = 'params.hub_token'"
-            result.tracked_params = connection.execute(query).fetchall()
-        result.texts |= files(database)  # while the server runs: the database's write-ahead log is a separate file
+            assert connection.execute(query).fetchall() == [("***",)]
+        texts |= files(tmp_path)  # while the server runs: the database's write-ahead log is a separate file
     finally:
         server.kill()
-    return result
-
-
-@pytest.mark.faults
-def test_ranks_receive_the_secrets_as_environment_variables(secret_run: SecretRun) -> None:
-    assert len(secret_run.rank_environments) >= NUM_RANKS
-    for environ in secret_run.rank_environments[-NUM_RANKS:]:
-        assert "WANDB_API_KEY=cluster-s3cret-value\0" in environ
-        assert "OTHER_TOKEN=launch-s3cret-value\0" in environ
-        assert "HPCDIST_PARAMS_HUB_TOKEN=params-s3cret-value\0" in environ
-
-
-@pytest.mark.faults
-def test_secrets_file_is_private_and_removed_at_the_end_of_the_run(secret_run: SecretRun) -> None:
-    assert secret_run.modes["secrets.json"] == 0o600
-    assert secret_run.modes[NAME] & 0o077 == 0
-    assert secret_run.is_secrets_file_removed
-
-
-@pytest.mark.faults
-def test_no_output_file_or_command_line_contains_a_secret(secret_run: SecretRun) -> None:
-    assert "# The supervisor sets WANDB_API_KEY from secrets.json" in secret_run.texts["dry run"]
-    assert "supervise" in secret_run.texts["batch script"]
-    assert secret_run.tracked_params == [("***",)]
-    assert {name for name, text in secret_run.texts.items() if "s3cret" in text} == set()
+    assert {name for name, text in texts.items() if "s3cret" in text} == set()

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, blocks
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
-from http_servers import Server
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -122,21 +121,6 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
     last = output.splitlines()[-1]
     assert last.startswith(f"not in MLflow yet: MLflow at {uri}"), output
     assert slurm_runs.state("offline").status == "queued"
-
-
-@pytest.mark.faults  # starting a server takes long
-def test_submitted_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns) -> None:
-    server = Server(slurm_runs.folder.parent)
-    server.start()
-    try:
-        arguments = [*slurm_runs.config("online"), f"tracking.uri={server.uri}", "--begin", "now+1hour"]
-        code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
-    finally:
-        server.kill()
-    assert code == 0, output
-    assert output.splitlines()[-1].startswith("MLflow: 0 points and ")
-    # The server uses the same database.
-    assert slurm_runs.mlflow_status("online") == "SCHEDULED"
 
 
 # --- user errors
@@ -250,39 +234,6 @@ def test_requeued_job_resumes_until_it_is_stopped(slurm_runs: SlurmRuns, devclus
     assert slurm_runs.checkpoint_steps(name)[-1] > saved
     assert devcluster.job(job)["Restarts"] == "1"
     assert "(`hpcdist stop` by " in state.reason
-
-
-@pytest.mark.slow
-def test_requeued_job_resumes_at_the_last_step(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
-) -> None:
-    name = "by-hand"
-    job = sbatch(slurm_runs, name)
-    slurm_runs.wait_until_held(name, NUM_RANKS)
-    devcluster.run("scontrol", "requeue", job)
-    slurm_runs.release(name)
-    saved = slurm_runs.wait_queued_again(name)
-    assert HOLD_STEP <= saved < LAST_STEP, "stopped in the middle of the second epoch"
-    slurm_runs.start_now(job)
-
-    slurm_runs.assert_finished_as(name, job, slurm_control)
-    assert slurm_runs.resumed_at(name, 2) == saved
-    assert (devcluster.job(job)["Restarts"], slurm_runs.state(name).restarts) == ("1", 0)
-    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in job_log(slurm_runs, name)
-
-
-@pytest.mark.faults
-def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slurm_control: str) -> None:
-    name = "by-hand-time-limit"
-    flags = ("--time=2", "--signal=USR2@60")
-    job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
-    state = slurm_runs.run_dir(name).path / "state.json"
-    wait_for(state.exists, "the run folder")
-    saved = slurm_runs.wait_queued_again(name)
-    assert 0 < saved < LAST_STEP
-    slurm_runs.start_now(job)
-    slurm_runs.assert_finished_as(name, job, slurm_control)
-    assert slurm_runs.resumed_at(name, 2) == saved
 
 
 @pytest.mark.faults

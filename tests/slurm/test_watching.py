@@ -201,9 +201,10 @@ def webhook(devcluster: DevCluster) -> Iterator[Webhook]:
         yield server
 
 
-def wait_step(runs: SlurmRuns, attempt: int, step: int) -> None:
-    beat = runs.attempt(NAME, attempt).beat(0)
-    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)
+def wait_step(runs: SlurmRuns, name: str, attempt: int, step: int) -> None:
+    """Wait until an attempt has done a number of steps."""
+    beat, what = runs.attempt(name, attempt).beat(0), f"step {step} of attempt {attempt}"
+    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, what, timeout_s=WAIT_S)
 
 
 @pytest.mark.faults
@@ -225,13 +226,13 @@ def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
     assert runs.run_dir(NAME).secrets.stat().st_mode & 0o777 == 0o600
     os.kill(int((runs.attempt(NAME).path / "held-3").read_text()), signal.SIGKILL)
     runs.release(NAME)
-    wait_step(runs, 2, HOLD_STEP + 10)
+    wait_step(runs, NAME, 2, HOLD_STEP + 10)
     devcluster.run("scontrol", "requeue", job)
     runs.wait_requeued(NAME)
     wait_for(lambda: len(webhook.bodies) >= 3, "the event of the requeue")
     runs.start_now(job)
     wait_for(lambda: runs.attempt(NAME, 3).path.exists(), "the third attempt", timeout_s=WAIT_S)
-    wait_step(runs, 3, HOLD_STEP + 20)
+    wait_step(runs, NAME, 3, HOLD_STEP + 20)
     assert runs.command("stop", NAME)[0] == 0
     runs.wait_end(NAME, job)
     wait_for(lambda: len(webhook.bodies) >= 5, "the event of the end")
@@ -273,20 +274,13 @@ def runs(slurm_runs: SlurmRuns) -> Iterator[SlurmRuns]:
     slurm_runs.cluster.restore_nodes()
 
 
-def wait_ledger_step(runs: SlurmRuns, attempt: int, step: int) -> None:
-    """Wait until an attempt has done a number of steps."""
-    beat = runs.attempt(LEDGER_RUN, attempt).beat(0)
-    what = f"step {step} of attempt {attempt}"
-    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, what, timeout_s=WAIT_S)
-
-
 @pytest.mark.faults
 def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) -> None:
     cluster = runs.cluster
     job = runs.submit_held(LEDGER_RUN, "stop.max_epochs=100000", "launch.hang_timeout_s=60")
     os.kill(int((runs.attempt(LEDGER_RUN).path / "held-3").read_text()), signal.SIGKILL)
     runs.release(LEDGER_RUN)
-    wait_ledger_step(runs, 2, HOLD_STEP + 10)
+    wait_step(runs, LEDGER_RUN, 2, HOLD_STEP + 10)
 
     high = cluster.start_high_priority_job("--nodes=4")
     runs.wait_requeued(LEDGER_RUN)
@@ -294,14 +288,14 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     runs.start_now(job)
     wait_for(lambda: read_times(runs.attempt(LEDGER_RUN, 3)), "the third attempt", timeout_s=WAIT_S)
     first = runs.state(LEDGER_RUN).attempt
-    wait_ledger_step(runs, first, HOLD_STEP + 60)
+    wait_step(runs, LEDGER_RUN, first, HOLD_STEP + 60)
 
     devcluster_cluster.kill_node(cluster.layout, "n2")
     cluster.wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 2, "the job is queued again")
     if cluster.job(job)["JobState"] == "PENDING":
         runs.start_now(job)
     wait_for(lambda: runs.state(LEDGER_RUN).attempt > first, "another attempt", timeout_s=WAIT_S)
-    wait_ledger_step(runs, runs.state(LEDGER_RUN).attempt, HOLD_STEP + 100)
+    wait_step(runs, LEDGER_RUN, runs.state(LEDGER_RUN).attempt, HOLD_STEP + 100)
     code, output = runs.command("stop", LEDGER_RUN)
     assert code == 0, output
     runs.wait_end(LEDGER_RUN, job)
@@ -312,7 +306,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     wait_for(
         lambda: runs.state(LEDGER_RUN).attempt > first_job_attempt, "the attempt of the second job", timeout_s=WAIT_S
     )
-    wait_ledger_step(runs, first_job_attempt + 1, HOLD_STEP + 140)
+    wait_step(runs, LEDGER_RUN, first_job_attempt + 1, HOLD_STEP + 140)
     code, output = runs.command("stop", LEDGER_RUN)
     assert code == 0, output
     runs.wait_end(LEDGER_RUN, second)

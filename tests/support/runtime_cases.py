@@ -393,7 +393,7 @@ def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, dead: 
     assert not [*attempt.glob("*.line"), *attempt.glob("*.exit")]
 
 
-# --- Cells of the matrix of container runtimes and faults that root and an ordinary user run alike.
+# --- Runs of the matrix of container runtimes and faults.
 
 
 def subject_of(runtime: RuntimeCase) -> Subject:
@@ -417,35 +417,3 @@ def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:
         assert (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
         assert process.uids().real == owner
         assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
-
-
-def plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit("plain", *runtime.overrides)
-    boxed.assert_recovered(max_lost_steps=0)
-    assert boxed.cell.attempts == 1
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-
-
-def requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit_held("requeue")
-    assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
-    with boxed.cluster.kill_wait(30):
-        boxed.cluster.run("scontrol", "requeue", boxed.job)
-        boxed.release()
-        boxed.wait_queued()
-    assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-    boxed.start_now()
-    boxed.assert_recovered(max_lost_steps=0)
-    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (2, 2, 0)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-
-
-def killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit_held("killed rank")
-    boxed.runs.rank_processes(boxed.name)[3].kill()
-    boxed.release()
-    boxed.assert_recovered_from_checkpoint()
-    assert "rank 3 on n2 was killed by SIGKILL after step " in boxed.runs.job_log(boxed.name)
-    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (1, 2, 1)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)

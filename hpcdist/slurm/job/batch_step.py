@@ -83,7 +83,6 @@ class JobLog:
 
 
 def supervise_job(run_dir: str) -> State:
-    """Supervise a run from inside its job; returns its last state."""
     # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
@@ -169,11 +168,8 @@ class SupervisedJob:
         return self.launcher.nodes
 
     def is_ending(self) -> bool:
-        """Return whether Slurm is ending the job.
-
-        With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to
-        the batch step. With proctrack/linuxproc, the supervisor has received it.
-        """
+        # With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not
+        # to the batch step. With proctrack/linuxproc, the supervisor has received it.
         try:
             return self.current.is_ending()
         except SlurmError as error:
@@ -181,7 +177,6 @@ class SupervisedJob:
             return False
 
     def end_or_requeue(self, state: State) -> State:
-        """Requeue the job if the run continues that way. Returns the state to record."""
         state = self._end_or_requeue(state)
         log.info("%s", f"requeued: {state.reason}" if state.status == "queued" else state.sentence)
         return state
@@ -235,18 +230,14 @@ def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
 
 
 def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin | None = None) -> State:
-    """Supervise a run in the current job; returns its last state.
-
-    The run folder is created at the first start of the job and found by the job's id after a requeue.
-    """
+    """Supervise the run that the first start of the current job creates; returns its last state."""
     try:
         job = CurrentJob.from_env(env)
     except HpcdistError as error:
         raise ConfigError([f"{error}: use `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit CONFIG`"]) from error
     if not job.may_requeue:
-        log.warning(
-            "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit and ends"
-        )
+        why = "without `#SBATCH --requeue` the run saves at the time limit and ends"
+        log.warning("Slurm will not requeue this job: %s", why)
     if not config.name:
         # The same name after a requeue.
         config = replace(config, name=f"{create.label_of(config)}-job{job.id}")

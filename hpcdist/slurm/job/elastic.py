@@ -21,7 +21,7 @@ from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job.node_ranks import ranks_on_nodes
+from hpcdist.slurm.job.node_steps import ranks_on_nodes
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.supervisor.launcher import NodeChanges
@@ -36,10 +36,7 @@ MAX_LOSSES = 2
 class NodePool:
     """Chooses the nodes of each attempt of a run with interchangeable nodes.
 
-    Args:
-        most: number of nodes that the run requests.
-        least: number of nodes with which it may continue.
-        spare: number of nodes that stay idle as long as no node has failed.
+    The run requests `most` nodes, may continue with `least`, and leaves `spare` idle until a node fails.
     """
 
     def __init__(self, allocated: Sequence[str], *, most: int, least: int, spare: int = 0) -> None:
@@ -93,7 +90,6 @@ class NodePool:
         return True
 
     def restore(self, nodes: Iterable[str]) -> None:
-        """Use lost nodes again."""
         self._lost -= set(nodes)
         self._replace(self._lost | self._unfit)
 
@@ -107,10 +103,8 @@ class NodePool:
         self._losses |= dict.fromkeys(nodes, MAX_LOSSES)
 
     def _replace(self, out: Collection[str]) -> bool:
-        """Choose nodes without those in `out`; return whether enough are left. If not, nothing changes.
-
-        Nodes of the last attempt are preferred, so that ranks stay where their files are cached.
-        """
+        """Choose nodes without those in `out`; return whether enough are left. If not, nothing changes."""
+        # Nodes of the last attempt come first, so that ranks stay where their files are cached.
         fit = [node for node in self._allocated if node not in out]
         chosen = sorted(fit, key=lambda node: node not in self.used)[: self._target]
         if len(chosen) < self._least:
@@ -166,9 +160,7 @@ class _Node:
 class HostProbe:
     """Finds the nodes that have answered before and do not answer any more. No threads: `silent` does all the work.
 
-    Args:
-        addresses: numerical addresses of the nodes, by name.
-        port: a port on which nothing has to listen.
+    Nothing has to listen on the port.
     """
 
     def __init__(self, addresses: Mapping[str, str], port: int) -> None:
@@ -208,7 +200,6 @@ class HostProbe:
 
 
 def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
-    """Return the address of each node whose name can be resolved."""
     found = {}
     for node in nodes:
         with suppress(OSError):
@@ -275,8 +266,6 @@ class FixedNodes(NodeChanges):
 
 
 class _Examined(NamedTuple):
-    """Results of a check of lost nodes."""
-
     fit: Sequence[str] = ()  #: nodes on which ranks can run again
     gone: Sequence[str] = ()  #: nodes that do not belong to the job any more
     all_answer: bool = True
@@ -448,7 +437,6 @@ class ElasticNodes(FixedNodes):
         return ""
 
     def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
-        """Check lost nodes, in another thread."""
         if newest_step(self._run) == step_at_start:
             return _Examined()
         allocated = self._job.allocated()

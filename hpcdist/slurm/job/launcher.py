@@ -38,11 +38,9 @@ from hpcdist.slurm.client import (
 )
 from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
-from hpcdist.slurm.job.node_parents import ParentSteps
-from hpcdist.slurm.job.node_ranks import ranks_on_nodes
+from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name
-from hpcdist.slurm.job.watchdog import WatchdogStep
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import code_env
@@ -144,7 +142,6 @@ class SlurmLauncher:
         self.guard.close()
 
     def start(self, attempt: Attempt) -> RankStep:
-        """Start all ranks, the first time after the preflight check."""
         try:
             return self._start(attempt)
         except (UserMistake, PreflightError):  # of nodes that answer
@@ -216,11 +213,8 @@ class SlurmLauncher:
             log.warning("%s; continuing without %s", error, ", ".join(blamed))
 
     def running_ranks(self) -> set[int] | None:
-        """Return the ranks of the run that run on any node; None if a node does not answer.
-
-        Ranks in containers may belong to another user on the node, and cannot be listed then.
-        """
-        if self._box is not None:
+        """Return the ranks of the run that run on any node; None if a node does not answer."""
+        if self._box is not None:  # its ranks may belong to another user on the node, who cannot be listed
             return None
         answers = ranks_on_nodes(self._run, "list", self.nodes.used, self._env)
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
@@ -289,12 +283,8 @@ class RankStep:
     """The ranks of one attempt, as one srun process.
 
     A poll without news costs two system calls: srun's messages are read from the last position, and outcome files are
-    searched only after the attempt's folder has changed.
-
-    Args:
-        hosts: the planned host of each rank, if it is known.
-        first_ranks: see `ended_tasks`.
-        shows_start: whether Slurm opens each rank's log when it launches the task.
+    searched only after the attempt's folder has changed. `hosts` are the planned hosts of the ranks, if they are known;
+    with `shows_start` Slurm opens each rank's log when it launches the task.
     """
 
     def __init__(
@@ -351,10 +341,8 @@ class RankStep:
         return str(self._hosts.get(rank) or beat.get("host") or planned)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the step has ended or the time is over.
-
-        srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
-        """
+        """Return when the step has ended or the time is over."""
+        # srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
@@ -366,23 +354,18 @@ class RankStep:
                     log.warning("%s: %s; the ranks continue", error.filename or self._messages, error.strerror)
                 self._is_away = True
             if self._next_query is not None and time.monotonic() > self._next_query:
-                self._query_running_ranks()
+                # srun waits forever for the tasks of a killed slurmstepd.
+                if self._launcher.running_ranks() == set():
+                    log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
+                    self.exits |= dict.fromkeys(self.running, 0)
+                self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
+                self._next_query = time.monotonic() + self._query_interval_s
         else:
             retry(lambda: self._poll(ended=True), self._attempt.path)
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
-            for rank in self.running:
-                self.exits[rank] = 0
-
-    def _query_running_ranks(self) -> None:
-        """Count ranks as ended if none runs on any node: srun waits forever for the tasks of a killed slurmstepd."""
-        if self._launcher.running_ranks() == set():
-            log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
-            for rank in self.running:
-                self.exits[rank] = 0
-        self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
-        self._next_query = time.monotonic() + self._query_interval_s
+            self.exits |= dict.fromkeys(self.running, 0)
 
     def absent(self) -> list[int]:
         """Return the ranks without any file in the attempt's folder."""
@@ -435,7 +418,6 @@ class RankStep:
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
-        """Count ranks that have reported a failure; each outcome file is read once."""
         began = time.monotonic()
         changed = os.stat(self._attempt.path).st_mtime_ns
         if changed != self._folder_time:
@@ -490,11 +472,7 @@ class RankStep:
 def job_resources(
     config: Config, nodes: Sequence[Sequence[str]], env: Mapping[str, str], idle: Sequence[str] = ()
 ) -> Resources:
-    """Return the resources of a job: GPUs if it has requested any, otherwise cores.
-
-    Args:
-        nodes: names of the nodes with ranks, by component; `idle` are those without.
-    """
+    """Return the GPUs of a job, or the cores if it has none, on nodes with ranks, by component, and idle ones."""
     parts = components(config)
     hosts, roles = hosts_by_rank(parts, nodes), Roles.of(config.roles, sum(part.num_ranks for part in parts))
     own = {host: part for part, names in zip(parts, nodes, strict=True) for host in names}

@@ -64,10 +64,7 @@ class Preflight:
         self.failed = False
 
     def run(self, attempt: Attempt) -> None:
-        """Check the nodes, at the first call only; writes `preflight.json` and `preflight.txt` to the attempt's folder.
-
-        Raises PreflightError if ranks should not be started on these nodes.
-        """
+        """Check the nodes, at the first call only. Raises PreflightError if ranks should not be started on them."""
         if self._done:
             return
         self._done = True
@@ -174,11 +171,7 @@ class Preflight:
 
 
 def _find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -> list[Check]:
-    """Return the checks of the answers, with the error output of nodes that did not answer.
-
-    Args:
-        tasks: the node of each task.
-    """
+    """Return the checks of the answers, with the errors of nodes that did not; `tasks` has the node of each task."""
     if not found.by_node:
         # The step itself failed, which does not show a problem of the nodes: ranks may still start.
         why = last_line(found.errors) or "no output of srun"

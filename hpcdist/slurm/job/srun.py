@@ -24,6 +24,8 @@ PREFLIGHT_STEP = "preflight"
 WATCHDOG_STEP = "job-watchdog"
 #: The processes that fork the ranks of all attempts, one on each node.
 PARENTS_STEP = "rank-parents"
+#: The module of the watchdog.
+NODE_STEPS = "hpcdist.slurm.job.node_steps"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
 #: In a heterogeneous step `%t` is wrong (22.05), so each rank opens its log itself.
@@ -71,7 +73,6 @@ def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerS
 def _het_command(
     config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
 ) -> list[str]:
-    """Return one step over all components, with consecutive ranks."""
     words = ["srun"]
     base = rank_env(config)
     for index, part in enumerate(parts):
@@ -127,17 +128,13 @@ def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
     """Return the step of the watchdog on a node, or on one of the second component of a heterogeneous job."""
     place = f"--nodelist={node}" if node else "--het-group=1"
     flags = [place, "--overlap", f"--job-name={WATCHDOG_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.watchdog", job_id]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", NODE_STEPS, "watch", job_id]
 
 
 def parents_command(
     cluster: ClusterConfig, nodes: Sequence[str] | None, command: Sequence[str], *, output: Path
 ) -> list[str]:
-    """Return the step that runs the parent process of the ranks on each node, with all processors of the job there.
-
-    Args:
-        nodes: None if they are not known yet.
-    """
+    """Return the step of the parents, with all processors of the job on each node; the nodes may be unknown yet."""
     num_nodes = cluster.nodes if nodes is None else len(nodes)
     flags = {
         "job-name": PARENTS_STEP,
@@ -218,8 +215,7 @@ _SIGNALS = {
 def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
     """Return host and exit code (negative: signal) of each task that srun reports as failed, in the order of reports.
 
-    Args:
-        first_ranks: first rank of the component of each host; srun numbers the tasks of each component from 0.
+    srun numbers the tasks of each component from 0; `first_ranks` has the first rank of each host's component.
     """
     found: dict[int, tuple[str, int]] = {}
     for match in _TASK_ENDED.finditer(messages):

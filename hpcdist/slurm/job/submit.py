@@ -27,7 +27,7 @@ from hpcdist.run.status import job_of, keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import allocations, component_cluster, is_het
-from hpcdist.slurm.job.node_parents import obstacle_to_fork, planned_commands
+from hpcdist.slurm.job.node_steps import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import option_value, step_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.supervisor.plan import rank_command
@@ -108,10 +108,7 @@ def require_sbatch() -> None:
 
 
 def resolve_het(config: Config) -> tuple[Config, str]:
-    """Return the config with `cluster.het` off if it is not set and the cluster has no heterogeneous jobs.
-
-    The second value is the message about that change, or empty.
-    """
+    """Return the config, with `cluster.het` off and a message if it is not set and the cluster has no such jobs."""
     allocations(config)
     if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
         return config, ""
@@ -183,7 +180,16 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "exclude": cluster.exclude,
         "gpus_per_node": cluster.gpus_per_node or None,
     }
-    size, more = _size(cluster)
+    most, least = cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes
+    size: dict[str, Any] = {"nodes": most}
+    # The supervisor goes on without a failed node.
+    more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
+    if least == most:
+        size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
+    else:
+        # With --ntasks-per-node, Slurm gives the job at most one node for each task of its least number of nodes.
+        # submitit computes with the number of nodes, so the range comes as a flag.
+        more |= {"nodes": f"{least}-{most}", "mincpus": cluster.tasks_per_node * cluster.cpus_per_task}
     flags_of_config = {
         name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
     }
@@ -211,21 +217,6 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "signal_delay_s": cluster.signal_lead_s,
         "additional_parameters": {"requeue": True, **more, **flags_of_config, **(flags or {})},
     }
-
-
-def _size(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return nodes and cores of the first component as parameters of submitit, and as flags that it does not know."""
-    most = cluster.nodes + cluster.spare_nodes
-    cores = {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
-    # The supervisor goes on without a failed node.
-    more = {"no_kill": True} if cluster.outlives_nodes else {}
-    least = cluster.fewest_nodes + cluster.spare_nodes
-    if least == most:
-        return {"nodes": most, **cores}, more
-    # With --ntasks-per-node, Slurm gives the job at most one node for each task of its least number of nodes. submitit
-    # computes with the number of nodes, so the range comes as a flag.
-    mincpus = cluster.tasks_per_node * cluster.cpus_per_task
-    return {"nodes": most}, {**more, "nodes": f"{least}-{most}", "mincpus": mincpus}
 
 
 def component_lines(cluster: ClusterConfig) -> list[str]:

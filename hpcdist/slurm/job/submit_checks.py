@@ -150,12 +150,7 @@ def _max(values: Iterable[int], limit: int | None = None) -> int:
 def runs_dir_problems(
     runs_dir: Path, file_system: str, nodes: Iterable[str], hostname: str
 ) -> tuple[list[str], list[str]]:
-    """Return errors and warnings about a runs folder that the nodes must see.
-
-    Args:
-        file_system: type of its file system, empty if unknown.
-        hostname: name of this machine, which may be one of the nodes.
-    """
+    """Return errors and warnings about a runs folder that the nodes must see, one of which may be this machine."""
     if file_system not in LOCAL or set(nodes) == {hostname}:
         return [], []
     private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
@@ -230,11 +225,7 @@ def _conflict(program: str, flag: str) -> str:
 
 
 def rejected_flags(program: str, flags: Mapping[str, str], options: Collection[str] = ()) -> list[str]:
-    """Return a problem for each flag that sbatch or srun does not know or cannot parse.
-
-    Args:
-        options: flags that are options of the `hpcdist` command, not keys of the config.
-    """
+    """Return a problem for each flag that sbatch or srun does not know; `options` are options of `hpcdist` itself."""
     values = {flag: option_value(value) for flag, value in flags.items() if not _conflict(program, flag)}
     given = {flag: value for flag, value in values.items() if value is not None}
     if not given or option_error(program, given) is None:

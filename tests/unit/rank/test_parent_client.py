@@ -17,7 +17,7 @@ from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
 from hpcdist.rank.processes import CANNOT_FORK
-from hpcdist.slurm.job.node_ranks import kill_ranks
+from hpcdist.slurm.job.node_steps import kill_ranks
 from hpcdist.supervisor.hang import find_ranks
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,18 +100,13 @@ def after(
         # There is no request if Slurm's own signal ahead of the time limit came first, or if a node failed.
         ({}, "stopped", "time_limit", (), "queued", [[]]),
         ({}, "stopped", "growth", (), "queued", [[]]),
-        ({}, "stopped", None, (), "queued", [[]]),
         ({"restart_count": 1}, "stopped", None, ("n2",), "queued", [["n2"]]),
         ({}, "stopped", "user", ("n2",), "stopped", []),
         ({"restart_count": 2}, "stopped", "time_limit", (), "failed", []),
         ({"error": "Requested operation is disabled"}, "stopped", "time_limit", (), "stopped", []),
         # The run has ended.
         ({"requeued": True}, "finished", None, (), "finished", []),
-        ({"requeued": True}, "failed", None, (), "failed", []),
         ({"requeued": True}, "stopped", "user", (), "stopped", []),
-        ({"requeued": True}, "stopped", "config", (), "stopped", []),
-        ({"requeued": True}, "stopped", "signal", (), "stopped", []),
-        ({"requeued": True}, "cancelled", "user", (), "cancelled", []),
     ],
 )
 def test_run_is_queued_again_unless_it_has_ended(
@@ -167,49 +162,58 @@ def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_se
     assert slept == [submitit_entry.CREDENTIAL_S]
 
 
-@pytest.mark.parametrize("restart_count", [0, 1])
 @pytest.mark.parametrize(
-    ("status", "cause", "over"),
+    ("status", "causes", "over"),
     [
-        ("finished", None, True),
-        ("finished", "preemption", True),
-        ("cancelled", "user", True),
-        ("stopped", "user", True),
-        ("stopped", "config", True),
-        ("stopped", "signal", True),
-        ("stopped", "preemption", False),
-        ("stopped", "time_limit", False),
-        ("stopped", "growth", False),
-        ("stopped", None, False),
-        ("failed", None, False),
-        ("queued", None, False),
-        ("running", "user", False),
+        ("finished", (None, "preemption"), True),
+        ("cancelled", ("user",), True),
+        ("stopped", ("user", "config", "signal"), True),
+        ("stopped", ("preemption", "time_limit", "growth", None), False),
+        ("failed", (None,), False),
+        ("queued", (None,), False),
+        ("running", ("user",), False),
     ],
 )
 def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
-    run: RunDir, status: Status, cause: Cause | None, over: bool, restart_count: int
+    run: RunDir, status: Status, causes: tuple[Cause | None, ...], over: bool
 ) -> None:
     """A supervisor whose job was not restarted continues unless the run has an end status."""
-    if cause is not None:
-        run.attempt(1).send_request(StopRequest(cause=cause))
-    job = cast(CurrentJob, FakeJob(restart_count))
-    over = over if restart_count else status in ENDED
-    assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
+    first, restarted = (cast(CurrentJob, FakeJob(count)) for count in (0, 1))
+    for cause in causes:
+        number = run.new_attempt().number
+        if cause is not None:
+            run.attempt(number).send_request(StopRequest(cause=cause))
+        state = State(status=status, attempt=number)
+        assert batch_step._is_over(run, state, restarted) == over
+        assert batch_step._is_over(run, state, first) == (status in ENDED)
 
 
 def test_job_log_contains_attempts_notes_and_failures(
-    run: RunDir, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    run: RunDir, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, beat = batch_step.JobLog(), cast(Mapping[str, Any], {"step": 1})
+    """A full disk does not keep the job from its ranks, which have been started when the job's start is recorded."""
+    recorded: list[RunDir] = []
+
+    def record_job_start(run: RunDir, _: object) -> None:
+        recorded.append(run)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(batch_step, "record_job_start", record_job_start)
+    report = batch_step.JobLog(run)
     with caplog.at_level(logging.INFO, "hpcdist"):
         report.attempt(run.attempt(1), 4)
-        report.progress(beat)
+        report.attempt(run.attempt(1), 4)
+        assert recorded == [run], "with the first attempt"
+        report.progress({"step": 1})
         report.output("not for this log")
         report.note("a note")
         failure = Failure(kind="error", rank=3, host="n2", step=5, error="ValueError: x", traceback=("line\n",))
         report.failure(failure, tmp_path)
+    start = f"attempt 1: starting 4 ranks, logs in {run.attempt(1).path}"
     assert caplog.messages == [
-        f"attempt 1: starting 4 ranks, logs in {run.attempt(1).path}",
+        start,
+        "the nodes and the queue time of this job are not recorded: No space left on device",
+        start,
         "a note",
         f"rank 3 on n2 failed with ValueError: x after step 5 (full log: {tmp_path})\nline\n",
     ]
@@ -225,31 +229,6 @@ def test_network_report_of_the_ranks_is_logged_once(run: RunDir, caplog: pytest.
         report.progress({})
         report.progress({"step": 1})
     assert caplog.messages[1:] == ["preflight: 0.2 ms, 9 GB/s", "preflight: NCCL goes over TCP"]
-    attempt.network.unlink()
-    report.attempt(attempt, 4)
-    report.progress({"step": 1})
-    write_json(attempt.network, {"text": "late", "warnings": []})
-    report.progress({"step": 2})
-    assert "preflight: late" not in caplog.messages, "only a report from before the second step is logged"
-
-
-def test_start_of_the_job_is_recorded_with_the_first_attempt(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorded: list[RunDir] = []
-    monkeypatch.setattr(batch_step, "record_job_start", lambda run, _env: recorded.append(run))
-    report = batch_step.JobLog(run)
-    assert recorded == []
-    report.attempt(run.attempt(1), 4)
-    report.attempt(run.attempt(2), 4)
-    assert recorded == [run]
-
-    def fail(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(batch_step, "record_job_start", fail)
-    batch_step.JobLog(run).attempt(run.attempt(1), 4)
-    assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"
 
 
 @pytest.mark.processes
@@ -312,39 +291,40 @@ def supervised_runs(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
 
 
 @pytest.mark.processes
-def test_first_start_creates_a_run_with_the_resources_of_the_job(
+def test_job_creates_its_run_and_continues_it_after_a_requeue(
     config: Config, supervised_runs: list[RunDir], tmp_path: Path
 ) -> None:
-    assert run_in_job(config, JOB, tmp_path).status == "finished"
-    (run,) = supervised_runs
+    for _ in range(2):
+        assert run_in_job(config, JOB, tmp_path).status == "finished"
+        run = supervised_runs[-1]
+        (run.path / "checkpoints" / "step-00000001").mkdir(exist_ok=True)
+    assert supervised_runs[0].path == run.path
     assert run.name == "ddp-job41"
     assert read_json(run.path / "slurm.json") == {"job_id": "41"}
     assert load_config(run.config).cluster == replace(OF_JOB, signal_lead_s=30)
     assert (read_json(run.environment) or {})["launcher"] == "slurm"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["", "mine"])
-def test_requeued_job_continues_its_run(
-    config: Config, supervised_runs: list[RunDir], tmp_path: Path, name: str
-) -> None:
-    config = replace(config, name=name)
-    run_in_job(config, JOB, tmp_path)
-    (supervised_runs[0].path / "checkpoints" / "step-00000001").mkdir()
-    run_in_job(config, JOB, tmp_path)
-    assert supervised_runs[0].path == supervised_runs[1].path
-    assert (supervised_runs[1].path / "checkpoints" / "step-00000001").is_dir()
-
-
-@pytest.mark.processes
-def test_run_of_another_job_is_an_error(config: Config, supervised_runs: list[RunDir], tmp_path: Path) -> None:
-    config = replace(config, name="mine")
-    run_in_job(config, JOB, tmp_path)
+    named = replace(config, name="mine")
+    for _ in range(2):
+        run_in_job(named, JOB, tmp_path)
     with pytest.raises(
         RunFolderError, match=r"/mine exists already: .* \(or leave `name` out: then each job creates a new run"
     ):
-        run_in_job(config, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
-    assert len(supervised_runs) == 1
+        run_in_job(named, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
+    assert [run.name for run in supervised_runs] == ["ddp-job41"] * 2 + ["mine"] * 2
+
+
+@pytest.mark.processes
+def test_flags_that_the_batch_script_lacks_are_named(
+    config: Config, supervised_runs: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hpcdist")
+    run_in_job(config, JOB, tmp_path)
+    assert "#SBATCH" not in caplog.text
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=41 Requeue=0\n")
+    elastic = replace(config, cluster=ClusterConfig(nodes=2, min_nodes=1))
+    run_in_job(elastic, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
+    assert "without `#SBATCH --requeue` the run saves at the time limit and ends" in caplog.text
+    assert "cluster.min_nodes and cluster.spare_nodes need `#SBATCH --no-kill`" in caplog.text
 
 
 @pytest.mark.processes
@@ -354,32 +334,6 @@ def test_incomplete_run_folder_of_a_killed_start_is_completed(
     RunDir.create(Path(config.runs_dir) / "exp" / "ddp-job41")
     run_in_job(config, JOB, tmp_path)
     assert supervised_runs[0].config.is_file()
-
-
-@pytest.mark.processes
-def test_job_without_requeue_logs_a_warning(
-    config: Config, supervised_runs: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_in_job(config, JOB, tmp_path)
-    assert caplog.messages == []
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=41 Requeue=0\n")
-    run_in_job(config, JOB, tmp_path)
-    (message,) = caplog.messages
-    assert message.startswith(
-        "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit"
-    )
-
-
-@pytest.mark.processes
-def test_elastic_run_in_a_job_names_the_flag_that_it_needs(
-    config: Config, supervised_runs: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "hpcdist")
-    run_in_job(config, JOB, tmp_path)
-    assert "--no-kill" not in caplog.text
-    elastic = replace(config, cluster=ClusterConfig(nodes=2, min_nodes=1))
-    run_in_job(elastic, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
-    assert "cluster.min_nodes and cluster.spare_nodes need `#SBATCH --no-kill`" in caplog.text
 
 
 def test_error_outside_a_job(config: Config, supervised_runs: list[RunDir], tmp_path: Path) -> None:
@@ -402,21 +356,13 @@ def test_cluster_section_is_read_from_the_job(env: dict[str, str], changes: dict
     assert cluster_from_job(ClusterConfig(max_requeues=3), {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
 
 
-def test_nodes_with_different_numbers_of_tasks_are_rejected() -> None:
+def test_section_of_an_uneven_or_heterogeneous_job_and_of_one_with_a_range_of_nodes() -> None:
     with pytest.raises(
         ConfigError, match=r"^2,1 tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-"
     ):
         cluster_from_job(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
-
-
-@pytest.mark.parametrize(("size", "het"), [("", False), ("2", True)])
-def test_job_is_heterogeneous_if_the_script_requests_components(size: str, het: bool) -> None:
-    cluster = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
-    assert cluster_from_job(cluster, JOB | {"SLURM_HET_SIZE": size}, 90).het is het
-
-
-def test_job_with_a_range_of_nodes_may_have_more_nodes_after_a_requeue() -> None:
-    cluster = ClusterConfig(nodes=4, min_nodes=1)
-    assert cluster_from_job(cluster, JOB, 90.0).nodes == 4
-    assert cluster_from_job(replace(cluster, nodes=1), JOB, 90.0).nodes == 2
-    assert cluster_from_job(ClusterConfig(spare_nodes=1), JOB, 90.0).nodes == 1
+    roles = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
+    assert [cluster_from_job(roles, JOB | {"SLURM_HET_SIZE": size}, 90).het for size in ("", "2")] == [False, True]
+    # After a requeue the job may have more nodes.
+    ranges = (ClusterConfig(nodes=4, min_nodes=1), ClusterConfig(min_nodes=1), ClusterConfig(spare_nodes=1))
+    assert [cluster_from_job(cluster, JOB, 90.0).nodes for cluster in ranges] == [4, 2, 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import socket
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,17 +19,12 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import elastic
-from hpcdist.slurm.job.elastic import (
-    MAX_LOSSES,
-    ElasticNodes,
-    HostProbe,
-    NodePool,
-    addresses_of,
-)
-from hpcdist.slurm.job.watchdog import has_lost_batch_host, is_partly_requeued
+from hpcdist.slurm.job.elastic import ElasticNodes, HostProbe, NodePool
+from hpcdist.slurm.job.node_steps import has_lost_batch_host, is_partly_requeued
 from hpcdist.supervisor.restart_policy import Failure
 
 #: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -99,12 +93,16 @@ def save(nodes: ElasticNodes, step: int) -> None:
     write_json(folder / "manifest.json", {"step": step})
 
 
-@pytest.mark.processes
 def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.begin()
     slurm.alive("n1", "n2", "n4")
     attempt = nodes._run.new_attempt()
+    (slurm.folder / "surviving").write_text("1")
+    assert nodes.end_ranks(attempt)
+    assert nodes.abandoned == set(), "a rank has survived"
+    nodes.begin()
+    (slurm.folder / "surviving").write_text("")
     assert nodes.end_ranks(attempt)
     assert nodes.abandoned == {"attempt-001", "hpcdist-nodes", "hpcdist-containers"}
     assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
@@ -114,11 +112,10 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     slurm.alive("n1")
     nodes.begin()
     assert nodes.end_ranks(attempt)
-    assert slurm.asked == ["n1,n2,n3,n4", "n1,n2,n4"]
+    assert slurm.asked == ["n1,n2,n3,n4"] * 2 + ["n1,n2,n4"]
     assert nodes.replace_lost() == "", "too few nodes are left"
 
 
-@pytest.mark.processes
 def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
     """A step with such a node in its list starts on no node."""
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
@@ -129,7 +126,6 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
-@pytest.mark.processes
 def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.end_ranks(nodes._run.new_attempt())
@@ -139,16 +135,6 @@ def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir:
     assert nodes.replace_lost() == ""
 
 
-@pytest.mark.processes
-def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: Path) -> None:
-    nodes = of(slurm, runs_dir, min_nodes=2)
-    slurm.alive("n1", "n2", "n4")
-    (slurm.folder / "surviving").write_text("1")
-    assert nodes.end_ranks(nodes._run.new_attempt())
-    assert nodes.abandoned == set()
-
-
-@pytest.mark.processes
 def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
@@ -158,7 +144,6 @@ def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, 
     assert not nodes.drop_rejected(["n2"])
 
 
-@pytest.mark.processes
 def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
     slurm.alive("n1", "n3", "n4")
@@ -167,7 +152,6 @@ def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     assert nodes.pool.used == ("n1", "n3", "n4")
 
 
-@pytest.mark.processes
 def test_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     failure = Failure(kind="killed", rank=2, host="n2.site", step=5, error="was killed by SIGKILL")
@@ -181,7 +165,6 @@ def grown(nodes: ElasticNodes) -> str:
     return wait_for(nodes.detect_returned, "lost nodes to answer")
 
 
-@pytest.mark.processes
 def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert nodes.detect_returned() == "", "no node is missing"
@@ -205,7 +188,6 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     nodes.close()
 
 
-@pytest.mark.processes
 def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n3"])
@@ -217,7 +199,6 @@ def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, 
     nodes.close()
 
 
-@pytest.mark.processes
 def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n2", "n3"])
@@ -230,7 +211,6 @@ def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, m
     nodes.close()
 
 
-@pytest.mark.processes
 def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +228,6 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     nodes.close()
 
 
-@pytest.mark.processes
 def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +257,6 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     assert nodes.detect_lost() is None, "the others were lost before"
 
 
-@pytest.mark.processes
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:
     with pytest.raises(HpcdistError, match=re.escape("job 7 has 4 nodes, but cluster.min_nodes=5")):
         of(slurm, runs_dir, nodes=8, min_nodes=5)
@@ -346,47 +324,10 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
     probe.close()
 
 
-def test_names_without_an_address_are_left_out() -> None:
-    assert addresses_of(["localhost", "no-such-node.invalid"]).keys() == {"localhost"}
-
-
-def test_real_clock_and_connections() -> None:
-    probe = HostProbe(HOSTS, unused_port())
-    wait_for(lambda: probe.silent() == [] and all(node.answered for node in probe._nodes.values()), "answers")
-    assert time.monotonic() >= max(node.answered or 0.0 for node in probe._nodes.values())
-    probe.close()
-
-
 # --- The choice of nodes for each attempt: losses, spare nodes, returns, and nodes that are not fit.
 
 
 FOUR = ("n1", "n2", "n3", "n4")
-
-
-def test_nodes_that_return_are_used_again_unless_they_were_lost_too_often() -> None:
-    pool = NodePool(FOUR, most=4, least=2)
-    for _ in range(MAX_LOSSES):
-        assert pool.drop_silent(["n3"])
-        returning = pool.missing
-        pool.restore(["n3"])
-        assert pool.used == FOUR
-    assert returning == (), "the node flaps"
-    pool = NodePool(FOUR, most=4, least=2)
-    assert pool.drop_silent(["n2", "n3"])
-    pool.forget(["n2"])
-    assert pool.missing == ("n3",), "Slurm has taken n2 out of the job"
-
-
-def test_spare_node_replaces_a_lost_node_at_the_same_size() -> None:
-    pool = NodePool(FOUR, most=3, least=3, spare=1)
-    assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
-    assert pool.drop_silent(["n2"])
-    assert (pool.used, pool.idle, pool.missing) == (("n1", "n3", "n4"), (), ())
-    assert not pool.drop_silent(["n3"]), "no spare node is left"
-    pool.restore(["n2"])
-    assert (pool.used, pool.idle) == (("n1", "n3", "n4"), ("n2",)), "ranks stay on their nodes"
-    assert pool.drop_silent(["n3"])
-    assert pool.used == ("n1", "n2", "n4")
 
 
 def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None:
@@ -403,36 +344,22 @@ def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None
 # --- jobs that Slurm has requeued in part or not at all after the failure of their batch host
 
 
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ([], False),
-        (["RUNNING", "RUNNING"], False),
-        (["PENDING", "RUNNING"], True),
-        (["PENDING", "PENDING", "RUNNING"], True),
-        (["PENDING", "PENDING"], False),
-        (["RUNNING", "PENDING"], False),
-        (["COMPLETING", "RUNNING"], False),
-    ],
-)
-def test_job_is_partly_requeued_if_its_leader_is_pending_and_others_run(states: list[str], expected: bool) -> None:
-    records = [{"JobId": str(index), "JobState": state} for index, state in enumerate(states)]
-    assert is_partly_requeued(records) == expected
+def test_job_is_partly_requeued_if_its_leader_is_pending_and_others_run() -> None:
+    cases = {"PENDING RUNNING": True, "PENDING PENDING RUNNING": True}
+    cases |= dict.fromkeys(("", "RUNNING RUNNING", "PENDING PENDING", "RUNNING PENDING"), False)
+    for states, expected in cases.items():
+        assert is_partly_requeued([{"JobState": state} for state in states.split()]) == expected, states
 
 
 @pytest.mark.parametrize(
-    ("state", "host", "nodes", "expected"),
+    ("record", "expected"),
     [
-        ("RUNNING", "n1", "n[2-4]", True),
-        ("RUNNING", "n1", "n[1,3-4]", False),
-        ("PENDING", "n1", "n[2-4]", False),
-        ("RUNNING", "n1", "(null)", False),
-        ("RUNNING", None, "n[2-4]", False),
+        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[2-4]"}, True),
+        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[1,3-4]"}, False),
+        ({"JobState": "PENDING", "BatchHost": "n1", "NodeList": "n[2-4]"}, False),
+        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "(null)"}, False),
     ],
 )
-def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes(
-    state: str, host: str | None, nodes: str, expected: bool
-) -> None:
-    record = {"JobState": state, "NodeList": nodes, **({"BatchHost": host} if host else {})}
+def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes(record: dict[str, str], expected: bool) -> None:
     assert has_lost_batch_host([record]) == expected
     assert not has_lost_batch_host([])

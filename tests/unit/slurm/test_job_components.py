@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import REQUIRE
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
 from hpcdist.config.schema import Config, ElasticConfig
-from hpcdist.config.topology import MAX_HOSTS, expand, expand_tasks
+from hpcdist.config.topology import expand, expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.slurm.components import (
     JobComponent,
@@ -50,18 +44,6 @@ def part(*roles: str, **changes: Any) -> JobComponent:
 HYBRID = {"master": 1, "trainer": 4, "parameter_server": 3}
 
 
-def test_config_without_roles_is_one_component() -> None:
-    assert components(config({}, nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G")) == (
-        part("trainer", nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G"),
-    )
-
-
-def test_roles_without_requests_share_the_nodes() -> None:
-    shared = config(HYBRID, nodes=2, tasks_per_node=4)
-    assert components(shared) == (part(*HYBRID, nodes=2, tasks_per_node=4),)
-    assert not is_het(shared)
-
-
 def test_role_with_a_request_has_its_own_nodes_and_inherits_other_settings() -> None:
     cfg = config(
         HYBRID,
@@ -93,7 +75,6 @@ def test_adjacent_roles_without_requests_share_a_component() -> None:
     ("request_", "shape"),
     [
         ({}, (2, 3)),
-        ({"nodes": 6}, (6, 1)),
         ({"tasks_per_node": 2}, (3, 2)),
         ({"tasks_per_node": 12}, (1, 6)),
         ({"nodes": 1, "tasks_per_node": 6}, (1, 6)),
@@ -134,10 +115,7 @@ def test_inconsistent_numbers_are_rejected(
     ("request_", "het", "expected"),
     [
         ({"gpus_per_node": 1}, None, True),
-        ({"cpus_per_task": 2}, None, True),
         ({"mem": "1G"}, None, True),
-        ({"partition": "gpu"}, None, True),
-        ({"constraint": "a100"}, None, True),
         ({"sbatch": {"gres": "x"}}, None, True),
         ({"nodes": 1}, None, False),  # only the numbers of nodes differ
         ({"nodes": 1}, True, True),
@@ -192,8 +170,6 @@ def test_single_allocation_counts_the_nodes_of_each_constraint() -> None:
     [
         ({"partition": "gpu"},
          "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)"),
-        ({"sbatch": {"gres": "x"}},
-         "cluster.roles: sbatch differs between roles, which needs a heterogeneous job (cluster.het)"),
         ({"constraint": "a|b"}, "cluster.roles: constraint 'a|b' needs a heterogeneous job (cluster.het)"),
         ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
     ],
@@ -232,18 +208,15 @@ def test_nodes_are_assigned_in_order() -> None:
     assert assign_nodes(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
     alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
     assert assign_nodes(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
+    assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
 
 
 def test_nodes_are_assigned_by_feature() -> None:
     requests = [part("server"), part("worker", constraint="b", nodes=2)]
     assert assign_nodes(requests, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
     assert assign_nodes(requests[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
-    assert assign_nodes(
-        [part("server", constraint="b"), part("worker", constraint="a", nodes=2)], ["n1", "n2", "n3"], KINDS
-    ) == [
-        ("n3",),
-        ("n1", "n2"),
-    ]
+    other = [part("server", constraint="b"), part("worker", constraint="a", nodes=2)]
+    assert assign_nodes(other, ["n1", "n2", "n3"], KINDS) == [("n3",), ("n1", "n2")]
 
 
 def test_too_few_nodes_with_a_feature_are_an_error() -> None:
@@ -251,10 +224,6 @@ def test_too_few_nodes_with_a_feature_are_an_error() -> None:
     with pytest.raises(HpcdistError) as caught:
         assign_nodes(requests, ["n1", "n2"], KINDS)
     assert str(caught.value) == "worker and helper need 2 nodes × 1, b, but only 1 of n1, n2 are left and match"
-
-
-def test_consecutive_ranks_share_a_node() -> None:
-    assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
 
 
 # --- the rank table
@@ -266,7 +235,7 @@ ROLES = config(
 )
 
 
-def test_table_without_hosts() -> None:
+def test_table_without_and_with_hosts() -> None:
     assert rank_table_lines(ROLES) == [
         "rank  role        device  place",
         "0     server:0    cpu     component 0: 1 node × 1, partition main",
@@ -274,11 +243,7 @@ def test_table_without_hosts() -> None:
     ]
     placed = Config(roles=ROLES.roles, cluster=ClusterConfig(roles={"worker": RoleRequest(nodes=2)}))
     assert [line.split("cpu")[1].strip() for line in rank_table_lines(placed)[1:]] == ["1 node × 1", "2 nodes × 2"]
-
-
-def test_table_with_hosts() -> None:
-    assert rank_table_lines(ROLES, [("n3",), ("n1", "n2")]) == [
-        "rank  role        device  place",
+    assert rank_table_lines(ROLES, [("n3",), ("n1", "n2")])[1:] == [
         "0     server:0    cpu     n3",
         "1-2   worker:0-1  cuda    n1",
         "3-4   worker:2-3  cuda    n2",
@@ -293,118 +258,42 @@ def test_table_of_many_ranks_is_abbreviated() -> None:
     ]
 
 
-def test_table_shows_the_configured_device() -> None:
-    cfg = Config(cluster=ClusterConfig(gpus_per_node=4), launch=LaunchConfig(device="cpu"))
-    assert rank_table_lines(cfg)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]
-
-
 # --- Expansion of node lists and task counts.
 
 
 @pytest.mark.parametrize(
     ("nodelist", "hosts"),
     [
-        ("n1", "n1"),
         ("login-1.site.org", "login-1.site.org"),
-        ("b,a,c", "b a c"),
         ("n[3,1-2],m7", "n3 n1 n2 m7"),
         ("n[008-011]", "n008 n009 n010 n011"),
         ("n[8-11]", "n8 n9 n10 n11"),
-        ("n[98-101]", "n98 n99 n100 n101"),
         ("n[01,1]", "n01 n1"),
         ("n[1-3]-ib", "n1-ib n2-ib n3-ib"),
-        ("rack[1-2]-node[3-4]", "rack1-node3 rack1-node4 rack2-node3 rack2-node4"),
-        ("gpu[01]-[02-03]", "gpu01-02 gpu01-03"),
+        ("m[1-2]n[3-4]o[5-6]", "m1n3o5 m1n3o6 m2n3o5 m2n3o6 m1n4o5 m1n4o6 m2n4o5 m2n4o6"),  # as scontrol prints it
         ("x[1-2]y[1,3]z,w", "x1y1z x1y3z x2y1z x2y3z w"),
-        ("[1-2]n", "1n 2n"),
-        ("m[1-2]n[3-4]o[5-6]", "m1n3o5 m1n3o6 m2n3o5 m2n3o6 m1n4o5 m1n4o6 m2n4o5 m2n4o6"),
         ("m[1-2]n[3-4]o[5],p[1-2]", "m1n3o5 m2n3o5 m1n4o5 m2n4o5 p1 p2"),
-        ("n[5-5]", "n5"),
-        ("n2,n2", "n2 n2"),
     ],
 )
 def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
     assert expand(nodelist) == hosts.split()
 
 
-def random_nodelist(draw: random.Random) -> str:
-    """Return a nodelist of one to three names with one to four groups each, which Slurm accepts."""
-
-    def number() -> str:
-        return f"{draw.randrange(12):0{draw.randint(1, 3)}d}"
-
-    def choice() -> str:
-        low = number()
-        return draw.choice([low, f"{low}-{int(low) + draw.randrange(4)}"])
-
-    def group() -> str:
-        return (
-            draw.choice(["n", "rack", "a-b", "x1y", ""]) + f"[{','.join(choice() for _ in range(draw.randint(1, 3)))}]"
-        )
-
-    def name() -> str:
-        return "c" + "".join(group() for _ in range(draw.randint(1, 4)))
-
-    return ",".join(draw.choice([name, name, name, lambda: f"login{number()}"])() for _ in range(draw.randint(1, 3)))
-
-
-@pytest.mark.processes
-def test_order_is_that_of_scontrol(tmp_path: Path) -> None:
-    if shutil.which("scontrol") is None:
-        reason = "scontrol not found: install Slurm's commands (scripts/test_packages.sh)"
-        pytest.fail(f"{REQUIRE}=1, but {reason}") if os.environ.get(REQUIRE) == "1" else pytest.skip(reason)
-    conf = tmp_path / "slurm.conf"
-    conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
-    draw = random.Random(1)
-    nodelists = [random_nodelist(draw) for _ in range(2000)]
-    for first in range(0, len(nodelists), 100):  # separated by a name that none of them contains
-        some = nodelists[first : first + 100]
-        command = ["scontrol", "show", "hostnames", ",end,".join(some)]
-        done = subprocess.run(
-            command, env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, check=True
-        )
-        for nodelist, expected in zip(some, done.stdout.split("\nend\n"), strict=True):
-            assert expand(nodelist) == expected.split(), nodelist
-
-
 @pytest.mark.parametrize(
     ("nodelist", "problem"),
     [
-        *(
-            (text, f"{text!r} is not a node name")
-            for text in ("", "n[1-", "n[1-2", "n[1]-[", "n]", "n[1]]", "n[1-2[3-4]]")
-        ),
-        *((text, f"{text!r} is not a node name") for text in ("(null)", "n1\n", "-oProxyCommand")),
-        ("n[1-2,b[3]", "nodelist 'n[1-2,b[3]': 'n[1-2' is not a node name"),
-        *((text, "'' is not a node name") for text in ("n1,,n2", "n1,")),
-        ("n1, n[2,3]", "' n[2,3]' is not a node name"),
+        *((text, f"{text!r} is not a node name") for text in ("", "n[1-", "n[1]-[", "n]", "(null)", "n1\n")),
+        ("n1,,n2", "'' is not a node name"),
         ("ok,-oProxyCommand", "'-oProxyCommand' is not a node name"),
-        *(
-            (f"n[1,{choice}]", f"expected a number or a range like 1-3, got {choice!r}")
-            for choice in ("3-1", "a-b", "", "-1", "1-2-3", "1:3", "²")
-        ),
+        *((f"n[1,{text}]", f"expected a number or a range like 1-3, got {text!r}") for text in ("3-1", "a-b", "", "²")),
         ("n[" + "9" * 30 + "]", "expected a number or a range like 1-3, got '999"),
-        *(
-            (text, "more than 1,000,000 names")
-            for text in ("n[1-99999999999]", "n[1-1000]-[1-1001]", "a[1-600000],b[1-600000]", "n[1-600000,7-600000]")
-        ),
+        *((text, "more than 1,000,000 names") for text in ("n[1-99999999999]", "a[1-600000],b[1-600000]")),
         ("x" * 250 + "[1000001-1000002]", "a node name of more than 255 characters"),
     ],
 )
 def test_malformed_nodelist_is_rejected(nodelist: str, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)):
         expand(nodelist)
-
-
-def test_error_contains_an_example_and_is_short() -> None:
-    with pytest.raises(TopologyError, match=r"; expected a form like n1,n\[2-4\]") as caught:
-        expand("n" * 5000 + "[")
-    assert len(str(caught.value)) < 400
-
-
-def test_largest_nodelist_is_expanded() -> None:
-    hosts = expand(f"n[1-{MAX_HOSTS}]")
-    assert (len(hosts), hosts[-1]) == (MAX_HOSTS, f"n{MAX_HOSTS}")
 
 
 @pytest.mark.parametrize(
@@ -419,12 +308,9 @@ def test_tasks_per_node(text: str, tasks: list[int]) -> None:
     ("text", "problem"),
     [
         ("", "tasks per node '': '' is not a count like 2 or 2(x3)"),
-        ("2(x3),", "tasks per node '2(x3),': '' is not a count"),
         ("2(x", "'2(x' is not a count like 2 or 2(x3); use the value that Slurm sets"),
-        ("2(x0)", "'2(x0)' is not a count"),
         ("0", "'0' is not a count"),
         ("2,-1", "'-1' is not a count"),
-        ("two", "'two' is not a count"),
         ("1(x600000),1(x600000)", "more than 1,000,000 nodes; check the value"),
     ],
 )

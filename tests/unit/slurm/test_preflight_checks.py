@@ -23,12 +23,9 @@ GPU = {
 INFINIBAND = {"ports": ["mlx5_0:1 (InfiniBand)"], "device": True, "library": True}
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 16])
-def test_healthy_cluster_has_no_findings(num_nodes: int) -> None:
-    assert messages(request(num_nodes), healthy(num_nodes)) == []
-
-
-def test_healthy_gpu_cluster_has_no_findings() -> None:
+def test_healthy_cluster_has_no_findings() -> None:
+    for num_nodes in (2, 3, 16):
+        assert messages(request(num_nodes), healthy(num_nodes)) == []
     gpus = [GPU | {"index": index} for index in range(8)]
     answers = healthy(gpus=gpus, visible_gpus=8, gpu_device_files=8, infiniband=INFINIBAND)
     assert messages(request(gpus_per_node=8, backend="nccl", num_workers=4, tasks_per_node=2), answers) == []
@@ -37,7 +34,8 @@ def test_healthy_gpu_cluster_has_no_findings() -> None:
 def test_missing_answer_is_a_failure() -> None:
     answers = healthy()
     del answers["n3"]
-    (found,) = findings(request(), answers)
+    block(answers, [*answers], ["n3"], "absent")
+    (found,) = findings(request(), answers)  # not that it is blocked as well
     assert (found.level, found.node, found.name) == ("failure", "n3", "answer")
     assert found.sentence() == (
         "n3: answer: its preflight did not answer; inspect the node: `scontrol show node n3`, `srun -w n3 hostname`"
@@ -51,7 +49,6 @@ def test_missing_answer_is_a_failure() -> None:
         ("source", "xyz", "failure", "the code of hpcdist xyz, the other 3 nodes have abc"),
         ("python", "3.11.2", "failure", "python 3.11.2, the other 3 nodes have 3.12.3"),
         ("python", "3.12.1", "warning", "python 3.12.1, the other 3 nodes have 3.12.3"),
-        ("torch", "2.14.0", "failure", "torch 2.14.0, the other 3 nodes have 2.15.0"),
         ("torch", "", "failure", "torch is missing, the other 3 nodes have 2.15.0"),
         ("nccl", "2.29.1", "note", "NCCL 2.29.1, the other 3 nodes have 2.30.7"),
         ("driver", "570.1.2", "note", "driver 570.1.2, the other 3 nodes have 580.82.07"),
@@ -64,33 +61,15 @@ def test_version_is_compared_with_the_majority(key: str, other: str, level: str,
     assert found.startswith(f"{level} n2: version: {text}")
 
 
-def test_source_is_compared_only_between_equal_versions() -> None:
-    answers = healthy()
-    answers["n2"]["versions"] |= {"hpcdist": "0.0.9", "source": "xyz"}
-    assert len(messages(request(), answers)) == 1
-
-
-def test_version_is_compared_with_the_first_of_two_nodes() -> None:
-    answers = healthy(2)
-    answers["n1"]["versions"]["torch"] = "2.14.0"
-    (found,) = messages(request(2), answers)
-    assert "n2: version: torch 2.15.0, the first node has 2.14.0; install torch as on the others on n2" in found
-
-
-def test_other_nccl_is_a_failure_with_backend_nccl() -> None:
+def test_other_nccl_or_old_driver_is_a_failure_with_backend_nccl() -> None:
     answers = healthy(gpus=[GPU], visible_gpus=1)
     answers["n2"]["versions"]["nccl"] = "2.29.1"
     (found,) = findings(request(backend="nccl", gpus_per_node=1), answers)
     assert found.level == "failure"
-
-
-def node_finding(change: dict[str, Any], **asked: Any) -> str:
-    """Return the only finding after a change of n3's answer."""
-    answers = healthy()
-    answers["n3"] |= change
-    (found,) = messages(request(**asked), answers)
-    assert " n3: " in found
-    return found
+    answers["n3"]["versions"]["driver"] = "550.54.15"
+    _, found, other = findings(request(backend="nccl", gpus_per_node=1), answers)
+    text = "n3: driver: torch 2.15.0 needs driver 580.65 or newer for its CUDA 13.2, found"
+    assert (found.level, found.sentence().startswith(text), other.name) == ("failure", True, "version")
 
 
 SMALL = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
@@ -107,18 +86,18 @@ SMALL = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
          " /tmp; free space, or set cluster.env.TMPDIR"),
         ({"cores": 1}, {"num_workers": 4, "tasks_per_node": 2}, "warning n3: cores: 2 ranks with 4 data workers each"
          " share 1 cores; raise"),
-        ({"cores": 1}, {}, ""),
-        ({"gpus": [GPU | {"uncorrected_errors": 7}]}, {}, ""),
+        ({"cores": 1, "gpus": [GPU | {"uncorrected_errors": 7}]}, {}, ""),
         ({"lookups": {"n3": {"error": "Name or service not known", "forward_s": 0.1}}}, {},
          "failure n3: names: its own name cannot be looked"),
-        ({"lookups": {"n3": {"late": 5.0}}}, {},
-         "warning n3: names: looking up its own name, or its address, took more than 5 s"),
-        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 2.0}}}, {},
-         "warning n3: names: looking up its own name took 2.0 s"),
-        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Host name lookup failure",
-          "reverse_s": 4.0}}}, {}, "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
-        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host",
-          "reverse_s": 0.01}}}, {}, ""),
+        ({"checkpoints": {"folder": "/c", "write_error": "No space left on device", "free": 0}}, {},
+         "failure n3: disk: checkpoints cannot be written to /c: No space left on device (0 MB are free); free space"
+         " (`df -h /c`"),
+        ({"checkpoints": {"folder": "/c", "error": "no answer in 5 s"}}, {},
+         "failure n3: disk: checkpoints cannot be written to /c: no answer"),
+        ({"checkpoints": {"folder": "/c", "free": 3 * 10**9}}, {"checkpoint_bytes": 2 * 10**9},
+         "warning n3: disk: 3,000 MB are free in /c, the last checkpoint had 2,000 MB"),
+        ({"checkpoints": {"folder": "/c", "free": 10**12, "bytes_s": 10**6}}, {},
+         "warning n3: disk: writes 1.0 MB/s to /runs/e/r/checkpoints, the other nodes 500 MB/s"),
     ],
 )  # fmt: skip
 def test_problem_of_a_node_is_reported_if_ranks_depend_on_it(
@@ -132,37 +111,6 @@ def test_problem_of_a_node_is_reported_if_ranks_depend_on_it(
 
 
 @pytest.mark.parametrize(
-    ("disk", "checkpoint_bytes", "finding"),
-    [
-        ({"write_error": "No space left on device", "free": 0}, None, "failure n3: disk: checkpoints cannot be written"
-         " to /c: No space left on device (0 MB are free); free space (`df -h /c`"),
-        ({"write_error": "Read-only file system", "free": 10**12}, None, "failure n3: disk: checkpoints cannot be"
-         " written to /c: Read-only file system; free"),
-        ({"error": "no answer in 5 s"}, None, "failure n3: disk: checkpoints cannot be written to /c: no answer"),
-        ({"free": 50 * 10**6}, None, "failure n3: disk: 50 MB are free in /c, possibly too little for a checkpoint"),
-        ({"free": 500 * 10**6}, None, "warning n3: disk: 500 MB are free in /c, possibly"),
-        ({"free": 3 * 10**9}, 2 * 10**9, "warning n3: disk: 3,000 MB are free in /c, the last checkpoint had 2,000 MB"),
-        ({"free": 10**9}, 2 * 10**9, "failure n3: disk: 1,000 MB are free"),
-        ({"free": 10**12, "free_files": 7}, None, "failure n3: disk: 7 more files can be created in /c (`df -i /c`)"),
-        ({"free": 10**12, "free_files": 700}, None, "warning n3: disk: 700 more files"),
-        ({"free": 10**12, "bytes_s": 10**6}, None, "warning n3: disk: writes 1.0 MB/s to /runs/e/r/checkpoints, the"
-         " other nodes 500 MB/s"),
-    ],
-)  # fmt: skip
-def test_unwritable_full_or_slow_disk_is_reported(
-    disk: dict[str, Any], checkpoint_bytes: int | None, finding: str
-) -> None:
-    assert node_finding({"checkpoints": {"folder": "/c", **disk}}, checkpoint_bytes=checkpoint_bytes).startswith(
-        finding
-    )
-
-
-def test_free_space_is_compared_with_the_size_of_the_last_checkpoint() -> None:
-    answers = healthy(checkpoints={"folder": "/c", "free": 500 * 10**6})
-    assert messages(request(checkpoint_bytes=10**6), answers) == []
-
-
-@pytest.mark.parametrize(
     ("change", "level", "text"),
     [
         ({"visible_gpus": 1, "gpus": [GPU]}, "failure", "1 of 2 GPUs are usable; see `nvidia-smi`"),
@@ -170,11 +118,6 @@ def test_free_space_is_compared_with_the_size_of_the_last_checkpoint() -> None:
          "0 of 2 GPUs are usable; the driver fails or does not answer; see"),
         ({"gpus": [GPU, GPU | {"index": 1, "uncorrected_errors": 2}]}, "failure",
          "GPU 1 has 2 uncorrected memory errors since its driver was loaded; an administrator drains"),
-        ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is throttled: power brake; check"),
-        ({"gpus": [GPU | {"used_mb": 9000, "pids": [12, 13]}]}, "warning",
-         "GPU 0 has 9,000 of 143,771 MB in use by process 12, 13; find their"),
-        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "GPU 0 has 140,000 of 143,771 MB in use; find their"),
-        ({"gpus": [GPU | {"used_mb": None, "uncorrected_errors": None}], "visible_gpus": 0}, "failure", "0 of 2 GPUs"),
     ],
 )  # fmt: skip
 def test_missing_faulty_or_used_gpu_is_reported(change: dict[str, Any], level: str, text: str) -> None:
@@ -187,14 +130,6 @@ def test_missing_faulty_or_used_gpu_is_reported(change: dict[str, Any], level: s
 def test_missing_gpus_are_a_warning_with_gloo() -> None:
     (found,) = messages(request(gpus_per_node=2), healthy())
     assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs are usable")
-
-
-def test_driver_older_than_torchs_cuda_is_a_failure() -> None:
-    answers = healthy(gpus=[GPU], visible_gpus=1)
-    answers["n3"]["versions"]["driver"] = "550.54.15"
-    found = messages(request(backend="nccl", gpus_per_node=1), answers)
-    assert found[0].startswith("failure n3: driver: torch 2.15.0 needs driver 580.65 or newer for its CUDA 13.2, found")
-    assert found[1:] == [line for line in found if "version: driver 550.54.15" in line]
 
 
 def test_loopback_address_is_a_failure_on_the_first_node_only() -> None:
@@ -234,7 +169,9 @@ def test_infiniband_that_nccl_cannot_use_is_reported(change: dict[str, Any], tex
 def test_unused_faster_interface_is_reported() -> None:
     slow = {"name": "eno1", "address": "10.0.0.3", "up": True, "speed_mbit": 1000}
     fast = {"name": "ib0", "address": "10.1.0.3", "up": True, "speed_mbit": 100000}
-    found = node_finding({"interfaces": [slow, fast]})
+    answers = healthy()
+    answers["n3"]["interfaces"] = [slow, fast]
+    (found,) = messages(request(), answers)
     assert found.startswith(
         "warning n3: interface: the nodes' names resolve to eno1 (1,000 Mbit/s), while ib0 (100,000 Mbit/s) is up;"
         " cluster.env.NCCL_SOCKET_IFNAME=ib0"
@@ -315,11 +252,10 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
         ("unresolved", "not known", "names", "its name cannot be looked up (not known); add it to the DNS"),
     ],
 )
-@pytest.mark.parametrize("num_nodes", [3, 4, 16])
-def test_node_that_no_other_reaches_is_reported(num_nodes: int, status: str, detail: str, name: str, text: str) -> None:
-    answers = healthy(num_nodes)
+def test_node_that_no_other_reaches_is_reported(status: str, detail: str, name: str, text: str) -> None:
+    answers = healthy()
     block(answers, [*answers], ["n3"], status, detail)
-    (found,) = messages(request(num_nodes), answers)
+    (found,) = messages(request(), answers)
     assert found.startswith(f"failure n3: {name}: no other node can reach it: {text}")
 
 
@@ -328,7 +264,6 @@ def test_node_that_no_other_reaches_is_reported(num_nodes: int, status: str, det
     [
         (2, ["n1>n2"], ["n2: port: n1 cannot reach it: port 23456 is blocked: packets to it are dropped"]),
         (4, ["n3>n1,n2,n4"], ["n3: port: it cannot reach any other node: port 23456 is blocked: packets to it"]),
-        (4, ["n3>n1,n2,n4", "n1,n2,n4>n3"], ["n3: port: no other node can reach it"]),
         (4, ["n1>n3"], ["port: n1 cannot reach n3, though others can: port 23456 is blocked: packets"]),
         (6, ["n1,n2,n4,n5,n6>n3", "n1,n2,n3,n4,n6>n5"], ["n3: port: no other", "n5: port: no other"]),
     ],
@@ -366,13 +301,6 @@ def test_closed_ephemeral_ports_are_reported() -> None:
     )
 
 
-def test_node_without_an_answer_is_not_also_reported_as_blocked() -> None:
-    answers = healthy()
-    block(answers, [*answers], ["n3"], "absent")
-    del answers["n3"]
-    assert [check.name for check in findings(request(), answers)] == ["answer"]
-
-
 @pytest.mark.parametrize(("node", "level"), [("n1", "failure"), ("n3", "warning")])
 def test_port_in_use_is_reported_once(node: str, level: str) -> None:
     answers = healthy()
@@ -386,9 +314,6 @@ def test_port_in_use_is_reported_once(node: str, level: str) -> None:
     ("num_nodes", "slow", "rate", "level"),
     [
         (3, {"n1"}, 2.5e6, "failure"),
-        (4, {"n3"}, 2.5e6, "failure"),
-        (8, {"n1"}, 2.5e6, "failure"),
-        (4, {"n2", "n3"}, 2.5e6, "failure"),
         (6, {"n2", "n5"}, 2.5e6, "failure"),
         (4, {"n3"}, 110e6, "warning"),
     ],
@@ -423,17 +348,13 @@ def test_noise_of_a_busy_machine_is_not_reported() -> None:
     assert messages(request(8), answers) == []
 
 
-@pytest.mark.parametrize("others_of_n2", [1e9, 200e6])
-def test_very_slow_pair_of_nodes_with_sufficient_other_pairs_is_reported(others_of_n2: float) -> None:
+def test_very_slow_pair_of_nodes_with_sufficient_other_pairs_is_reported() -> None:
     answers = healthy(6)
     for one, other in pairs_of(answers, "n2"):
-        set_rate(answers, one, other, others_of_n2)
+        set_rate(answers, one, other, 200e6)
     set_rate(answers, "n2", "n5", 25e6)  # five nodes wait for it
     (found,) = messages(request(6), answers)
     assert found.startswith("warning network: 5.0 MB/s between n2 and n5, 1,000 MB/s in the median pair; check the")
-
-
-def test_slow_link_of_two_nodes_is_reported_as_a_pair() -> None:
     answers = healthy(2)
     set_rate(answers, "n1", "n2", 2.5e6)
     (found,) = messages(request(2), answers)
@@ -452,7 +373,7 @@ def test_lost_large_packets_are_reported() -> None:
     assert found.startswith("failure network: n1 – n4: small messages arrive, large ones do not; compare the MTUs")
 
 
-@pytest.mark.parametrize(("num_nodes", "wrong"), [(2, "n2"), (3, "n3"), (4, "n1"), (16, "n7")])
+@pytest.mark.parametrize(("num_nodes", "wrong"), [(2, "n2"), (4, "n1")])
 @pytest.mark.parametrize(
     ("skew_s", "text"),
     [
@@ -468,12 +389,6 @@ def test_clock_offset_is_reported_with_its_direction(num_nodes: int, wrong: str,
         answers[other]["network"]["peers"][one]["offset_s"] = skew_s
     (found,) = messages(request(num_nodes), answers)
     assert found.startswith(text.format(wrong))
-
-
-def test_small_clock_offset_is_ignored() -> None:
-    answers = healthy()
-    answers["n1"]["network"]["peers"]["n2"]["offset_s"] = 0.5
-    assert messages(request(), answers) == []
 
 
 # --- Probe answers of a healthy cluster, in which tests insert faults.

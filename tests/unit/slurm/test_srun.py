@@ -19,9 +19,8 @@ from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleReques
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import on_nodes
-from hpcdist.slurm.job import node_parents, node_ranks
-from hpcdist.slurm.job.node_parents import CONNECT_S, ParentSteps, obstacle_to_fork
-from hpcdist.slurm.job.node_ranks import kill_ranks, main
+from hpcdist.slurm.job import node_steps
+from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
 from hpcdist.slurm.job.srun import (
     parents_command,
     rank_env,
@@ -33,6 +32,8 @@ from hpcdist.supervisor.hang import RankProcess
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import rank_command
 
+#: Many tests of this file start processes.
+pytestmark = pytest.mark.processes
 RANK = ["python", "-m", "worker", "/shared/my run"]
 #: A rank ignores SIGUSR2 until it has a handler.
 WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
@@ -58,25 +59,12 @@ def test_command_of_a_step(cluster: dict[str, Any], words: str) -> None:
     assert found == ["srun", "--job-name=attempt-012", *words.split(), *WRAPPED]
 
 
-def test_output_flag_agrees_with_the_paths_of_rank_logs() -> None:
-    attempt = Attempt(Path("/a/001"))
-    (output,) = [word for word in step_command(Config(), attempt, RANK) if word.startswith("--output=")]
-    for rank in (0, 7, 31999):
-        assert output.removeprefix("--output=").replace("%5t", f"{rank:05d}") == str(attempt.log(rank))
-
-
 def roles(**cluster: Any) -> Config:
     requests = {"server": RoleRequest(cpus_per_task=4), "worker": RoleRequest(nodes=2, gpus_per_node=2)}
     return Config(
         roles={"server": 1, "worker": 4},
         cluster=ClusterConfig(roles=requests, srun={"mpi": "none"}, **cluster),
     )
-
-
-def test_roles_without_requests_do_not_change_the_step() -> None:
-    plain, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/001"))
-    shared = Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)
-    assert step_command(shared, attempt, RANK) == step_command(plain, attempt, RANK)
 
 
 def test_step_of_a_heterogeneous_job() -> None:
@@ -101,10 +89,11 @@ def test_step_with_a_host_file() -> None:
     assert step_command(roles(het=False), Attempt(Path("/a/001")), RANK) == [*words.split(), *WRAPPED]
 
 
-def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
+def test_watchdog_runs_on_a_node_of_the_second_component_or_on_a_given_one() -> None:
+    assert watchdog_command("41", "n3")[1] == "--nodelist=n3"
     words = "srun --het-group=1 --overlap --job-name=job-watchdog --nodes=1 --ntasks=1 --cpus-per-task=1 --input=none"
-    module = "hpcdist.slurm.job.watchdog"
-    assert watchdog_command("41") == [*words.split(), sys.executable, "-P", "-m", module, "41"]
+    module = "hpcdist.slurm.job.node_steps"
+    assert watchdog_command("41") == [*words.split(), sys.executable, "-P", "-m", module, "watch", "41"]
 
 
 def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
@@ -121,10 +110,7 @@ def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     config, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/002"))
     words = step_command(config, attempt, RANK, None, ("n1", "n3"), overlap=True)
     assert {"--nodes=2", "--ntasks=4", "--nodelist=n1,n3", "--overlap"} <= set(words)
-    words = step_command(config, attempt, RANK, None, ("n1", "n3"))
-    assert "--nodelist=n1,n3" in words
-    assert "--overlap" not in words
-    assert watchdog_command("41", "n3")[1] == "--nodelist=n3"
+    assert "--overlap" not in step_command(config, attempt, RANK, None, ("n1", "n3"))
 
 
 def test_parents_have_the_processors_of_all_ranks() -> None:
@@ -182,13 +168,12 @@ class Scene:
 def scene(tmp_path: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     guard = Guard()
     scene = Scene(tmp_path, RunDir.create(runs_dir / "exp" / "run"), guard)
-    monkeypatch.setattr(node_parents, "signal_named_steps", lambda name, _: scene.killed.append(name))
+    monkeypatch.setattr(node_steps, "signal_named_steps", lambda name, _: scene.killed.append(name))
     yield scene
     scene.steps.close()
     guard.close()
 
 
-@pytest.mark.processes
 def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     first, second = scene.steps.task_command(NODES), scene.steps.task_command(NODES)
     *begin, name, connect_s, limit_s, run = first
@@ -209,7 +194,6 @@ def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     assert scene.killed == ["rank-parents"], "the step on the nodes of before may be left"
 
 
-@pytest.mark.processes
 def test_parent_that_has_ended_is_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
@@ -220,7 +204,6 @@ def test_parent_that_has_ended_is_started_again(scene: Scene, caplog: pytest.Log
     assert scene.steps.task_command(NODES) == [*again[:5], "0", *again[6:]], "messages about the old step do not count"
 
 
-@pytest.mark.processes
 def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
@@ -234,16 +217,6 @@ def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: 
     assert "the parent process of the ranks on n1, n2 has ended and is started again" in caplog.text
 
 
-@pytest.mark.processes
-def test_messages_that_cannot_be_read_do_not_fail_the_attempt(scene: Scene) -> None:
-    first = scene.steps.task_command(NODES)
-    scene.calls(1)
-    (scene.run.path / "attempts" / "rank-parent.log").unlink()
-    again = scene.steps.task_command(NODES)
-    assert again[4] == first[4]
-
-
-@pytest.mark.processes
 def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
@@ -257,7 +230,6 @@ def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytes
     assert scene.calls(2)[1:] == ["TERM"]
 
 
-@pytest.mark.processes
 def test_step_that_slurm_does_not_start_is_not_tried_again(scene: Scene) -> None:
     (scene.folder / "refuses").touch()
     assert scene.steps.task_command(NODES) != scene.alone
@@ -267,7 +239,6 @@ def test_step_that_slurm_does_not_start_is_not_tried_again(scene: Scene) -> None
     assert scene.steps.task_command(NODES) == scene.alone
 
 
-@pytest.mark.processes
 def test_step_that_cannot_be_started_is_not_needed(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     (scene.run.path / "attempts" / "rank-parent.log").mkdir()
     assert scene.steps.task_command(NODES) == scene.alone
@@ -277,17 +248,14 @@ def test_step_that_cannot_be_started_is_not_needed(scene: Scene, caplog: pytest.
 @pytest.mark.parametrize(
     ("parts", "env", "expected"),
     [
-        ({}, {}, ""),
         ({"cluster": ClusterConfig(srun={"cpu-bind": "cores", "mpi": "none"})}, {}, ""),
         ({"cluster": ClusterConfig(srun={"gpu-bind": "closest"})}, {}, "the srun option --gpu-bind"),
-        ({"cluster": ClusterConfig(sbatch={"gpus-per-task": "1"})}, {}, "--gpus-per-task=1 gives each rank GPUs"),
         ({"trainer": TrainerConfig(script=["train.py"])}, {}, "scripts import torch themselves"),
         ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(roles={"a": RoleRequest()})}, {}, "nodes of their own"),
         # From a batch script.
         ({}, {"SLURM_GPUS_PER_TASK": "1"}, "--gpus-per-task=1 gives"),
         ({}, {"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, "--tres-per-task=cpu=2,gres/gpu=1 gives"),
-        ({}, {"SLURM_TRES_PER_TASK": "cpu=2"}, ""),
-        ({}, {"SLURM_GPU_BIND": "none"}, ""),
+        ({}, {"SLURM_TRES_PER_TASK": "cpu=2", "SLURM_GPU_BIND": "none"}, ""),
     ],
 )
 def test_obstacles_to_forks(parts: dict[str, Any], env: dict[str, str], expected: str) -> None:
@@ -330,14 +298,9 @@ def test_answers_are_read_from_labelled_and_interleaved_output() -> None:
         "some banner\n" + "".join(f" {task}: {line}\n" for task, line in mixed),
     ):
         assert read_answers(text) == answers
+    assert read_answers("\n".join(line for _, line in lines[:-2])) == {"n1": None}, "incomplete"
 
 
-def test_incomplete_answer_is_omitted() -> None:
-    lines = answer_lines("n1", {"text": "a" * 3000})
-    assert read_answers("\n".join(lines[:-1])) == {"n1": None}
-
-
-@pytest.mark.processes
 def test_nodes_that_do_not_start_the_command_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_nodes, "PATIENCE_S", 0.0)
     monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 0.0)
@@ -365,7 +328,6 @@ def attempt(runs_dir: Path) -> Attempt:
     return RunDir.create(runs_dir / "exp" / "run").new_attempt()
 
 
-@pytest.mark.processes
 def test_ranks_are_found_and_killed_with_their_children(
     attempt: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,12 +336,12 @@ def test_ranks_are_found_and_killed_with_their_children(
     with hung_ranks(attempt, tmp_path, 2) as ranks:
         wait_for(lambda: len(rank_processes()) == 3, "two ranks and a child of rank 1")
         processes = rank_processes()
-        main([str(run), "list"])
-        main([str(run.parent), "list"])
+        main(["list", str(run)])
+        main(["list", str(run.parent)])
         assert capsys.readouterr().out == answers([0, 1], [])
         assert ranks.running == [0, 1], "nothing was killed"
-        monkeypatch.setattr(node_ranks, "KILL_S", 30.0)
-        main([str(run), "kill"])
+        monkeypatch.setattr(node_steps, "KILL_S", 30.0)
+        main(["kill", str(run)])
         assert capsys.readouterr().out == answers([])
         ranks.wait(30)
         assert set(ranks.exits.values()) == {-9}
@@ -397,9 +359,9 @@ def rank_processes() -> list[psutil.Process]:
 
 def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that wait for a file system survive, for example."""
-    monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
-    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node, with_tasks: [RankProcess(pid=7, rank=3)])
-    monkeypatch.setattr(node_ranks, "family", lambda pid: [pid, pid + 1])
+    monkeypatch.setattr(node_steps, "KILL_S", 0.1)
+    monkeypatch.setattr(node_steps, "find_ranks", lambda run, attempt, node, with_tasks: [RankProcess(pid=7, rank=3)])
+    monkeypatch.setattr(node_steps, "family", lambda pid: [pid, pid + 1])
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert kill_ranks(tmp_path, "n1") == [3]

@@ -1,4 +1,8 @@
-"""The step of the processes that fork ranks, one on each node of a job; see `rank/parent.py`."""
+"""Steps of a job beside its ranks: the parents that fork ranks, the watchdog, and the search for ranks on each node.
+
+python -m hpcdist.slurm.job.node_steps watch JOB
+python -m hpcdist.slurm.job.node_steps list|kill RUN
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,35 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import expand
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.run.folder import RunDir
+from hpcdist.slurm import client
 from hpcdist.slurm.client import signal_named_steps
 from hpcdist.slurm.components import components
-from hpcdist.slurm.job.srun import PARENTS_STEP, ended_tasks, parents_command
+from hpcdist.slurm.job.srun import NODE_STEPS, PARENTS_STEP, ended_tasks, parents_command, watchdog_command
+from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, print_answer
+from hpcdist.slurm.output import parse_text
+from hpcdist.supervisor.hang import family, find_ranks
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command, rank_command
 
 log = logging.getLogger(__name__)
+
+# The processes that fork ranks, one on each node of a job; see `rank/parent.py`.
+
 #: Time for a new parent to listen: until Slurm has started its step, and Python has been loaded.
 CONNECT_S = 20.0
 #: Time for the step to end after srun was asked to end it.
@@ -38,11 +55,7 @@ _OF_EACH_TASK = ("gpu-bind", "gpus-per-task", "mem-bind", "ntasks-per-gpu", "tre
 
 
 def obstacle_to_fork(config: Config, box: ContainerSpec | None, env: Mapping[str, str]) -> str:
-    """Return why `cluster.fork` has no effect in a job; "" if its ranks can be forked.
-
-    Args:
-        env: environment of the job; before its submission, without variables of Slurm.
-    """
+    """Return why `cluster.fork` has no effect in a job with an environment; "" if its ranks can be forked."""
     if config.trainer.script:
         return "scripts import torch themselves (trainer.script)"
     if box is not None:
@@ -116,10 +129,7 @@ class ParentSteps:
             log.warning("cluster.fork has no effect: %s", obstacle)
 
     def task_command(self, nodes: Sequence[str]) -> list[str]:
-        """Return the command of each task of an attempt on some nodes: the rank itself if no parents can fork it.
-
-        Other nodes than before, and the end of a parent that could fork, lead to a new step.
-        """
+        """Return the command of each task of an attempt on some nodes: the rank itself if no parents can fork it."""
         if self._step is not None:
             self._replace(self._step, nodes)
         if self._step is None and self._is_usable:
@@ -202,9 +212,130 @@ class ParentSteps:
             retry.discard(left)
 
     def _abandon(self, step: _Step) -> None:
-        """End srun, but not the step."""
         if step.process.poll() is None:
             os.killpg(step.process.pid, signal.SIGKILL)
             step.process.wait()
         self._guard.forget(step.process.pid)
         self._step = None
+
+
+# The watchdog, on a node other than the batch host: it requeues a job whose batch host fails, where Slurm does not.
+#
+# - Of a heterogeneous job Slurm requeues the first component and leaves the others running until their time limit,
+#   although the job can only start as a whole. A second `scontrol requeue` fails because the job is pending, but
+#   requeues the other components as well.
+# - From a job with `--no-kill` Slurm removes the batch host and leaves the job running without its batch step.
+#
+# Both were seen with 22.05. The supervisor cannot request the requeue, because it ran on the failed node.
+
+#: Low load for a controller, and short compared with the minutes after which it declares a node down.
+POLL_EVERY_S = 20.0
+
+
+def is_partly_requeued(records: Sequence[Mapping[str, str]]) -> bool:
+    states = [facts.get("JobState") for facts in records]
+    return bool(states) and states[0] == "PENDING" and "RUNNING" in states[1:]
+
+
+def has_lost_batch_host(records: Sequence[Mapping[str, str]]) -> bool:
+    if not records or records[0].get("JobState") != "RUNNING":
+        return False
+    host, nodes = parse_text(records[0].get("BatchHost")), parse_text(records[0].get("NodeList"))
+    return bool(host and nodes) and host not in expand(nodes)
+
+
+def watch(job_id: str) -> None:
+    while True:
+        time.sleep(POLL_EVERY_S)
+        try:
+            records = client.job_records(job_id)
+            if is_partly_requeued(records):
+                print(f"the first component of job {job_id} was requeued alone: requeueing the others", flush=True)
+                client.requeue_job(job_id)
+            if has_lost_batch_host(records):
+                print(f"job {job_id} has lost its batch host: requeueing it", flush=True)
+                client.requeue_job(job_id)
+        except HpcdistError as error:
+            print(error, flush=True)  # tried again at the next poll
+
+
+class WatchdogStep:
+    def __init__(self, job_id: str, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
+        self._job_id = job_id
+        self._guard = guard
+        self._env = env
+        self._cwd = cwd
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._node: str | None = None
+
+    def start(self, node: str | None = None) -> None:
+        """Start the watchdog on a node, or on one of the second component of a heterogeneous job."""
+        self._node = node
+        command = watchdog_command(self._job_id, node)
+        self._process = self._guard.start(command, env=self._env, cwd=self._cwd, output=self._output)
+
+    def move(self, batch_host: str, used: Sequence[str], present: Sequence[str]) -> None:
+        """Let the watchdog run on one of the `present` nodes other than the batch host; none if nodes do not change."""
+        others = [node for node in present if node != batch_host]
+        # Nodes with ranks come first: with the loss of one a new attempt begins, and with it a new watchdog.
+        others = [node for node in others if node in used] or others
+        if self._process is not None and self._node and (self._process.poll() is not None or self._node not in others):
+            self.close()
+        if self._process is None and others:
+            self.start(others[-1])
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._guard.forget(self._process.pid)
+            self._process = None
+
+
+# The search for ranks on each node, to list or kill them without Slurm, which cannot signal ranks after the end of
+# their slurmstepd. The answer has the ranks that run, after `kill` those that have survived SIGKILL, and also tasks
+# that wait for their forked rank.
+
+#: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
+RANKS_ON_NODES_S = 60.0
+#: A killed process ends within this time, unless it waits for a device or a file system.
+KILL_S = 5.0
+_POLL_EVERY_S = 0.05
+
+
+def ranks_on_nodes(
+    run: RunDir, action: Literal["list", "kill"], nodes: JobNodes, env: Mapping[str, str], *, patient: bool = True
+) -> dict[str, list[int]]:
+    """Return the running ranks of a run by node, for the nodes that answer; after `kill` those that have survived."""
+    if not nodes.names:
+        return {}
+    command = [sys.executable, "-P", "-m", NODE_STEPS, action, str(run.path)]
+    step = nodes_command(nodes, command if patient else announced(command))
+    found = ask(step, nodes.names, RANKS_ON_NODES_S, env=env, patient=patient)
+    return {node: list(answer["ranks"]) for node, answer in found.by_node.items()}
+
+
+def kill_ranks(run: Path, node: str) -> list[int]:
+    """Kill the ranks of a run on this node and their child processes; returns the ranks that survive."""
+    until = time.monotonic() + KILL_S
+    while (found := find_ranks(run, None, node, with_tasks=True)) and time.monotonic() < until:
+        for process in found:
+            for pid in family(process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_EVERY_S)
+    return [process.rank for process in found]
+
+
+def main(argv: Sequence[str]) -> None:
+    action, subject = argv
+    if action == "watch":
+        watch(subject)
+    node, run = os.environ.get("SLURMD_NODENAME", ""), Path(subject)
+    found = find_ranks(run, None, node, with_tasks=True) if action == "list" else []
+    print_answer({"ranks": sorted(kill_ranks(run, node) if action == "kill" else [one.rank for one in found])})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
