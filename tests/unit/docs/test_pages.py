@@ -124,7 +124,7 @@ LOOKUPS = [
     ("requeue decision", "slurm/job/batch_step"),
     ("signal forwarding", "containers/pid1"),
     ("lease", "run/lease"),
-    ("nodelist parsing", "host/nodelist"),
+    ("nodelist parsing", "config/topology"),
     ("MLflow retry", "tracking/shipper"),
     ("checkpoint manifest", "checkpoint/store"),
     ("stop agreement", "rank/stopping"),

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from containers import SPEC
 from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
@@ -144,7 +144,9 @@ def test_killed_rank_of_a_container_is_found_before_its_client_ends(
 ) -> None:
     """Otherwise the ranks that lost it would be reported as the failure: the client may take long to end."""
     with monkeypatch.context() as patch:
-        patch.setattr(step.launcher, "containers", ContainerSteps(SPEC, RunDir(step.attempt.path.parent), {}))
+        folder = step.attempt.path.parent
+        box = ContainerSpec(runtime="podman", image="i", run=folder, workdir=folder)
+        patch.setattr(step.launcher, "containers", ContainerSteps(box, RunDir(folder), {}))
         step.report(0, "failed", peer_lost=True, host="n1", step=4, error="connection reset", traceback=[])
         for rank, code in ((3, "137\n"), (2, "0\n"), (0, "1\n")):
             (step.attempt.path / f"rank-{rank:05d}.exit").write_text(code)
