@@ -64,7 +64,6 @@ def started_site(folder: Path, state: Path) -> Iterator[Site]:
     """Run everything, with `folder` for the runs and `state` for the files of `hpcdist ui`."""
     runs = Runs(folder)
     runs.database = runs.folder / "mlflow.db"  # the default of `hpcdist run` and `hpcdist ui`
-    commit(runs.project)
     with ExitStack() as stack:
 
         def start(*words: str) -> subprocess.Popen[str]:
@@ -94,13 +93,6 @@ def started_site(folder: Path, state: Path) -> Iterator[Site]:
 def config(name: str, *overrides: str) -> list[str]:
     tracking = ["tracking.log_every_steps=2", "tracking.system_interval_s=1", "tracking.drain_timeout_s=600"]
     return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *tracking, *overrides]
-
-
-def commit(project: Path) -> None:
-    """Commit all files of a folder to a new git repository."""
-    git = ["git", "-C", str(project), "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
-        subprocess.run([*git, *words], check=True)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image:
     docs_image(page, "mlflow-metrics")
 
 
-def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site, screenshots: Path) -> None:
+def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site) -> None:
     run = site.runs.run_dir("finished")
     page.goto(site.page_of("finished", "artifacts"))
     for folder in ("checkpoints", "final", "logs", "attempt-001"):
@@ -130,13 +130,12 @@ def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site, screenshots
     expect(page.get_by_text("manifest.json", exact=True)).to_be_visible()
     page.get_by_text("rank-00000.log", exact=True).click()
     expect(page.locator("code").first).to_contain_text(run.attempt(1).log(0).read_text().splitlines()[0])
-    page.screenshot(path=screenshots / "log.png")
     page.get_by_text("config.yaml", exact=True).click()
     expect(page.locator("code").first).to_contain_text("batch_size: 16")
     assert page.locator("code").first.inner_text().split() == run.config.read_text().split()
 
 
-def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site, screenshots: Path) -> None:
+def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site) -> None:
     ids = read_json(site.runs.run_dir("finished").mlflow) or {}
     page.set_viewport_size({"width": 2400, "height": 1000})  # the metrics are columns at the right
     page.goto(f"{site.url}/#/experiments/{ids['experiment_id']}/models?workflowType=machine_learning")
@@ -148,14 +147,12 @@ def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site, 
     for metric in ("eval/accuracy", "eval/loss"):
         expect(page.get_by_role("columnheader", name=metric, exact=True)).to_be_visible()
     expect(page.get_by_role("gridcell").filter(has_text=f"{best}"[:8]).first).to_be_visible()
-    page.screenshot(path=screenshots / "models.png")
     page.get_by_role("link", name=f"step-{steps[-1]:08d}", exact=True).click()
     expect(page.get_by_role("heading", name=f"step-{steps[-1]:08d}")).to_be_visible()
     expect(page.get_by_text(str(site.runs.run_dir("finished").checkpoints)).first).to_be_visible()
-    page.screenshot(path=screenshots / "checkpoint.png")
 
 
-def test_report_opens_in_the_artifact_viewer(page: Page, site: Site, screenshots: Path) -> None:
+def test_report_opens_in_the_artifact_viewer(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished", "artifacts"))
     page.get_by_text("report.html", exact=True).click()
     report = page.frame_locator("iframe")  # a sandbox
@@ -167,7 +164,6 @@ def test_report_opens_in_the_artifact_viewer(page: Page, site: Site, screenshots
     for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 27)")):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         expect(report.locator("body")).to_have_css("background-color", colour)
-        page.screenshot(path=screenshots / f"report-{scheme}.png")
 
 
 @pytest.mark.slow
@@ -196,7 +192,7 @@ def test_overview_shows_status_and_reason_of_an_unfinished_run(page: Page, site:
 
 
 def test_parent_run_of_a_sweep_expands_to_its_cells(
-    page: Page, site: Site, screenshots: Path, docs_image: Callable[[Page, str], None]
+    page: Page, site: Site, docs_image: Callable[[Page, str], None]
 ) -> None:
     page.goto(site.page_of("tune"))
     expect_status(page, "Finished")
@@ -211,7 +207,6 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(
     row.get_by_role("button").first.click()
     for cell in cells:
         expect(cell).to_be_visible()
-    page.screenshot(path=screenshots / "sweep.png")
     docs_image(page, "mlflow-sweep")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import errno
 import os
+import shutil
 import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -83,20 +82,15 @@ def test_unusable_database_is_a_warning_and_one_on_a_network_file_system_a_note(
     assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
 
 
-@pytest.mark.processes
 def test_database_of_a_killed_process_is_read(tmp_path: Path) -> None:
-    uri = create_database(tmp_path / "mlflow.db", HEAD)
-    code = """
-import os, sqlite3, sys
-connection = sqlite3.connect(sys.argv[1], isolation_level=None)
-connection.execute("pragma cache_size=5")
-connection.execute("begin")
-connection.execute("create table big (text)")
-connection.executemany("insert into big values (?)", [("x" * 1000,)] * 1000)
-os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "mlflow.db")], check=True)
-    assert (tmp_path / "mlflow.db-journal").exists()
+    create_database(tmp_path / "mlflow.db", HEAD)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as connection:
+        for command in ("pragma cache_size=5", "begin", "create table big (text)"):
+            connection.execute(command)
+        connection.executemany("insert into big values (?)", [("x" * 1000,)] * 1000)
+        shutil.copytree(tmp_path, tmp_path / "killed")
+    assert (tmp_path / "killed" / "mlflow.db-journal").exists()
+    uri = f"sqlite:///{tmp_path}/killed/mlflow.db"
     assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
 
 

@@ -87,28 +87,14 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
     )
     found = ResourceLimits.inspect(second)
     assert (found.quota, found.memory_limit_bytes, found.shm_bytes) == (1.5, GIB, None)
-    first = write_files(
-        tmp_path / "v1",
-        {
-            # In a container the path is the host's, and only its last folder is mounted.
-            "proc/self/cgroup": "4:memory:/docker/0a1b\n3:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "536870912\n",
-        },
-    )
-    found = ResourceLimits.inspect(first)
+    cpu, memory = "sys/fs/cgroup/cpu,cpuacct/cpu.cfs", "sys/fs/cgroup/memory/memory.limit_in_bytes"
+    # In a container the path is the host's, and only its last folder is mounted.
+    names = {"proc/self/cgroup": "4:memory:/docker/0a1b\n3:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/\n"}
+    limits = {f"{cpu}_quota_us": "50000\n", f"{cpu}_period_us": "100000\n", memory: "536870912\n"}
+    found = ResourceLimits.inspect(write_files(tmp_path / "v1", names | limits))
     assert (found.quota, found.memory_limit_bytes) == (0.5, GIB // 2)
-    unlimited = write_files(
-        tmp_path / "none",
-        {
-            "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        },
-    )
-    found = ResourceLimits.inspect(unlimited)
+    unlimited = {f"{cpu}_quota_us": "-1\n", memory: "9223372036854771712\n"}
+    found = ResourceLimits.inspect(write_files(tmp_path / "v1", unlimited))
     assert (found.quota, found.memory_limit_bytes) == (None, None)
     assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
 
