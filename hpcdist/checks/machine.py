@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 import hpcdist
-from hpcdist.checks.site import GIB
+from hpcdist.checks.site import GIB, version_of
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import (
     Check,
@@ -74,13 +74,6 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
     if problems := [*driver_checks(found)]:
         return checks + problems
     return [*checks, ok("driver", driver + (f", supports CUDA {cuda}" if cuda else ""))] if driver else checks
-
-
-def version_of(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:

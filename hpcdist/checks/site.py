@@ -334,12 +334,18 @@ _LATER = "training continues, and `hpcdist sync` delivers its metrics later"
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
 
 
+def version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> list[Check]:
     """Check whether a run's metrics would arrive in the store; nothing is created."""
     shown = redact_text(uri)
-    try:
-        checks = [ok("client", f"MLflow {metadata.version('mlflow')}")]
-    except metadata.PackageNotFoundError:
+    checks = [ok("client", f"MLflow {version_of('mlflow')}")]
+    if not version_of("mlflow"):
         checks = [warning("client", f"mlflow is not installed; {_LATER}", "`pip install mlflow`")]
     if (database := sqlite_path(uri)) is not None:
         return [*checks, *_sqlite(shown, database, file_system)]
