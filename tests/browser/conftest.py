@@ -37,15 +37,6 @@ def browser(chromium: str) -> Iterator[Browser]:
         yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
 
 
-@pytest.fixture(scope="session")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the screenshots: HPCDIST_SCREENSHOTS, or a temporary one."""
-    configured = os.environ.get("HPCDIST_SCREENSHOTS")
-    folder = Path(configured) if configured else tmp_path_factory.mktemp("screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @pytest.fixture(scope="package")
 def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Return finished, failed and stopped runs and a sweep, shown by `hpcdist ui`."""
@@ -54,13 +45,13 @@ def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
 
 
 @pytest.fixture
-def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """Open a page in a new browser context, and take a screenshot at the end of the test."""
     with browser.new_context(viewport={"width": 1600, "height": 1400}) as context:
         context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()
         yield page
-        page.screenshot(path=screenshots / f"{request.node.name}.png")
+        page.screenshot(path=tmp_path / "end.png")
 
 
 @pytest.fixture
