@@ -14,6 +14,7 @@ import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, TIME_FIX, read_attempts, read_checkpoints
+from hpcdist.review.text import one_line
 from hpcdist.run.folder import Attempt, RunDir, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
@@ -195,8 +196,7 @@ def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
 
 
 def quote(line: str) -> str:
-    text = " ".join(line.split())
-    return text if len(text) <= QUOTE_CHARS else text[: QUOTE_CHARS - 1] + "…"
+    return one_line(line, QUOTE_CHARS)
 
 
 #: Attempts of a finished run that are listed.
