@@ -51,7 +51,6 @@ class Engine:
         )
 
     def output(self, *arguments: str) -> str:
-        """Return the standard output of a command. Raises ImageError with its last error line."""
         done = self.run(*arguments)
         if done.returncode:
             raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done.stderr)}")
@@ -65,7 +64,6 @@ class Engine:
 
 
 def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
-    """Return the requested engine, or the first one that works on this machine."""
     if requested is not None and requested not in among:
         raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
     problems = []
@@ -127,7 +125,6 @@ class ImageFacts:
 
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
-    """Read the facts of a local image. Raises ImageError."""
     done = engine.run("image", "inspect", image)
     if done.returncode:
         error = error_line(done.stderr)
@@ -141,7 +138,7 @@ def inspect(engine: Engine, image: str) -> ImageFacts:
 
 
 def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
-    """Return the description in the answer of `image inspect`. Raises ImageError if it is not one."""
+    """Return the description in the answer of `image inspect`."""
     try:
         (found,) = parse_json(answer)
         if isinstance(found["Id"], str) and isinstance(found.get("Config") or {}, dict):
@@ -152,7 +149,7 @@ def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
 
 
 def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
-    """Return the facts in one entry of `docker image inspect` or `podman image inspect`. Raises ImageError."""
+    """Return the facts in one entry of `docker image inspect` or `podman image inspect`."""
     config = raw.get("Config") or {}
     labels, env, entrypoint = config.get("Labels") or {}, config.get("Env") or [], config.get("Entrypoint") or []
     if not (isinstance(labels, dict) and isinstance(env, list) and isinstance(entrypoint, list)):
@@ -169,7 +166,7 @@ def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
 
 
 def read_sbom(engine: Engine, facts: ImageFacts) -> str:
-    """Return an image's bill of materials in CycloneDX's JSON. Raises ImageError when the image has none."""
+    """Return an image's bill of materials in CycloneDX's JSON."""
     path = facts.labels.get(SBOM)
     if not path:
         raise ImageError(
@@ -180,7 +177,6 @@ def read_sbom(engine: Engine, facts: ImageFacts) -> str:
 
 
 def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
-    """Raise ImageError if an image is for another architecture or has another version of hpcdist."""
     here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
     if facts.architecture != here:
         raise ImageError(
@@ -213,8 +209,6 @@ _DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A base image and its digest, if one was found."""
-
     name: str  #: as the user or the Dockerfile names it, tag included
     digest: str = ""  #: `sha256:…` of its manifest in a registry
     id: str = ""  #: `sha256:…` of its config, for a local image without a registry digest
@@ -227,7 +221,6 @@ class Base:
 
 
 def default_base(dockerfile: Path) -> str:
-    """Return the base image that a Dockerfile names itself."""
     found = _DEFAULT.search(dockerfile.read_text())
     if found is None:
         raise ImageError(f"{dockerfile} names no base image (no line `ARG BASE_IMAGE=…`): restore the file")
@@ -346,7 +339,7 @@ def build_argv(engine: EngineName, build: Build) -> list[str]:
 
 
 def run(engine: Engine, command: Sequence[str]) -> None:
-    """Run a build with the engine's output on the terminal. Raises ImageError if it fails."""
+    """Run a build with the engine's output on the terminal."""
     # Debian 12's docker builds without BuildKit unless asked, and the Dockerfiles' mounts need it.
     code = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
     if code:
@@ -368,7 +361,6 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     """Write an image in another format unless the file exists; return its path and whether it was written now.
 
     A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
-    Raises UserMistake if the conversion program is missing, or the file is another user's.
     """
     # Such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix.
     stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
@@ -462,7 +454,7 @@ TRAINING = (
 
 
 def check_image(engine: Engine, image: str) -> Iterator[Check]:
-    """Yield the result of each check as soon as it is known. Raises ImageError if the image cannot be started."""
+    """Yield the result of each check as soon as it is known."""
     facts = inspect(engine, image)
     require_fit(facts)
     yield _result("digest", facts.digest)
@@ -536,8 +528,7 @@ def local_container(
 
     Args:
         own_code: whether the run imports code from `cwd`.
-        rootless_daemon: whether docker's daemon belongs to the caller. Its containers then map root to the caller, and
-            the caller's own user id to another user, who cannot write to the caller's folders.
+        rootless_daemon: whether docker's daemon belongs to the caller, whom root in its containers then is.
     """
     has_rdma = Path("/dev/infiniband").is_dir()
     may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from hpcdist.host.files import write_atomic
 
-#: Exit code of a container after the end of its step.
-ABANDONED = 143
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -38,7 +36,7 @@ def main(argv: Sequence[str], env: dict[str, str]) -> int:
     code = _follow(command, line)
     if code is None:
         print("hpcdist: the Slurm step around this container is gone: ending it", file=sys.stderr, flush=True)
-        return ABANDONED
+        return 128 + signal.SIGTERM
     write_atomic(Path(f"{base}.exit"), f"{code}\n")
     return code
 
@@ -50,7 +48,8 @@ def _follow(command: Sequence[str], line: int) -> int | None:
     for number in (*_FORWARDED, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     # Slurm sends SIGUSR2 ahead of the time limit; a rank that has no handler yet must not die of it.
-    rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_ignore_usr2)
+    ignore = lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # noqa: E731
+    rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=ignore)
     poll = select.poll()
     for descriptor in (wake, line):
         poll.register(descriptor, select.POLLIN)
@@ -67,10 +66,6 @@ def _follow(command: Sequence[str], line: int) -> int | None:
                 os.kill(rank.pid, number)  # `send_signal` would reap the rank
         if (code := _collect(rank.pid)) is not None:
             return code
-
-
-def _ignore_usr2() -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _collect(rank: int) -> int | None:

@@ -17,7 +17,6 @@ from importlib import metadata
 
 
 def main() -> None:
-    """Import all modules of hpcdist and its requirements, and print the result."""
     import hpcdist
 
     warnings.simplefilter("ignore")
@@ -42,15 +41,25 @@ def main() -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             failed[name] = "not installed"
+    import torch
+
+    from hpcdist.errors import ConfigError
+    from hpcdist.host.machine import require_compiler
+
+    no_compiler = ""
+    try:
+        require_compiler("cpu", os.environ)
+    except ConfigError as error:
+        no_compiler = str(error)
     libraries = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
     report = {
         "uid": os.getuid(),
         "versions": versions,
         "failed_imports": failed,
         "num_imports": len(modules),
-        "cuda": _cuda(),
+        "cuda": str(torch.version.cuda or ""),
         "rdma": {**{name: _loads(name) for name in libraries}, "numactl": shutil.which("numactl") is not None},
-        "compile": _compile(),
+        "compile": no_compiler,
     }
     print(json.dumps(report))
 
@@ -59,29 +68,12 @@ def _normal(distribution: str) -> str:
     return distribution.lower().replace("_", "-")
 
 
-def _cuda() -> str:
-    import torch
-
-    return str(torch.version.cuda or "")
-
-
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
         return False
     return True
-
-
-def _compile() -> str:
-    from hpcdist.errors import ConfigError
-    from hpcdist.host.machine import require_compiler
-
-    try:
-        require_compiler("cpu", os.environ)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Mount:
 
 
 def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Remove mounts that another one covers, because some runtimes cannot mount below a mount."""
+    """Remove mounts that another one covers: some runtimes cannot mount below a mount."""
     kept: list[Mount] = []
     for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
         if any(set(":,") & set(path) for path in (mount.source, mount.target)):
@@ -121,8 +121,6 @@ IGNORE_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerCommand:
-    """A command in a container: its argv, and the flags that srun needs for it."""
-
     argv: list[str]
     srun_flags: list[str] = field(default_factory=list)
 
@@ -257,7 +255,7 @@ def remove_command(spec: ContainerSpec, job_id: str) -> list[str]:
 
 
 def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to start a container from, reduced to allowed names where the container inherits it."""
+    """Return the environment to start a container from, reduced where the container inherits it."""
     if spec.runtime == "enroot":
         folder = {"ENROOT_DATA_PATH": str(Path(spec.image).parent)} if spec.unpacked else {}
         return {**_NO_LOGIN_SHELL, **env, **folder}

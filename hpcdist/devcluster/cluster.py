@@ -151,20 +151,15 @@ def remove_network(layout: Layout) -> int:
 class NodeStatus:
     name: str
     address: str
-    state: str
-    """Slurm's state, such as `idle` or `down*` (the star: it does not answer)."""
-    reason: str
-    """Why Slurm does not use the node; `none` if it does."""
+    state: str  #: of Slurm, such as `idle` or `down*` (the star: it does not answer)
+    reason: str  #: why Slurm does not use the node; `none` if it does
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a cluster; `settings` is None without one."""
-
-    settings: Settings | None
+    settings: Settings | None  #: None without a cluster
     nodes: tuple[NodeStatus, ...] = ()
-    dead: tuple[str, ...] = ()
-    """Daemons that are not running."""
+    dead: tuple[str, ...] = ()  #: daemons that are not running
     controller_answers: bool = False
 
     @property
@@ -185,9 +180,6 @@ def up(
     Args:
         changes: the requested fields of Settings; the others are those of the running cluster, or defaults.
         env: environment of apt-get, such as proxies; container runtimes are searched for on its PATH.
-
-    Raises:
-        DevClusterError: a requirement is missing, or something conflicts with the cluster.
     """
     host.require_root("up")
     with exclusive(), ExitStack() as stack:
@@ -220,7 +212,6 @@ def up(
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings to start. Raises DevClusterError if a cluster with other settings is running."""
     recorded = recorded_settings(layout)
     proctrack = "cgroup" if host.are_usable() else "linuxproc"
     requested = dataclasses.replace(recorded or Settings(proctrack=proctrack), **changes)
@@ -268,7 +259,7 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
 
 
 def _add_accounts(layout: Layout, users: list[str]) -> None:
-    """Add accounts and users, so that Slurm rejects wrong accounts like a real cluster."""
+    """Add accounts, so that Slurm rejects wrong ones like a real cluster."""
     env = client_env(layout)
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
     known = {tuple(row.split("|")) for row in rows}
@@ -282,8 +273,6 @@ def _add_accounts(layout: Layout, users: list[str]) -> None:
 
 
 def wait_for_node(settings: Settings, layout: Layout, node: str, daemon: Daemon) -> None:
-    """Wait until a node's slurmd listens and Slurm considers the node usable."""
-
     def answers() -> bool:
         try:
             socket.create_connection((settings.addresses[node], NODE_PORT), timeout=1).close()
@@ -306,7 +295,6 @@ def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
 
 
 def status(layout: Layout) -> Status:
-    """Return the status of the cluster; needs no root."""
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
@@ -315,16 +303,8 @@ def status(layout: Layout) -> Status:
     return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
 
 
-def set_grace_time(layout: Layout, seconds: int) -> None:
-    """Set the grace time of preempted jobs in the partition `main` until the next `up`."""
-    run(["scontrol", "update", "PartitionName=main", f"GraceTime={seconds}"], env=client_env(layout))
-
-
 def down(layout: Layout) -> int:
-    """Remove a cluster in any state with all its files; return the number of killed processes.
-
-    Raises DevClusterError if the state folder is not one of a dev cluster.
-    """
+    """Remove a cluster in any state with all its files; return the number of killed processes."""
     host.require_root("down")
     with exclusive():
         host.require_folder(layout)
@@ -378,7 +358,7 @@ def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
     with exclusive():
         _require_node(layout, node)
         if not keep_link:
-            _set_link(layout, node, "down")
+            run(inside(layout, HEAD, ["ip", "link", "set", node, "down"]))
         return host.kill_members([host.mounted_namespaces(layout)[node]])
 
 
@@ -392,7 +372,7 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
     require_root("node start")
     with exclusive():
         settings = _require_node(layout, node)
-        _set_link(layout, node, "up")
+        run(inside(layout, HEAD, ["ip", "link", "set", node, "up"]))
         _full_speed(layout, node)
         host.start_docker(settings, layout, [node])
         daemon = slurmd(node, own_mounts=own_mounts, rebooted=True)
@@ -401,10 +381,7 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
 
 
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None) -> None:
-    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s), or restore its full speed.
-
-    Raises DevClusterError if the value is not positive, or the kernel has no tbf.
-    """
+    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s), or restore its full speed."""
     require_root("node slow")
     if rate_mbit is not None and rate_mbit <= 0:
         raise DevClusterError(f"--rate-mbit must be > 0, got {rate_mbit:g}")
@@ -424,12 +401,7 @@ def _full_speed(layout: Layout, node: str) -> None:
         succeeds(inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
 
 
-def _set_link(layout: Layout, node: str, state: str) -> None:
-    run(inside(layout, HEAD, ["ip", "link", "set", node, state]))
-
-
 def _require_node(layout: Layout, node: str) -> Settings:
-    """Return the settings of the cluster. Raises DevClusterError if it has no such node."""
     settings = recorded_settings(layout)
     if settings is None:
         raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` creates one")

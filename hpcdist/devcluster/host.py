@@ -46,8 +46,8 @@ from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 #: Process names of Slurm's daemons.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd")
 KILL_WITHIN_S = 20.0
+#: Device and inode of a namespace.
 Namespace = tuple[int, int]
-"""Device and inode of a namespace."""
 
 
 def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
@@ -66,16 +66,11 @@ def _identity(path: Path) -> Namespace | None:
 
 
 def members(namespaces: Iterable[Namespace]) -> list[int]:
-    """Return the ids of processes in the namespaces; zombies are in none."""
     own = set(namespaces)
     return [pid for pid in psutil.pids() if _identity(Path(f"/proc/{pid}/ns/net")) in own]
 
 
 def kill_members(namespaces: Iterable[Namespace]) -> int:
-    """Kill all processes in the namespaces and return their number.
-
-    Raises DevClusterError if some are still alive after `KILL_WITHIN_S`.
-    """
     remaining = set(namespaces)
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_WITHIN_S
@@ -92,7 +87,6 @@ def kill_members(namespaces: Iterable[Namespace]) -> int:
 
 
 def _name(pid: int) -> str:
-    """Return the name of a running process, else an empty string."""
     try:
         process = psutil.Process(pid)
         return "" if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else process.name()
@@ -119,11 +113,6 @@ def _read_pid(layout: Layout, daemon: Daemon) -> int | None:
         return int(layout.pid_file(daemon.name).read_text())
     except (OSError, ValueError):
         return None
-
-
-def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:
-    namespaces = mounted_namespaces(layout)
-    return {name: members([namespaces[name]]) for name in settings.nodes if name in namespaces}
 
 
 # Run commands, start daemons and wait for them.
@@ -176,11 +165,7 @@ def start(layout: Layout, daemon: Daemon) -> None:
 def wait_until(
     condition: Callable[[], bool], problem: str, layout: Layout, daemon: Daemon, timeout_s: float = READY_WITHIN_S
 ) -> None:
-    """Wait until a condition is true.
-
-    Raises:
-        DevClusterError: `problem` after a timeout, or the daemon has ended; with the last line of the daemon's output.
-    """
+    """Wait for a condition; raise `problem` after the time limit or the daemon's end, with its last line of output."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         ended = _read_pid(layout, daemon) is not None and not is_running(layout, daemon)
@@ -194,12 +179,7 @@ def wait_until(
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the lock of `up`, `down` and `node`.
-
-    Raises:
-        DevClusterError: another process holds it for `LOCK_WITHIN_S`. After a killed `up`, its child may do so until it
-            has started the child's program.
-    """
+    """Hold the lock of `up`, `down` and `node`; after a killed `up`, its child holds it for a moment."""
     with ExitStack() as stack:
         try:
             stack.enter_context(files.exclusive(LOCK, within_s=LOCK_WITHIN_S))
@@ -234,7 +214,6 @@ def are_usable() -> bool:
 
 
 def create(settings: Settings, layout: Layout) -> None:
-    """Create and mount the cluster's cgroup, if it uses cgroups and has none yet."""
     target = layout.cgroups / FREEZER
     if settings.proctrack != "cgroup" or target.is_mount():
         return
@@ -246,7 +225,6 @@ def create(settings: Settings, layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
-    """Remove the cluster's cgroup, which contains no processes any more, and its mount."""
     if (layout.cgroups / FREEZER).is_mount():
         succeeds(["umount", str(layout.cgroups / FREEZER)])
     if not layout.cgroup_name.exists():
@@ -290,7 +268,6 @@ def _is_installed(command: str) -> bool:
 
 
 def refuse_beside_slurm(layout: Layout) -> None:
-    """Raise DevClusterError if another Slurm runs on this machine."""
     own = set(members(mounted_namespaces(layout).values()))
     for pid in psutil.pids():
         if pid not in own and (name := _name(pid)) in SLURM_DAEMONS:
@@ -301,7 +278,6 @@ def refuse_beside_slurm(layout: Layout) -> None:
 
 
 def require_namespaces() -> None:
-    """Raise DevClusterError if the kernel or the surrounding container allows no namespaces."""
     if not succeeds(["unshare", "--net", "--uts", "true"]):
         raise DevClusterError(
             "this machine does not allow root to create network namespaces: start the container with --privileged"
@@ -309,7 +285,6 @@ def require_namespaces() -> None:
 
 
 def require_cgroups(settings: Settings) -> None:
-    """Raise DevClusterError if the cluster tracks processes by cgroups, and root cannot create any."""
     if settings.proctrack == "cgroup" and not are_usable():
         raise DevClusterError(
             f"--proctrack cgroup: root cannot create cgroups of version 1 in {ROOT / FREEZER}: use"
@@ -318,7 +293,6 @@ def require_cgroups(settings: Settings) -> None:
 
 
 def require_folder(layout: Layout) -> None:
-    """Raise DevClusterError for a state folder with other files, or one that other users cannot reach."""
     if layout.state.exists() and any(layout.state.iterdir()) and not layout.settings_file.exists():
         raise DevClusterError(
             f"--state {layout.state} contains other files than a dev cluster's: choose another folder"
@@ -335,7 +309,6 @@ def require_folder(layout: Layout) -> None:
 
 
 def require_free_network(settings: Settings, layout: Layout) -> None:
-    """Raise DevClusterError if names, network or interface of the cluster are in use."""
     if taken := taken_names(HOSTS.read_text(), settings):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
     if HEAD not in mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
@@ -347,7 +320,7 @@ def require_free_network(settings: Settings, layout: Layout) -> None:
 
 
 def overlapping_route(routes: str, settings: Settings) -> str | None:
-    """Return the first of this machine's routes (`ip -json route`) that overlaps the cluster's network."""
+    """Return the first route (`ip -json route`) that overlaps the cluster's network."""
     for route in json.loads(routes):
         target, device = route["dst"], route.get("dev", "")
         if target != "default" and device != LINK:
@@ -369,10 +342,7 @@ def write_hosts(text: str) -> None:
 
 
 def install(env: Mapping[str, str]) -> None:
-    """Install Debian packages for missing commands without starting or enabling their services.
-
-    Raises DevClusterError if the installation is not possible, or fails `INSTALL_ATTEMPTS` times.
-    """
+    """Install Debian packages for missing commands without starting or enabling their services."""
     if all(map(_is_installed, COMMANDS)):
         return
     if SITE_CONF.exists():
@@ -437,13 +407,13 @@ def remove_left_policy() -> None:
 # The nodes share this machine's files. Scripts in the cluster's `bin` replace the programs of the runtimes. They select
 # the docker daemon of a node, and the folder of enroot's containers on it.
 
+#: Programs of each runtime that must be on the PATH of `up`.
 PROGRAMS = {
     "none": (),
     "apptainer": ("apptainer",),
     "docker": ("dockerd", "docker", "containerd", "runc"),
     "pyxis": ("enroot",),
 }
-"""Programs of each runtime that must be on the PATH of `up`."""
 _SOURCES = {
     "apptainer": "install the package that the project apptainer publishes for this release",
     "docker": "install Debian's package docker.io",
@@ -454,10 +424,6 @@ _HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 
 
 def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) -> dict[str, Path]:
-    """Return the runtime's programs by name.
-
-    Raises DevClusterError if some are not installed, or the plugin pyxis does not exist.
-    """
     # The caller's PATH may contain the scripts of an earlier `up`.
     folders = [*env.get("PATH", "").split(":"), *BARE_ENV["PATH"].split(":")]
     path = ":".join(folder for folder in folders if folder and Path(folder) != layout.bin)
@@ -495,11 +461,7 @@ def write_files(settings: Settings, layout: Layout, programs: Mapping[str, Path]
 def scripts(
     settings: Settings, layout: Layout, programs: Mapping[str, Path], *, may_raise_limits: bool
 ) -> dict[str, str]:
-    """Return the text of the scripts in `bin` by name.
-
-    Args:
-        may_raise_limits: whether root has CAP_SYS_RESOURCE, which it lacks in a container.
-    """
+    """Return the text of the scripts in `bin`; `may_raise_limits`: whether root has CAP_SYS_RESOURCE, as on a host."""
     if settings.runtime == "apptainer":
         # It requests all capabilities of root, and does not start without one of them.
         drop = '[ "$(id -u)" != 0 ] || export APPTAINER_DROP_CAPS="${APPTAINER_DROP_CAPS:-CAP_SYS_RESOURCE}"\n'
@@ -526,7 +488,6 @@ def scripts(
 
 
 def start_docker(settings: Settings, layout: Layout, nodes: Iterable[str]) -> None:
-    """Start the docker daemons of nodes, if the cluster has any, and wait for their answers."""
     if settings.runtime != "docker":
         return
     daemons = {node: dockerd(layout, node) for node in nodes}

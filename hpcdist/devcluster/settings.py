@@ -15,12 +15,12 @@ from hpcdist.errors import DevClusterError
 # Settings and paths of a dev cluster: values without side effects.
 
 DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
+#: Host name of the namespace with the controller, the accounting daemon and the bridge.
 HEAD = "devcluster-head"
-"""Host name of the namespace with the controller, the accounting daemon and the bridge."""
+#: Name of this machine on the nodes, for example for a tracking server.
 HOST = "devcluster-host"
-"""Name of this machine on the nodes, for example for a tracking server."""
+#: The only network interface that the cluster adds to this machine.
 LINK = "hpcdist0"
-"""The only network interface that the cluster adds to this machine."""
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
 PROCTRACK = ("cgroup", "linuxproc")
@@ -35,22 +35,14 @@ class Settings:
     """Settings of a cluster. Raises DevClusterError for invalid values."""
 
     num_nodes: int = 4
-    cpus_per_node: int = 8
-    """Number that Slurm assumes; may exceed that of the machine."""
-    gpus_per_node: int = 2
-    """Number of fake GPUs, which Slurm counts and assigns."""
-    memory_mb: int = 32768
-    """Memory that Slurm assumes, in MiB; not enforced."""
-    grace_time_s: int = 0
-    """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
-    proctrack: str = "cgroup"
-    """How Slurm finds the processes of a step: `cgroup` as in production, or `linuxproc`, which needs no cgroups."""
-    runtime: str = "none"
-    """Container runtime that the nodes have beside Slurm."""
-    pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"
-    """File of the plugin pyxis, which must be built for the installed Slurm; used with the runtime `pyxis` only."""
-    subnet: str = "10.213.77.0/24"
-    """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
+    cpus_per_node: int = 8  #: that Slurm assumes; may exceed those of the machine
+    gpus_per_node: int = 2  #: fake ones, which Slurm counts and assigns
+    memory_mb: int = 32768  #: MiB that Slurm assumes; not enforced
+    grace_time_s: int = 0  #: between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts
+    proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
+    runtime: str = "none"  #: container runtime that the nodes have beside Slurm
+    pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"  #: must be built for the installed Slurm
+    subnet: str = "10.213.77.0/24"  #: private IPv4 network of the nodes; must not overlap others of this machine
 
     def __post_init__(self) -> None:
         for name, least in {"num_nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "memory_mb": 1}.items():
@@ -85,7 +77,7 @@ class Settings:
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def batch(self, name: str, device: str) -> str:
-        """Return the commands of `ip -batch -` that give a device the address of a name."""
+        """Return commands of `ip -batch -`."""
         return f"addr add {self.addresses[name]}/{self.network.prefixlen} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
@@ -286,28 +278,23 @@ def taken_names(text: str, settings: Settings) -> list[str]:
 
 # The commands of a dev cluster as pure functions: argument lists, and input of `ip -batch -`.
 
+#: Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins.
 PACKAGES = (
     *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
     *("munge", "mariadb-server", "iproute2"),
 )
-"""Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins."""
 SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
+#: Commands that a cluster needs.
 COMMANDS = (
     *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),
     *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
     *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
 )
-"""Commands that a cluster needs."""
-
+#: Environment of every command, because a caller inside a Slurm job has conflicting variables.
 BARE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-"""Environment of every command, because a caller inside a Slurm job has conflicting variables."""
-
 BRIDGE = "br0"
+#: The bridge's end of the link to this machine.
 HOST_PORT = "host"
-"""The bridge's end of the link to this machine."""
-
-#: `ip netns exec` would remount /sys, and the cgroup mounts below it with it; nsenter leaves the mounts alone.
-_ENTER = 'hostname "$0" && exec "$@"'
 _DAEMON = 'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"'
 
 
@@ -315,27 +302,21 @@ _DAEMON = 'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec
 class Daemon:
     """A process that lives as long as the cluster does."""
 
-    name: str
-    """Unique; the name of its log and pid file."""
-    node: str
-    """The node of its network namespace and host name."""
+    name: str  #: of its log and pid file
+    node: str  #: of its network namespace and host name
     argv: tuple[str, ...]
-    own_mounts: bool = False
-    """Whether it has its own mount namespace."""
+    own_mounts: bool = False  #: whether it has its own mount namespace
 
 
 def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
-    """Wrap a command to run in the network namespace of a node or the head."""
+    """Wrap a command to run in the network namespace of a node or the head.
+
+    `ip netns exec` would remount /sys, and the cgroup mounts below it with it; nsenter leaves the mounts alone.
+    """
     return ["nsenter", f"--net={layout.namespace(name)}", *argv]
 
 
-def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
-    """Wrap a command to run with the network and the host name of a node."""
-    return inside(layout, name, ["unshare", "--uts", "sh", "-c", _ENTER, name, *argv])
-
-
 def daemon_command(layout: Layout, spec: Daemon) -> list[str]:
-    """Return the command that starts a daemon in its own session and writes its pid file."""
     shell = ["sh", "-c", _DAEMON, spec.node, str(layout.pid_file(spec.name)), *spec.argv]
     mounts = ["--mount", "--propagation=slave"] if spec.own_mounts else []
     return ["setsid", "--fork", *inside(layout, spec.node, ["unshare", "--uts", *mounts, *shell])]
@@ -390,13 +371,13 @@ def dockerd(layout: Layout, node: str) -> Daemon:
 
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
-    """Return all daemons of a cluster in the order of their start."""
+    """Return the daemons in the order of their start."""
     docker = [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
     return [munged(layout), mariadbd(layout), SLURMDBD, SLURMCTLD, *docker, *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:
-    """Return the whole environment of daemons, so that the caller's environment reaches neither them nor jobs."""
+    """Return the whole environment of daemons: the caller's reaches neither them nor jobs."""
     return {
         **BARE_ENV,
         "PATH": f"{layout.bin}:{BARE_ENV['PATH']}",

@@ -90,17 +90,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def local_sources(request: NodeRequest) -> Path:
-    """Return the folder with hpcdist that the ranks import."""
     return Path(request.folder or Path(request.sources).parent) / Path(request.sources).name
 
 
 def prepare(request: NodeRequest) -> bool:
-    """Make sure that complete copies are on the local disk; returns whether the environment had to be copied.
-
-    Raises:
-        CopyError: the local folder belongs to someone else, a program is missing, or the archive is damaged.
-        OSError: the copy cannot be written.
-    """
+    """Make sure that complete copies are on the local disk; returns whether the environment had to be copied."""
     if not request.folder:
         return False
     folder = Path(request.folder)
@@ -125,10 +119,7 @@ def prepare(request: NodeRequest) -> bool:
 
 
 def start_python(request: NodeRequest) -> dict[str, Any]:
-    """Start the environment's Python once and return its versions.
-
-    Raises CopyError if it does not start, or is too old.
-    """
+    """Start the environment's Python once and return its versions."""
     env = {**os.environ, "PYTHONPATH": str(local_sources(request))}
     try:
         done = subprocess.run(
@@ -208,12 +199,7 @@ def _unpack(archive: Path, target: Path) -> str:
 
 
 def relocate(copy: Path, prefix: str, target: Path) -> None:
-    """Change the paths in a copied virtual environment to its new place.
-
-    Args:
-        copy: the files, which will be renamed to `target`.
-        prefix: the folder of the original, empty if it is not known.
-    """
+    """Change the paths of the original's folder, if that is known, in a copy that will be renamed to `target`."""
     settings = copy / "pyvenv.cfg"
     if (copy / "base" / "bin").is_dir() and settings.is_file():
         lines = settings.read_text().splitlines()
@@ -234,7 +220,6 @@ def relocate(copy: Path, prefix: str, target: Path) -> None:
 
 
 def _remove_unused(folder: Path, max_age_s: float) -> None:
-    """Remove copies that no process uses and that have not been requested for a time."""
     before = time.time() - max_age_s
     for copy in filter(Path.is_dir, folder.iterdir()):
         listing = _listing(folder, copy.name)

@@ -92,7 +92,6 @@ _SKIPPED = frozenset({CACHE, ".venv", ".git"})
 
 
 def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
-    """Return what prevents uv from building the environment of a project: no lock file, or no uv."""
     key = "cluster.environment.path"
     if not (project / LOCK).is_file() or not (project / _PROJECT).is_file():
         return [
@@ -104,10 +103,7 @@ def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
 
 
 def uv_fingerprint(project: Path, uv_args: Sequence[str]) -> str:
-    """Return a digest of all that determines the environment: the lock, uv's options, the processor, local packages.
-
-    Raises UserMistake if the lock file cannot be read.
-    """
+    """Return a digest of all that determines the environment: the lock, uv's options, the processor, local packages."""
     found = hashlib.sha256(repr((list(uv_args), platform.machine())).encode())
     for name in (LOCK, _PROJECT, ".python-version"):
         if (file := project / name).is_file():
@@ -133,8 +129,7 @@ def _local_packages(project: Path) -> Iterator[Path]:
 def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str, str]) -> None:
     """Create the environment of a project in a new folder, with exactly the locked versions.
 
-    The project itself is not installed, because ranks import the run's copy of the code. Raises UserMistake if uv
-    fails.
+    The project itself is not installed, because ranks import the run's copy of the code.
     """
     uv = uv_program(env)
     if uv is None:  # a job that packs again may run on another machine than `submit`
@@ -151,7 +146,7 @@ def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str,
 
 
 def uv_program(env: Mapping[str, str]) -> str | None:
-    """Return the program uv: of the search path, or the one installed beside this Python."""
+    """Return uv of the search path, or the one installed beside this Python."""
     own = os.path.dirname(sys.executable)
     return shutil.which("uv", path=os.pathsep.join([env.get("PATH", os.defpath), own]))
 
@@ -177,14 +172,7 @@ def store_of(runs_dir: Path) -> Path:
 
 
 def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str]) -> Packed:
-    """Return the packed form of an environment; create it if there is none of the same content.
-
-    Environments that have not been used for `max_age_days` are removed.
-
-    Raises:
-        UserMistake: uv fails, or the environment's Python does not start.
-        OSError: the archive cannot be written.
-    """
+    """Return the packed form of an environment, created if there is none of the same content; remove unused ones."""
     make_private(store := store_of(runs_dir))
     source = Path(environment.path)
     digest = uv_fingerprint(source, environment.uv_args) if environment.kind == "uv" else fingerprint(source)
@@ -284,7 +272,7 @@ class Interpreter:
 
 
 def interpreter(environment: Path, python: str) -> Interpreter:
-    """Return the Python of a virtual environment, by starting it. Raises UserMistake if it does not start."""
+    """Return the Python of a virtual environment, by starting it."""
     program = environment / "bin" / python
     try:
         done = subprocess.run([program, "-I", "-c", _PROBE], capture_output=True, text=True, check=True)
@@ -296,12 +284,7 @@ def interpreter(environment: Path, python: str) -> Interpreter:
 
 
 def write_archive(environment: Path, python: Interpreter, target: Path) -> None:
-    """Write a virtual environment to `target`, a tar archive compressed by zstd.
-
-    Raises:
-        UserMistake: zstd is not installed.
-        OSError: the archive cannot be written.
-    """
+    """Write a virtual environment to `target`, a tar archive compressed by zstd."""
     if shutil.which("zstd") is None:
         raise UserMistake("cluster.environment: packing needs the program zstd: install it, or set stage=false")
     partial = target.with_name(f".{target.name}.{os.getpid()}")

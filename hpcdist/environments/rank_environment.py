@@ -67,10 +67,7 @@ def has_modules(env: Mapping[str, str]) -> bool:
 
 
 def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment after loading modules in `env`.
-
-    Raises UserMistake if a module cannot be loaded, or this machine has no environment modules.
-    """
+    """Return the environment after loading modules in `env`."""
     done = run_within(["bash", "-c", _LOAD, "bash", *names], LOAD_S, env=env)
     output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
     if done.returncode == _NO_MODULES:
@@ -103,17 +100,12 @@ class RankEnvironment:
 
 
 def is_packed(environment: EnvironmentConfig) -> bool:
-    """Return whether an environment is prepared in `runs_dir` before it is used."""
+    """Whether it is prepared in `runs_dir` before it is used."""
     return environment.kind == "uv" or (environment.stage and environment.kind == "venv")
 
 
 def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str, str]) -> None:
-    """Pack the environment of runs and record it in the run folders, so that later changes do not affect these runs.
-
-    Raises:
-        UserMistake: the environment cannot be built or packed.
-        OSError: the archive cannot be written.
-    """
+    """Pack the environment of runs and record it in the run folders, so that later changes do not affect these runs."""
     if not is_packed(config.cluster.environment):
         for run in runs:
             run.rank_environment.unlink(missing_ok=True)
@@ -124,11 +116,7 @@ def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str,
 
 
 def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> RankEnvironment:
-    """Return the environment of a run's ranks in a job: the supervisor's Python without `cluster.environment`.
-
-    Raises UserMistake if modules cannot be loaded, the environment cannot be packed, or `local_dir` has unknown
-    variables.
-    """
+    """Return the environment of a run's ranks in a job: the supervisor's Python without `cluster.environment`."""
     environment = config.cluster.environment
     if environment.kind == "none":
         return RankEnvironment(python=sys.executable, env=env)
@@ -194,10 +182,7 @@ def activated(env: Mapping[str, str], root: Path) -> dict[str, str]:
 
 
 def expanded(folder: str, env: Mapping[str, str]) -> str:
-    """Return a path with the values of variables such as `$TMPDIR`.
-
-    Raises UserMistake if a variable is not set, or the result is not an absolute path.
-    """
+    """Return an absolute path with the values of variables such as `$TMPDIR`."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1].strip("{}")
@@ -241,9 +226,7 @@ COPY_S = 1800.0
 def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, env: Mapping[str, str]) -> None:
     """Prepare the environment on nodes of a job, and record it with its versions in the run folder.
 
-    Raises:
-        UserMistake: a retry cannot help: a node lacks a program or space, or the environment does not fit.
-        HpcdistError: a node does not answer, or cannot read the archive.
+    Raises UserMistake where a retry cannot help, as for a node without space, and HpcdistError where it may.
     """
     if environment.request is None:
         return
@@ -262,11 +245,7 @@ def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, en
 
 
 def check_answers(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], python: str, message: str) -> None:
-    """Raise an error if a node has not prepared the environment, or if it does not fit this hpcdist.
-
-    Args:
-        message: the last line of srun's error output.
-    """
+    """Raise an error if a node has not prepared the environment, with srun's last message, or if it does not fit."""
     problems: dict[str, list[str]] = {}
     may_pass = True
     for node in nodes:
@@ -301,17 +280,12 @@ def _unfit(facts: Mapping[str, Any], python: str) -> str:
 
 
 def require_torch(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> None:
-    """Raise ConfigError if the ranks use this Python, and it has no torch. `env` has the variables of the ranks."""
     if problems := torch_problems(config, env, on_slurm=on_slurm):
         raise ConfigError(problems)
 
 
 def torch_problems(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> list[str]:
-    """Return the missing torch of ranks that use this Python, with its fix.
-
-    Scripts are not checked: they import the packages that they need themselves. In containers and with
-    `cluster.environment`, ranks on Slurm have a Python of their own.
-    """
+    """Return the missing torch of ranks that use this Python; scripts import the packages that they need themselves."""
     has_own_python = on_slurm and (config.container.runtime != "none" or config.cluster.environment.kind != "none")
     if config.trainer.script or has_own_python or _has_torch({**env, **config.launch.env}):
         return []
@@ -333,7 +307,6 @@ def _has_torch(env: Mapping[str, str]) -> bool:
 
 
 def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
-    """Return the mistakes in the environment of the ranks that this machine can find, each with its key and fix."""
     environment = config.cluster.environment
     path = Path(environment.path)
     found = []
@@ -349,10 +322,7 @@ def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
 
 
 def module_problems(config: Config, env: Mapping[str, str]) -> list[str]:
-    """Return why the modules cannot be loaded on this machine; no problem if it has no environment modules.
-
-    Nothing is checked with `cluster.setup`, whose commands run in the job only.
-    """
+    """Return why the modules cannot be loaded on this machine; no problem if it has no environment modules."""
     names = config.cluster.environment.modules
     env = {**env, **config.cluster.env}
     # Commands of the job, such as `module use`, may change which modules exist.

@@ -10,8 +10,6 @@ from slurm_cluster import DevCluster, dev_cluster
 from slurm_faults import SUBJECTS, Cell, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns, create_database
 
-from hpcdist.devcluster import cluster
-
 #: Time limit of a test; the first one may have to build a container image.
 TEST_TIMEOUT_S = 1200
 
@@ -70,5 +68,5 @@ def scene(
     devcluster = slurm_runs.cluster
     yield FaultScene(slurm_runs, subject, slurm_control, cell)
     if "grace_s" in request.fixturenames:
-        cluster.set_grace_time(devcluster.layout, 0)
+        devcluster.set_grace_time(0)
     devcluster.restore_nodes()

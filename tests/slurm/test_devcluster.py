@@ -72,7 +72,7 @@ def test_killed_node_is_marked_down_and_can_be_restarted(devcluster: DevCluster)
     devcluster.wait_job_state(job, "RUNNING")
     done = devcluster.hpcdist("devcluster", "node", "kill", "n4")
     assert done.returncode == 0, done.stderr
-    assert host.node_members(devcluster.layout, devcluster.settings)["n4"] == []
+    assert devcluster.node_members()["n4"] == []
     assert cluster.status(devcluster.layout).dead == ("slurmd-n4",)
     devcluster.wait_until(lambda: state() == "down*", "Slurm marks the node as down")
     assert devcluster.job(job)["JobState"] == "NODE_FAIL"

@@ -179,9 +179,9 @@ DRAINED = "bad DIMM in slot 4"
 
 @pytest.fixture
 def grace_s(devcluster: DevCluster) -> Iterator[None]:
-    cluster.set_grace_time(devcluster.layout, 7)
+    devcluster.set_grace_time(7)
     yield
-    cluster.set_grace_time(devcluster.layout, 0)
+    devcluster.set_grace_time(0)
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ def boxed(request: pytest.FixtureRequest, runtime: RuntimeCase) -> Iterator[Faul
     runs, control = (request.getfixturevalue(f"{owner}_{what}") for what in ("runs", "control"))
     yield FaultScene(runs, runtime_cases.subject_of(runtime), control, Cell(fault="", trainer=runtime.name))
     if "grace_s" in request.fixturenames:
-        cluster.set_grace_time(runs.cluster.layout, 0)
+        runs.cluster.set_grace_time(0)
     runs.cluster.restore_nodes()
     runtime.restore()
 
@@ -336,7 +336,7 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
 @pytest.mark.parametrize("grace_s", [0, 20])
 @every_runtime
 def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> None:
-    cluster.set_grace_time(boxed.cluster.layout, grace_s)
+    boxed.cluster.set_grace_time(grace_s)
     with boxed.cluster.kill_wait(30):
         boxed.submit_held(f"preemption, grace {grace_s}")
         high = boxed.cluster.start_high_priority_job("--nodes=4")

@@ -281,7 +281,7 @@ def test_ranks_save_on_slurms_signal_before_the_supervisor_requests_a_stop(scene
 @pytest.mark.faults
 @pytest.mark.parametrize("grace_s", [0, 20])
 def test_preempted_job_saves_and_resumes(scene: FaultScene, grace_s: int) -> None:
-    cluster.set_grace_time(scene.cluster.layout, grace_s)
+    scene.cluster.set_grace_time(grace_s)
     scene.submit_held(f"preemption, grace {grace_s}")
     high = scene.cluster.start_high_priority_job("--nodes=4")
     scene.runs.wait_stop_request(scene.name)

@@ -21,7 +21,6 @@ from slurm_cluster import DevCluster
 from slurm_faults import FaultScene
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.devcluster.host import node_members
 from hpcdist.environments.rank_environment import has_modules, user_folder
 from hpcdist.host.files import read_json
 from hpcdist.rank.processes import PARENT_MODULE
@@ -307,7 +306,7 @@ def slurm_output(devcluster: DevCluster, job: str) -> dict[str, str]:
 
 
 def rank_environments(devcluster: DevCluster) -> list[str]:
-    on_nodes = {pid for pids in node_members(devcluster.layout, devcluster.settings).values() for pid in pids}
+    on_nodes = {pid for pids in devcluster.node_members().values() for pid in pids}
     ranks = [found for pid, found in processes().items() if pid in on_nodes and "hpcdist.rank.worker" in found[0]]
     return [environ for command, environ in ranks if "srun" not in command.split("\0")[0]]
 

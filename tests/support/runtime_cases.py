@@ -21,7 +21,6 @@ from slurm_faults import DDP, FaultScene, Subject
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
-from hpcdist.devcluster import host, settings
 from hpcdist.devcluster import settings as devcluster_settings
 
 # --- A docker daemon on every node of the dev cluster, as on a real one, and a client that uses the node's own daemon
@@ -87,7 +86,8 @@ class DockerNodes:
             "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
         ]  # fmt: skip
         with at.with_suffix(".log").open("ab") as log:
-            command = ["setsid", "--fork", *settings.on_node(self.cluster.layout, node, daemon)]
+            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *daemon]
+            command = ["setsid", "--fork", *devcluster_settings.inside(self.cluster.layout, node, named)]
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
         try:
             wait_for(lambda: self.docker(node, "version").returncode == 0, "dockerd to answer", timeout_s=60)
@@ -329,7 +329,7 @@ def _restart(cluster: DevCluster) -> None:
 # --- what a job leaves
 def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
     """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
-    members = host.node_members(cluster.layout, cluster.settings)
+    members = cluster.node_members()
     names = [_name(pid) for pids in members.values() for pid in pids]
     return [*(name for name in names if name and name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
 
@@ -339,7 +339,7 @@ def container_mounts(cluster: DevCluster) -> set[str]:
 
     Those in the store of the container tests, which may run at the same time, are left out.
     """
-    members = host.node_members(cluster.layout, cluster.settings)
+    members = cluster.node_members()
     found = set()
     for pid in ("self", *(pid for pids in members.values() for pid in pids)):
         with suppress(OSError):  # the process has ended

@@ -90,6 +90,15 @@ class DevCluster:
             conf.write_text(before)
             self.run("scontrol", "reconfigure")
 
+    def set_grace_time(self, seconds: int) -> None:
+        """Set the grace time of preempted jobs in the partition `main` until the next `up`."""
+        self.run("scontrol", "update", "PartitionName=main", f"GraceTime={seconds}")
+
+    def node_members(self) -> dict[str, list[int]]:
+        """Return the process ids of each node that is up."""
+        namespaces = host.mounted_namespaces(self.layout)
+        return {name: host.members([namespaces[name]]) for name in self.settings.nodes if name in namespaces}
+
     def cancel_all(self) -> None:
         """Cancel all jobs and wait until the queue is empty."""
         # --array: once the last task of an array has ended, Slurm 22.05 rejects the ids of the other tasks.

@@ -85,7 +85,7 @@ class FaultScene:
     def kill_node(self, node: str) -> None:
         """Simulate a power failure of a node, then release the ranks, so that the other ranks notice it."""
         cluster.kill_node(self.cluster.layout, node)
-        assert host.node_members(self.cluster.layout, self.cluster.settings)[node] == []
+        assert self.cluster.node_members()[node] == []
         self.release()
 
     def steps(self) -> str:
@@ -96,7 +96,7 @@ class FaultScene:
         """Kill the slurmstepd of the ranks on a node, but not the ranks."""
         (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
         step = f"slurmstepd: [{number}]".encode()
-        members = host.node_members(self.cluster.layout, self.cluster.settings)[node]
+        members = self.cluster.node_members()[node]
         (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to end")

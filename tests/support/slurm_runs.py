@@ -13,7 +13,6 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
-from hpcdist.devcluster.host import node_members
 from hpcdist.host.files import read_json
 from hpcdist.rank.processes import shown_place
 from hpcdist.review.ledger import Ledger, read_ledger
@@ -192,7 +191,7 @@ class SlurmRuns(Runs):
 
     def processes(self, name: str) -> list[str]:
         """Return the command lines on the nodes that contain the run's folder: ranks, supervisor, srun."""
-        members = node_members(self.cluster.layout, self.cluster.settings)
+        members = self.cluster.node_members()
         commands = [_command(pid) for pids in members.values() for pid in pids]
         return [command for command in commands if str(self.run_dir(name).path) in command]
 
