@@ -216,7 +216,7 @@ class Base:
 
     @property
     def reference(self) -> str:
-        """The name to build from, with the digest if it is known."""
+        """The name to build from."""
         return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
 
 

@@ -90,7 +90,6 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
 
 
 def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
-    """Return the mistakes in a run's container settings that this machine can find: one line each, with key and fix."""
     container, image = config.container, config.container.image
     found = [
         f"container.mounts: {mount.source} does not exist here; mount folders that only the nodes have by"
@@ -135,7 +134,6 @@ def _check_path(runtime: str, image: str) -> None:
 
 def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
     """Start the image once on this machine, if it has such a runtime."""
-    command = image_probe_command(spec)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
     if shutil.which(tool, path=env.get("PATH")) is None:
         return
@@ -145,7 +143,7 @@ def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
             f"container.image: {spec.image} is not in {spec.runtime}'s store on this machine ({error}): build or load"
             " it, or set container.check_image=false if only the nodes have it"
         )
-    done = run_within(command.argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
+    done = run_within(image_probe_command(spec).argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
     _, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
@@ -252,18 +250,14 @@ def image_probe_command(spec: ContainerSpec) -> ContainerCommand:
 
 
 def image_probe_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `image_probe_command`, without PYTHONPATH: the image's own code is examined."""
+    """Return the environment of the probe, without PYTHONPATH: the image's own code is examined."""
     return {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
 
 
 def probe_outcome(
     spec: ContainerSpec, output: str, errors: str, machine: str
 ) -> tuple[dict[str, Any] | None, str, bool]:
-    """Interpret the output of `image_probe_command` on one machine.
-
-    Returns:
-        The facts (None if the image did not start), the problem (empty if there is none), whether a retry may help.
-    """
+    """Return the facts of the probe (None if the image did not start), the problem, and whether a retry may help."""
     match = _FACTS.search(output)
     if match is None:
         problem, may_pass = _start_problem(spec, errors, machine)
@@ -298,7 +292,7 @@ def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str,
         return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
     if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
         return f"{spec.image} is not on {machine}: {_last(lines)}", False
-    if fix := _fix(text):
+    if fix := next((fix for pattern, fix in _FIXES if re.search(pattern, text)), ""):
         return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False
     if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
         return f"{spec.image} cannot be started on {machine}, or has no {spec.python} in it: {_last(lines)}", False
@@ -317,13 +311,9 @@ def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
             return None
     elif code <= 0 or not _MESSAGES[runtime].search(last):
         return None
-    fix = _fix(last)
+    fix = next((fix for pattern, fix in _FIXES if re.search(pattern, last)), "")
     error = f"{runtime} could not start the container (exit code {code}): {last}"
     return f"{error}: {fix}" if fix else error, not fix and not (runtime in DETACHED and code != 125)
-
-
-def _fix(text: str) -> str:
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
 
 
 def _own_lines(text: str) -> list[str]:
@@ -388,7 +378,7 @@ def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
 
 
 def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
-    """Interpret the output of `srun --label` with one probe per node; return the facts of the first node."""
+    """Return the facts of the first node from the output of `srun --label` with one probe per node."""
     answers: dict[str, dict[str, Any]] = {}
     problems: dict[str, list[str]] = {}
     passing = True
@@ -450,7 +440,6 @@ class ContainerSteps(NoContainers):
     """The containers of a job from one start of its batch script to the next requeue.
 
     Args:
-        het: whether the job is heterogeneous: several components, each with its own nodes.
         present: returns the nodes of the job on which steps can run, if these may not be all.
     """
 
@@ -463,12 +452,9 @@ class ContainerSteps(NoContainers):
         het: bool = False,
         present: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._spec = spec
-        self._run = run
-        self._env = dict(env)
-        self._het = het
+        self._spec, self._run, self._env = spec, run, dict(env)
+        self._het, self._present = het, present
         self._checked = False
-        self._present = present
         #: Whether a signal to a step, also of an earlier supervisor, may have ended pyxis' work on its containers.
         self._interrupted = True
 
@@ -579,5 +565,4 @@ class ContainerSteps(NoContainers):
 
 def _with_signal(code: int) -> int:
     """Return an exit code of a shell, 128 + a signal, as the negative signal."""
-    known = code > 128 and code - 128 in {int(number) for number in signal.Signals}
-    return 128 - code if known else code
+    return 128 - code if code - 128 in set(signal.Signals) else code
