@@ -184,16 +184,12 @@ def test_torch_is_required_and_must_fit_torchvision_and_driver(monkeypatch: pyte
 
 
 @pytest.mark.processes
-def test_two_ranks_pass_on_this_machine() -> None:
+def test_two_ranks_pass_and_a_failing_or_slow_trial_has_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (check,) = trial_checks("cpu", 2, os.environ)
     assert (check.name, check.level) == ("2 ranks, gloo", "ok"), check
     assert "checks passed" in check.text
-
-
-@pytest.mark.processes
-def test_failing_trial_has_the_cause_and_a_slow_one_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     (check,) = trial_checks("cpu", 2, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (check.level, "libcudart.so.13: cannot open" in check.text) == ("failure", True), check

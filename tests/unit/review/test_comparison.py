@@ -31,7 +31,7 @@ def sentence(before: Any, after: Any, **options: Any) -> str:
     return compare_values(before, after, **options).sentence
 
 
-def test_equal_values_do_not_differ() -> None:
+def test_equal_and_measured_values_do_not_differ() -> None:
     before = {"train/loss": LOSS, "eval/auc": {10: math.nan}, "train/samples_per_s": {1: 9.0}}
     after = {"train/loss": dict(LOSS), "eval/auc": {10: math.nan}, "train/samples_per_s": {1: 4.0}}
     assert compare_values(before, after).is_equal
@@ -44,6 +44,12 @@ def test_equal_values_do_not_differ() -> None:
         (math.nan, 1.0, 0.0, False),
     ):
         assert compare_values({"a": {1: one}}, {"a": {1: other}}, tolerance=tolerance).is_equal is equal
+    measured = ["system/cpu_utilization_percentage", "time/step_s", "pipeline/bubble", "pipeline/busy_s/stage_1"]
+    measured += ["attempt", "train/tokens_per_s", "train_samples_per_second", "train_runtime", "eval/after_s"]
+    repeated = ["train/loss", "samples", "loss", "class", "time_series/loss", "pipeline/bubble_in_theory"]
+    keys = [*measured, *repeated]
+    assert [key for key in keys if is_measured(key)] == measured
+    assert all(is_measured(key, ["*"]) for key in keys)
 
 
 def test_first_difference_missing_values_and_a_paused_rerun() -> None:
@@ -73,15 +79,6 @@ def test_first_difference_missing_values_and_a_paused_rerun() -> None:
     assert not compare_values(before, {"loss": LOSS}, until=6).is_equal
     further = {"loss": {**LOSS, 11: 0.0}}
     assert compare_values({"loss": LOSS}, further).is_equal, "the rerun may train longer than a run that was stopped"
-
-
-def test_measured_metrics_are_known_by_name() -> None:
-    measured = ["system/cpu_utilization_percentage", "time/step_s", "pipeline/bubble", "pipeline/busy_s/stage_1"]
-    measured += ["attempt", "train/tokens_per_s", "train_samples_per_second", "train_runtime", "eval/after_s"]
-    repeated = ["train/loss", "samples", "loss", "class", "time_series/loss", "pipeline/bubble_in_theory"]
-    keys = [*measured, *repeated]
-    assert [key for key in keys if is_measured(key)] == measured
-    assert all(is_measured(key, ["*"]) for key in keys)
 
 
 def test_data_versions_and_sources_that_differ_are_named() -> None:

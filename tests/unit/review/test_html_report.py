@@ -238,7 +238,9 @@ def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
     assert [tag for tag, _ in Elements(page).found].count("polyline") == 24
 
 
-def test_figures_are_read_as_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_are_read_as_written_and_histograms_count_each_value_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     figures = [
         Matrix(title="m", row_label="r", column_label="c", names=["a", "b"], values=[[1, 2], [3, 4]], step=7),
         Curves(title="k", x_label="x", y_label="y", lines={"one": [[0, 1], [1, 2]]}, step=7),
@@ -251,6 +253,11 @@ def test_figures_are_read_as_written(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert read_figures(tmp_path / "nowhere") == ([], [])
     write_figure(tmp_path / "figures" / "f0.json", "f", figures[3])
     assert "f.json cannot be written" in caplog.text
+    found = histogram("h", [1.0, 2.0, 3.0, 3.0], x_label="x", y_label="y")
+    assert (sum(found.counts), found.edges[0], found.edges[-1]) == (4, 1.0, 3.0)
+    equal = histogram("h", [5.0, 5.0], x_label="x", y_label="y")
+    assert equal.counts == [2.0]
+    assert equal.edges[0] < equal.edges[1]
 
 
 def test_other_content_is_no_figure(tmp_path: Path) -> None:
@@ -275,11 +282,3 @@ def test_other_content_is_no_figure(tmp_path: Path) -> None:
         found, (problem,) = read_figures(tmp_path)
         assert found == [], content
         assert problem.startswith("figures/one.json is not a figure: ")
-
-
-def test_histogram_counts_each_value_once() -> None:
-    found = histogram("h", [1.0, 2.0, 3.0, 3.0], x_label="x", y_label="y")
-    assert (sum(found.counts), found.edges[0], found.edges[-1]) == (4, 1.0, 3.0)
-    equal = histogram("h", [5.0, 5.0], x_label="x", y_label="y")
-    assert equal.counts == [2.0]
-    assert equal.edges[0] < equal.edges[1]
