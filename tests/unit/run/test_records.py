@@ -139,9 +139,9 @@ def test_interpolation_in_a_run_config_is_never_resolved(
         assert (found.tracking.uri, found.experiment) == (f"http://evil/{text}", "hunter2" if overrides else "digits")
 
 
-# --- Parameters of a run: those of a shipped trainer, of a trainer of the user's own, and of a script.
+# --- Parameters of a run: those of a trainer of the user's own, and of a script.
 def parameters_of(tmp_path: Path, yaml: str, *overrides: str, changed: str = "") -> dict[str, Any]:
-    """Return the parameters of a run that was started with a YAML and overrides, and has `changed` a key."""
+    """Return the parameters of a run of a YAML and overrides, in whose config an override is `changed` later."""
     config = tmp_path / "mine.yaml"
     config.write_text(yaml)
     run = RunDir.create(tmp_path / "runs" / "digits" / "first")

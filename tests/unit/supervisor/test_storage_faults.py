@@ -25,6 +25,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
+from hpcdist.supervisor import children
 from hpcdist.supervisor import supervisor as notifier
 from hpcdist.supervisor.children import ShipperProcess
 
@@ -234,15 +235,20 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
 
 
 @pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
-def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scene, shipper: list[str]) -> None:
+def test_missing_records_in_mlflow_are_reported_without_the_password(
+    scene: Scene, shipper: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene.tracking = {"drain_timeout_s": 0.1}
+    if is_slow := shipper != ["false"]:
+        monkeypatch.setattr(children, "FIRST_NOTE_S", 0.01)
     scene.shipper = shipper
     scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
     scene.script(first=[[*DONE], EXIT_0])
     assert scene.supervise().status == "finished"
     assert scene.report.notes == [
+        *["uploading to MLflow"] * is_slow,
         "MLflow at http://ada:***@mlflow:5000 has not received all records (see shipper.log); none are lost:"
-        " `hpcdist sync first` ships the rest"
+        " `hpcdist sync first` ships the rest",
     ]
 
 
