@@ -159,7 +159,7 @@ def _store(request: Request) -> list[Check]:
     if not request.store:
         return [warning("store", request.store_problem)]
     database = sqlite_path(request.store)
-    kind = host_storage.file_system(host_storage.existing(database)) if database is not None else ""
+    kind = host_storage.mount_of(host_storage.existing(database))[0] if database is not None else ""
     return site.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
 
 

@@ -83,7 +83,6 @@ def parse_object(text: str | bytes, *keys: str) -> dict[str, Any]:
 
 
 def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file. Raises ValueError if the file is too large or not JSON, and OSError."""
     return parse_json(read_regular(path, max_bytes))
 
 
@@ -522,7 +521,6 @@ def _try_flock(file: IO[str]) -> bool | None:
 
 
 def _make(held: Path, until: float, within_s: float) -> str:
-    """Create the lock file, after removing one that a killed process left behind. Returns its content."""
     mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
 
     def create() -> bool:

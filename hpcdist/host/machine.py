@@ -449,8 +449,6 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "failure")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check, reported by `doctor`, `image check` and the preflight."""
-
     name: str
     level: Level  #: `warning` for a loss of time or a possible error; `failure` if a run would fail
     text: str  #: one sentence with the values found
@@ -532,7 +530,6 @@ def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -
 
 
 def shm_checks(free_bytes: int) -> Iterator[Check]:
-    """Check the free space of /dev/shm, through which data workers and NCCL pass tensors."""
     if free_bytes < LITTLE_SHM_BYTES:
         text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
         fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
@@ -566,7 +563,6 @@ def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
-    """Report a name for which this machine has an address that others cannot reach."""
     if look.get("address", "").startswith("127."):
         text = f"{called} resolves to {look['address']}, which other nodes cannot reach"
         yield failure("names", text, "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)")

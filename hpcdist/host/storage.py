@@ -28,11 +28,6 @@ _CHUNK = 2**20
 _RENAMES = 200
 
 
-def file_system(path: Path) -> str:
-    """Return the type of the file system of a path, which may not exist yet; empty if unknown."""
-    return mount_of(path)[0]
-
-
 def mount_of(path: Path) -> tuple[str, str]:
     """Return type and source (`server:/home`, `/dev/sda1`) of the file system of a path, both empty if unknown."""
     import psutil

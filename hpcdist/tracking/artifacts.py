@@ -194,7 +194,6 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
 
 
 def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
-    """Return the last value of a metric; None if there is none, or the run is removed."""
     with tolerated("RESOURCE_DOES_NOT_EXIST"):
         return finite_number(run.client.get_run(run_id).data.metrics.get(metric))
     return None
@@ -230,8 +229,6 @@ _MODELS_PAGE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class KeptCheckpoint:
-    """A complete checkpoint on disk, as its manifest describes it."""
-
     folder: Path
     step: int
     created_ms: int

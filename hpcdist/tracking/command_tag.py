@@ -64,7 +64,7 @@ class CommandTag:
 
         After a TrackingError the next call continues.
         """
-        if not allowed or (time.monotonic() < self._next and state.status not in ENDED):
+        if time.monotonic() < self._next and state.status not in ENDED:
             return
         self._next = time.monotonic() + INTERVAL_S
         if not self._command.text or self._command.result:
@@ -84,16 +84,11 @@ class CommandTag:
             is_over = state.status != "running" or state.attempt != attempt.number
             if (outcome := outcome_of(attempt, command.number, command.ranks, is_over=is_over)) is not None:
                 self._note(replace(command, number=0, result="; ".join(outcome[0])))
-        if self._command.text:
-            self._answer(mlflow)
-
-    def _answer(self, mlflow: MlflowRun) -> None:
-        """Write a new result to the tag of results."""
-        command = self._command
-        if command.result != command.answered:
-            now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            mlflow.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
-        self._note(replace(command, answered=command.result) if command.number else SentCommand())
+        if (command := self._command).text:
+            if command.result != command.answered:
+                now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+                mlflow.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
+            self._note(replace(command, answered=command.result) if command.number else SentCommand())
 
     def _note(self, command: SentCommand) -> None:
         if command != self._command:
@@ -101,7 +96,6 @@ class CommandTag:
         self._command = command
 
     def _obey(self, command: SentCommand, allowed: Sequence[str], state: State) -> SentCommand:
-        """Obey a command; return it with its result, and with its number if it went to the ranks."""
         if state.status in ENDED:
             return replace(command, result=f"ignored, since the run has ended: it is {state.status}")
         if command.stale:

@@ -84,7 +84,6 @@ class Delivery:
         self.pause_s = 0.0
 
     def open_run(self) -> MlflowRun:
-        """Find or create the MLflow run, once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
             self._sent = SentFacts.load(self.run.journal, opened.run_id)
@@ -118,7 +117,14 @@ class Delivery:
         finally:
             if self._sent.page != last:
                 self._sent.save(self.run.journal)
-        self._ship_tags(state)
+        tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
+        if self._sweep_run is not None:
+            tags |= self._sweep_run.cell_tags()
+        tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
+        if changed := {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}:
+            mlflow.set_tags(changed)
+            self._sent.tags = tags
+            self._sent.save(self.run.journal)
         # At the end once more: another run may have removed columns by writing at the same time.
         if self._views_written != (phase := "ended" if state.status in ENDED else "live"):
             self._views_written = phase
@@ -167,18 +173,7 @@ class Delivery:
         self.pause_s = (self.batches.tail.num_polls - polls_before) / CHECKS_PER_S
         return self.batches.counts.num_points - num_before
 
-    def _ship_tags(self, state: State) -> None:
-        tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
-        if self._sweep_run is not None:
-            tags |= self._sweep_run.cell_tags()
-        tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
-        if changed := {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}:
-            self.open_run().set_tags(changed)
-            self._sent.tags = tags
-            self._sent.save(self.run.journal)
-
     def _ship_events(self) -> None:
-        """Upload what the code of the ranks has logged besides metrics and artifacts."""
         try:
             for path in event_files(self.run.journal):
                 while path.stat().st_size > (offset := self._sent.events.get(path.name, 0)):
@@ -247,7 +242,6 @@ class Delivery:
 
 @contextmanager
 def _collected(failures: list[TrackingError]) -> Iterator[None]:
-    """Append a TrackingError of the block to `failures` instead of raising it."""
     try:
         yield
     except TrackingError as error:
@@ -283,7 +277,11 @@ class Uploads:
             else:
                 self._upload(found)
                 if time.monotonic() >= self._search_at:
-                    self._ship_trainer_artifacts()
+                    files = list(artifacts.trainer_artifacts(self._run))
+                    is_complete = self._upload(files, within_s=PASS_S)  # metrics do not wait for many files
+                    # The search reads the attributes of each file, which loads the file system.
+                    pause_s = len(files) / CHECKS_PER_S
+                    self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
                 if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
                     self._upload(artifacts.reports(self._run, ended=False))
                     self._logs_shipped = time.monotonic()
@@ -296,14 +294,6 @@ class Uploads:
                 self._ship_final_model(config, last_step)
         except OSError as error:
             raise TrackingError(f"a file of {self._run.name} cannot be uploaded: {error}") from error
-
-    def _ship_trainer_artifacts(self) -> None:
-        """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
-        found = list(artifacts.trainer_artifacts(self._run))
-        is_complete = self._upload(found, within_s=PASS_S)
-        # The search reads the attributes of each file, which loads the file system.
-        pause_s = len(found) / CHECKS_PER_S
-        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
 
     def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
         """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
@@ -420,7 +410,6 @@ class LedgerMetrics:
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, float]:
-    """Return the ledger as metrics: GPU-hours or core-hours by cause, goodput, queue time and energy."""
     if not ledger.entries:
         return {}
     values: dict[str, float] = {cause: ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
@@ -466,17 +455,15 @@ def _is_same(own: str | None, value: str) -> bool:
 
 
 def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
-    """Return a dataset; None if the event does not describe one."""
-    found, tags = content.get("dataset"), content.get("tags")
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("name", "digest")):
-        return None
-    texts = {
-        key: str(found.get(key) or "")[:_MAX_SOURCE] for key in ("name", "digest", "source_type", "source", "schema")
-    }
-    pairs = tags.items() if isinstance(tags, dict) else ()
-    return entities.DatasetInput(
-        entities.Dataset(**texts), [entities.InputTag(str(key), str(value)) for key, value in pairs]
-    )
+    match content:
+        case {"dataset": {"name": str(), "digest": str()} as found}:
+            keys = ("name", "digest", "source_type", "source", "schema")
+            texts = {key: str(found.get(key) or "")[:_MAX_SOURCE] for key in keys}
+            tags = content.get("tags")
+            pairs = tags.items() if isinstance(tags, dict) else ()
+            inputs = [entities.InputTag(str(key), str(value)) for key, value in pairs]
+            return entities.DatasetInput(entities.Dataset(**texts), inputs)
+    return None
 
 
 def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:

@@ -41,12 +41,10 @@ _SUFFIX_CHARS = 14
 
 
 def suffix(name: str) -> str:
-    """Return `--` and 12 hexadecimal digits of the name's hash."""
     return "--" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def is_allowed(name: str) -> bool:
-    """Return whether MLflow accepts a name as it is."""
     return (
         0 < len(name) <= MAX_NAME
         and not _NOT_IN_NAMES.search(name)
@@ -113,7 +111,6 @@ class JournalWriter:
         self._unsynced = bytearray()  #: the last bytes before the offset that are not synced
         self._is_new = True
         self._names: dict[str, str] = {}
-        self._cut: set[str] = set()
         self._failed = False
         self._closed = False
         self._lock = threading.Lock()
@@ -160,17 +157,16 @@ class JournalWriter:
         self._append(text.encode())
 
     def _name(self, key: object) -> str:
-        """Return a metric's name as JSON with a colon, from a cache."""
         if not isinstance(key, str):
             raise UserMistake(f"metric name {key!r} must be a string")
         name = key.encode(errors="replace").decode()
-        quoted = json.dumps(name if name == key else name + suffix(key))
-        if len(quoted) > MAX_NAME_BYTES:
-            if (cut := name[:MAX_NAME] + suffix(key)) not in self._cut:
-                self._cut.add(cut)
-                log.warning("a metric's name has %d characters, which is too long: it is recorded as %r", len(key), cut)
-            return json.dumps(cut) + ":"
-        return self._names.setdefault(key, quoted + ":")
+        is_long = len(json.dumps(name)) > MAX_NAME_BYTES
+        if is_long or name != key:
+            name = (name[:MAX_NAME] if is_long else name) + suffix(key)
+        if is_long:
+            text = "a metric's name has %d characters, which is too long: it is recorded as %r"
+            log.warning(text, len(key), name)
+        return self._names.setdefault(key, json.dumps(name) + ":")
 
     def _append(self, line: bytes) -> None:
         with self._lock:
@@ -218,7 +214,6 @@ class JournalWriter:
             ) from failure
 
     def close(self) -> None:
-        """Write the pending records and close the file. Raises HpcdistError if records would be lost."""
         if self._closed:
             return
         try:
@@ -229,7 +224,6 @@ class JournalWriter:
                 self._close()
 
     def _write(self) -> OSError | None:
-        """Write the pending bytes, usually with one system call. Returns the error if that fails."""
         try:
             if self._pending and self._descriptor < 0:
                 self._open()
@@ -298,8 +292,6 @@ CHUNK_BYTES = MAX_LINE_BYTES
 
 
 class Record(NamedTuple):
-    """One line of the journal."""
-
     time_ms: int
     step: int
     metrics: dict[str, float]
@@ -445,7 +437,6 @@ class EventWriter(JournalWriter):
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Return all event files of a run, sorted by attempt and rank."""
     return [file.path for file in journal_files(folder, _EVENTS_FILE)]
 
 
@@ -477,8 +468,6 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 @dataclass(kw_only=True)
 class Sent:
-    """A state in `journal/`."""
-
     FILE: ClassVar[str]
     run_id: str = ""  #: of MLflow
 

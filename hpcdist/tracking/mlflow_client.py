@@ -98,7 +98,6 @@ def _reason(error: Exception) -> str:
 
 
 def all_pages(search: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Yield the results of all pages of a search of MlflowClient."""
     token = None
     while True:
         page = search(*args, page_token=token, **kwargs)
@@ -313,8 +312,13 @@ class MlflowRun:
             saved["run_uid"] = uuid.uuid4().hex
             write_json(run.mlflow, saved, durable=True)
         with translated(uri):
-            found = self._known(saved)
-            if found is None:
+            found = self._get(saved["run_id"]) if saved.get("run_id") else None
+            if found is None and saved.get("run_id") and saved.get("uri") == redact_text(uri):
+                raise TrackingError(
+                    f"run {saved['run_id']} is no longer in MLflow at {redact_text(uri)}: restore its database, or"
+                    f" remove {run.mlflow} to upload everything again as a new run"
+                )
+            if found is None:  # also if `mlflow.json` names a run of another store
                 experiment, uid = self._experiment(), saved["run_uid"]
                 same = self.client.search_runs([experiment], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
                 found = (
@@ -330,19 +334,6 @@ class MlflowRun:
         ids = {"uri": redact_text(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
         if saved | ids != saved:
             write_json(run.mlflow, saved | ids, durable=True)
-
-    def _known(self, saved: Mapping[str, Any]) -> entities.Run | None:
-        """Return the run that `mlflow.json` names; None if it names none, or one of another store."""
-        run_id = saved.get("run_id")
-        if not run_id:
-            return None
-        found = self._get(run_id)
-        if found is None and saved.get("uri") == redact_text(self.uri):
-            raise TrackingError(
-                f"run {run_id} is no longer in MLflow at {redact_text(self.uri)}: restore its database, or"
-                f" remove {self._folder.mlflow} to upload everything again as a new run"
-            )
-        return found
 
     def _get(self, run_id: str) -> entities.Run | None:
         found = None
@@ -402,7 +393,6 @@ class MlflowRun:
             return self._log_batch(metrics[:middle]) + self._log_batch(metrics[middle:])
 
     def require_active(self) -> None:
-        """Raise TrackingError if the run is no longer in MLflow, or is deleted there."""
         with translated(self.uri):
             if self._get(self.run_id) is None:
                 raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_text(self.uri)}")
@@ -426,12 +416,10 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)
 
     def current(self) -> entities.Run:
-        """Return the run as MLflow has it now."""
         with translated(self.uri):
             return self.client.get_run(self.run_id)
 
     def delete_tag(self, key: str) -> None:
-        """Delete a tag of the run, if it has it."""
         with translated(self.uri), tolerated("RESOURCE_DOES_NOT_EXIST"):
             self.client.delete_tag(self.run_id, key)
 

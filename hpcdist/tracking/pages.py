@@ -69,7 +69,6 @@ MLFLOW_STATUS = {
 
 
 def read_config(run: RunDir) -> StoredConfig:
-    """Return the config of a run. Raises TrackingError if it cannot be read."""
     try:
         return read_stored(run.config)
     except ConfigError as error:
@@ -83,7 +82,6 @@ def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
-    """Return the parameters of a run, with secrets redacted."""
     return dict(flatten(parameters(run, stored)))
 
 
@@ -223,7 +221,6 @@ class RunPage:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turn an error of the run folder into a TrackingError."""
     try:
         yield
     except (RunFolderError, OSError) as error:

@@ -123,7 +123,6 @@ class SentPoints(Sent):
         return bool(self.intent or self.closing or self.flushing)
 
     def commit(self) -> None:
-        """Record that MLflow has the last batch."""
         self.offsets |= self.intent
         self.intent, self.closing, self.flushing = {}, {}, False
 
@@ -199,8 +198,6 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts of a process: points sent and left out."""
-
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines of the journal that are not records
@@ -404,7 +401,6 @@ class NodeCharts:
                         yield int(attempt_text), Record(time_ms, step, metrics)
 
     def _count(self, attempt: int, metric: str, value: float, record: Record) -> None:
-        """Add a value to its interval, unless that was sent."""
         number = record.time_ms // INTERVAL_MS
         state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
         if number > state["sent"] and value == value:
@@ -456,7 +452,6 @@ class PointBudget:
 
     @property
     def is_holding(self) -> bool:
-        """Whether buckets hold points that MLflow does not have."""
         return any(series.get("held") for series in self._series.values())
 
     def flush(self) -> list[Point]:

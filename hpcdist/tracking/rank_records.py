@@ -87,7 +87,6 @@ class RankRecords:
 
     @classmethod
     def of_uri(cls, uri: str) -> RankRecords:
-        """Return the records of this process in the rank that a tracking URI names."""
         parts = urlsplit(uri)
         try:
             given = {key: int(value) for key, (value,) in parse_qs(parts.query, strict_parsing=True).items()}
@@ -141,14 +140,12 @@ class RankRecords:
             self.record("param", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def set_tag(self, key: str, value: str) -> None:
-        """Record a tag; the last value counts."""
         self._load()
         if self.tags.get(key) != value:
             self.tags[key] = value
             self.record("tag", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def record(self, kind: str, content: object) -> None:
-        """Record an event, such as a dataset or a model."""
         if self.is_main:
             self._events.record(kind, content)
 
@@ -165,7 +162,6 @@ class RankRecords:
         return self._latest
 
     def history(self, key: str) -> list[Value]:
-        """Return all values of a metric that rank 0 has recorded, in the order of attempts and lines."""
         return [
             Value(record.metrics[key], record.time_ms, record.step)
             for file in journal_files(self.run.journal)
@@ -174,7 +170,6 @@ class RankRecords:
         ]
 
     def _load(self) -> None:
-        """Read what earlier attempts have recorded, once."""
         if self._is_loaded:
             return
         self._is_loaded = True

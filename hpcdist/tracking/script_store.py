@@ -16,26 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlflow.entities import (
-    DatasetInput,
-    Experiment,
-    ExperimentTag,
-    LifecycleStage,
-    LoggedModel,
-    LoggedModelOutput,
-    LoggedModelParameter,
-    LoggedModelStatus,
-    LoggedModelTag,
-    Metric,
-    Param,
-    Run,
-    RunData,
-    RunInfo,
-    RunInputs,
-    RunOutputs,
-    RunStatus,
-    RunTag,
-)
+from mlflow import entities
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
@@ -53,7 +34,7 @@ from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
 from hpcdist.tracking.rank_records import SCHEME, RankRecords, run_id_of
 
 MODEL_FILE, FILES = "model.json", "files"
-_STATUS = {"READY": LoggedModelStatus.READY, "FAILED": LoggedModelStatus.FAILED}
+_STATUS = {"READY": entities.LoggedModelStatus.READY, "FAILED": entities.LoggedModelStatus.FAILED}
 
 # MLflow's tracking store for the code of a rank: `mlflow.log_metric` and all loggers built on it write to the journal.
 #
@@ -79,7 +60,7 @@ class _JoinedRun:
     parent: str = ""
     status: str = "RUNNING"
     end_time: int | None = None
-    datasets: list[DatasetInput] = field(default_factory=list)
+    datasets: list[entities.DatasetInput] = field(default_factory=list)
 
 
 class RankStore(AbstractStore):
@@ -98,17 +79,19 @@ class RankStore(AbstractStore):
 
     # --- experiments: there is one
 
-    def _experiment(self) -> Experiment:
+    def _experiment(self) -> entities.Experiment:
         location = f"{SCHEME}://{self._records.run.artifacts}"
         name = self._records.run.experiment
-        return Experiment(EXPERIMENT_ID, name, location, LifecycleStage.ACTIVE, creation_time=self._started)
+        return entities.Experiment(
+            EXPERIMENT_ID, name, location, entities.LifecycleStage.ACTIVE, creation_time=self._started
+        )
 
-    def get_experiment(self, experiment_id: str) -> Experiment:
+    def get_experiment(self, experiment_id: str) -> entities.Experiment:
         if experiment_id != EXPERIMENT_ID:
             self._note_other("experiment", experiment_id)
         return self._experiment()
 
-    def get_experiment_by_name(self, experiment_name: str) -> Experiment:
+    def get_experiment_by_name(self, experiment_name: str) -> entities.Experiment:
         if experiment_name != self._records.run.experiment:
             self._note_other("experiment", experiment_name)
         return self._experiment()
@@ -119,14 +102,13 @@ class RankStore(AbstractStore):
 
     def search_experiments(
         self, view_type: int = 1, max_results: int = 0, filter_string: str | None = None, *_: Any, **__: Any
-    ) -> PagedList[Experiment]:
+    ) -> PagedList[entities.Experiment]:
         return PagedList(SearchExperimentsUtils.filter([self._experiment()], filter_string), None)
 
-    def set_experiment_tag(self, experiment_id: str, tag: ExperimentTag) -> None:
+    def set_experiment_tag(self, experiment_id: str, tag: entities.ExperimentTag) -> None:
         self._note_other("tag of the experiment", tag.key)
 
     def _note_other(self, kind: str, name: str) -> None:
-        """Warn once that a script's choice has no effect."""
         text = f"MLflow: the {kind} {str(name)[:80]!r} of the script is not used"
         if text not in self._warned and self._records.is_main:
             run = self._records.run
@@ -147,8 +129,8 @@ class RankStore(AbstractStore):
         )
 
     def create_run(
-        self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[RunTag], run_name: str | None
-    ) -> Run:
+        self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[entities.RunTag], run_name: str | None
+    ) -> entities.Run:
         given = {tag.key: tag.value for tag in tags or ()}
         name, run = run_name or given.get(MLFLOW_RUN_NAME) or "", self._main
         if parent_id := given.pop(MLFLOW_PARENT_RUN_ID, ""):
@@ -164,41 +146,43 @@ class RankStore(AbstractStore):
         self._set_tags(run, {key: value for key, value in given.items() if not (run.prefix and key[:7] == "mlflow.")})
         return self.get_run(run.run_id)
 
-    def get_run(self, run_id: str) -> Run:
+    def get_run(self, run_id: str) -> entities.Run:
         run, records = self._joined(run_id), self._records
         skip = len(run.prefix)
-        data = RunData(
+        data = entities.RunData(
             [
-                Metric(key[skip:], value.value, value.time_ms, value.step)
+                entities.Metric(key[skip:], value.value, value.time_ms, value.step)
                 for key, value in records.latest().items()
                 if key.startswith(run.prefix)
             ],
-            [Param(key[skip:], value) for key, value in records.params.items() if key.startswith(run.prefix)],
-            [RunTag(key[skip:], value) for key, value in records.tags.items() if key.startswith(run.prefix)]
-            + [RunTag(MLFLOW_RUN_NAME, run.name)]
-            + [RunTag(MLFLOW_PARENT_RUN_ID, run.parent)] * bool(run.parent),
+            [entities.Param(key[skip:], value) for key, value in records.params.items() if key.startswith(run.prefix)],
+            [entities.RunTag(key[skip:], value) for key, value in records.tags.items() if key.startswith(run.prefix)]
+            + [entities.RunTag(MLFLOW_RUN_NAME, run.name)]
+            + [entities.RunTag(MLFLOW_PARENT_RUN_ID, run.parent)] * bool(run.parent),
         )
-        info = RunInfo(
+        info = entities.RunInfo(
             run.run_id,
             EXPERIMENT_ID,
             os.environ.get("USER", ""),
             run.status,
             self._started,
             run.end_time,
-            LifecycleStage.ACTIVE,
+            entities.LifecycleStage.ACTIVE,
             f"{SCHEME}://{records.run.artifacts}/{run.prefix}".rstrip("/"),
             run.name,
         )
         outputs = [
-            LoggedModelOutput(model_id, step=model["step"])
+            entities.LoggedModelOutput(model_id, step=model["step"])
             for model_id, model in self._models.items()
             if model.get("output") and model["run"] == run.run_id
         ]
-        return Run(info, data, RunInputs(run.datasets), RunOutputs(outputs))
+        return entities.Run(info, data, entities.RunInputs(run.datasets), entities.RunOutputs(outputs))
 
-    def update_run_info(self, run_id: str, run_status: Any, end_time: int | None, run_name: str | None) -> RunInfo:
+    def update_run_info(
+        self, run_id: str, run_status: Any, end_time: int | None, run_name: str | None
+    ) -> entities.RunInfo:
         run = self._joined(run_id)
-        run.status, run.end_time = RunStatus.to_string(run_status), end_time
+        run.status, run.end_time = entities.RunStatus.to_string(run_status), end_time
         if run_name:
             self._set_tags(run, {MLFLOW_RUN_NAME: run_name})
         return self.get_run(run_id).info
@@ -211,7 +195,7 @@ class RankStore(AbstractStore):
         max_results: int,
         order_by: list[str],
         page_token: str | None,
-    ) -> tuple[list[Run], str | None]:
+    ) -> tuple[list[entities.Run], str | None]:
         found = SearchUtils.filter([self.get_run(run_id) for run_id in self._runs], filter_string)
         runs, token = SearchUtils.paginate(SearchUtils.sort(found, order_by), page_token, max_results)
         return runs, token
@@ -228,7 +212,11 @@ class RankStore(AbstractStore):
     # --- metrics, parameters and tags
 
     def log_batch(
-        self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
+        self,
+        run_id: str,
+        metrics: Sequence[entities.Metric],
+        params: Sequence[entities.Param],
+        tags: Sequence[entities.RunTag],
     ) -> None:
         run, records = self._joined(run_id), self._records
         try:
@@ -260,11 +248,13 @@ class RankStore(AbstractStore):
         self.log_batch(*args, **kwargs)
         return RunOperations(operation_futures=[])
 
-    def get_metric_history(self, run_id: str, metric_key: str, *_: Any, **__: Any) -> PagedList[Metric]:
+    def get_metric_history(self, run_id: str, metric_key: str, *_: Any, **__: Any) -> PagedList[entities.Metric]:
         found = self._records.history(self._joined(run_id).prefix + metric_key)
-        return PagedList([Metric(metric_key, it.value, it.time_ms, it.step) for it in found], None)
+        return PagedList([entities.Metric(metric_key, it.value, it.time_ms, it.step) for it in found], None)
 
-    def log_inputs(self, run_id: str, datasets: Iterable[DatasetInput] | None = None, models: Any = None) -> None:
+    def log_inputs(
+        self, run_id: str, datasets: Iterable[entities.DatasetInput] | None = None, models: Any = None
+    ) -> None:
         run = self._joined(run_id)
         for item in datasets or ():
             run.datasets.append(item)
@@ -280,10 +270,10 @@ class RankStore(AbstractStore):
         experiment_id: str,
         name: str | None = None,
         source_run_id: str | None = None,
-        tags: list[LoggedModelTag] | None = None,
-        params: list[LoggedModelParameter] | None = None,
+        tags: list[entities.LoggedModelTag] | None = None,
+        params: list[entities.LoggedModelParameter] | None = None,
         model_type: str | None = None,
-    ) -> LoggedModel:
+    ) -> entities.LoggedModel:
         model_id = f"m-{uuid.uuid4().hex}"
         self._models[model_id] = {
             "name": name or "model",
@@ -298,9 +288,9 @@ class RankStore(AbstractStore):
         self._save(model_id)
         return self.get_logged_model(model_id)
 
-    def get_logged_model(self, model_id: str, allow_deleted: bool = False) -> LoggedModel:
+    def get_logged_model(self, model_id: str, allow_deleted: bool = False) -> entities.LoggedModel:
         model = self._model(model_id)
-        return LoggedModel(
+        return entities.LoggedModel(
             experiment_id="0",
             model_id=model_id,
             name=model["name"],
@@ -309,7 +299,7 @@ class RankStore(AbstractStore):
             last_updated_timestamp=model["created"],
             model_type=model["type"],
             source_run_id=model["run"],
-            status=_STATUS.get(model["status"], LoggedModelStatus.PENDING),
+            status=_STATUS.get(model["status"], entities.LoggedModelStatus.PENDING),
             tags=dict(model["tags"]),
             params=dict(model["params"]),
         )
@@ -322,17 +312,19 @@ class RankStore(AbstractStore):
         max_results: int | None = None,
         order_by: list[dict[str, Any]] | None = None,
         page_token: str | None = None,
-    ) -> PagedList[LoggedModel]:
+    ) -> PagedList[entities.LoggedModel]:
         models = [self.get_logged_model(model_id) for model_id in self._models]
         found = SearchLoggedModelsUtils.filter_logged_models(models, filter_string, datasets)
         return PagedList(SearchLoggedModelsUtils.sort(found, order_by)[:max_results], None)
 
-    def finalize_logged_model(self, model_id: str, status: Any) -> LoggedModel:
-        self._model(model_id)["status"] = status.value if isinstance(status, LoggedModelStatus) else str(status)
+    def finalize_logged_model(self, model_id: str, status: Any) -> entities.LoggedModel:
+        self._model(model_id)["status"] = (
+            status.value if isinstance(status, entities.LoggedModelStatus) else str(status)
+        )
         self._save(model_id)
         return self.get_logged_model(model_id)
 
-    def set_logged_model_tags(self, model_id: str, tags: Sequence[LoggedModelTag]) -> None:
+    def set_logged_model_tags(self, model_id: str, tags: Sequence[entities.LoggedModelTag]) -> None:
         self._model(model_id)["tags"].update({tag.key: tag.value for tag in tags})
         self._save(model_id)
 
@@ -340,11 +332,11 @@ class RankStore(AbstractStore):
         if self._model(model_id)["tags"].pop(key, None) is not None:
             self._save(model_id)
 
-    def log_logged_model_params(self, model_id: str, params: Sequence[LoggedModelParameter]) -> None:
+    def log_logged_model_params(self, model_id: str, params: Sequence[entities.LoggedModelParameter]) -> None:
         self._model(model_id)["params"].update({param.key: param.value for param in params})
         self._save(model_id)
 
-    def log_outputs(self, run_id: str, models: Sequence[LoggedModelOutput]) -> None:
+    def log_outputs(self, run_id: str, models: Sequence[entities.LoggedModelOutput]) -> None:
         for output in models:
             self._model(output.model_id).update(step=output.step, output=True)
             self._save(output.model_id)

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class SyncReport(Counts):
-    """Result of one `sync`."""
-
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
     busy: str = ""  #: what uploads the run instead; nothing was done

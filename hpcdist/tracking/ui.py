@@ -182,7 +182,6 @@ def command(port: int) -> list[str]:
 
 
 def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
-    """Return the environment variables of the server."""
     return {
         "MLFLOW_BACKEND_STORE_URI": store,  # not in the command line, which all users can read
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -24,7 +24,6 @@ from hpcdist.run.folder import DATABASE, RunDir, own_place
 
 
 def default_uri(runs_dir: Path) -> str:
-    """Return the URI of the sqlite database in the folder of the runs."""
     return f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
 
 
@@ -71,14 +70,12 @@ class Credentials:
     source: str = ""  #: where they are set, for messages
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request with these credentials."""
         if self.user:
             return {"Authorization": "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()}
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 def credentials_file(env: Mapping[str, str]) -> Path:
-    """Return the path of MLflow's credentials file, which may not exist."""
     return Path(env.get("HOME") or Path.home(), ".mlflow", "credentials")
 
 
@@ -186,7 +183,6 @@ def links_to_experiments(runs: Iterable[RunDir], store: str, address: str) -> li
 
 
 def _view_lines(address: str, experiment_id: str, views: Container[str]) -> list[str]:
-    """Return a line for each view, in the order of VIEWS."""
     pages = {name: experiment_page(address, experiment_id, id_) for id_, name in VIEWS.items() if id_ in views}
     return [f"  {name}: {page}" for name, page in pages.items()]
 

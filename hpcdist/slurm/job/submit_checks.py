@@ -20,7 +20,7 @@ from hpcdist.containers.steps import container_problems
 from hpcdist.environments.rank_environment import environment_problems, module_problems, torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
 from hpcdist.host.files import LARGEST, read_json
-from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, file_system
+from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.run import create
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError, option_error
@@ -314,7 +314,7 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
         runs_dir = Path(config.runs_dir)
         nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
         hostname = socket.gethostname().partition(".")[0]
-        errors, warnings = runs_dir_problems(runs_dir, file_system(runs_dir), nodes, hostname)
+        errors, warnings = runs_dir_problems(runs_dir, mount_of(runs_dir)[0], nodes, hostname)
         findings.errors += errors
         findings.warnings += warnings
     _check_run(config, missing_data, findings)

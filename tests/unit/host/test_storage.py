@@ -24,7 +24,7 @@ def test_mount_is_the_last_one_on_the_nearest_parent(monkeypatch: pytest.MonkeyP
     def fail(**_: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/self/mounts")
 
-    assert storage.file_system(Path("/proc/self")) == "proc"
+    assert storage.mount_of(Path("/proc/self"))[0] == "proc"
     root, home = ("/", "ext4", "/dev/sda1"), ("/home", "nfs4", "server:/my home")
     set_mounts(monkeypatch, root, home, ("/over", "ext4", "/dev/sdc"), ("/over", "beegfs", "beegfs_nodev"))
     found = {path: storage.mount_of(Path(path)) for path in ("/home/ada/runs", "/homeless/runs", "/over")}
