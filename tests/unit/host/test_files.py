@@ -424,20 +424,18 @@ def test_rename_succeeds_if_the_file_was_renamed_despite_an_error(
         rename(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("created", [True, False])
-def test_new_folder_may_exist_after_an_error_but_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: bool
-) -> None:
+def test_new_folder_may_exist_after_an_error_but_not_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.mkdir
+    for folder, is_created in ((tmp_path / "a", True), (tmp_path / "b", False)):
 
-    def fail_once(path: Path, mode: int) -> None:
-        monkeypatch.setattr(Path, "mkdir", real)
-        if created:
-            real(path, mode)
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        def fail_once(path: Path, mode: int, is_created: bool = is_created) -> None:
+            monkeypatch.setattr(Path, "mkdir", real)
+            if is_created:
+                real(path, mode)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(Path, "mkdir", fail_once)
-    make_folder(tmp_path / "a", 0o700)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
-    with pytest.raises(FileExistsError):
-        make_folder(tmp_path / "a")
+        monkeypatch.setattr(Path, "mkdir", fail_once)
+        make_folder(folder, 0o700)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(FileExistsError):
+            make_folder(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.host import log_files
-from hpcdist.host.log_files import MAX_LINE_CHARS, PIECE_BYTES, LogTail, is_log_of, last_lines, shorten
+from hpcdist.host.log_files import MAX_LINE_CHARS, PIECE_BYTES, LogTail, last_lines, shorten
 
 
 @contextmanager
@@ -160,14 +159,6 @@ def test_log_of_a_process_that_ends_before_the_first_check_is_shortened(log: Pat
     assert log.read_text().endswith("\nthe end\n")
 
 
-def test_pipe_is_not_a_log(log: Path) -> None:
-    reader, writer = os.pipe()
-    assert not is_log_of(log.parent, writer)
-    os.close(reader)
-    os.close(writer)
-    assert not is_log_of(log.parent, writer)
-
-
 # --- Rank and host in every line, and nothing said twice.
 
 
@@ -184,16 +175,6 @@ def logging_as_before() -> Iterator[None]:
     ours.propagate = True
 
 
-def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str]) -> None:
-    log_files.configure(rank=3)
-    log_files.configure(rank=3)
-    logging.getLogger("hpcdist.rank").info("resumed at step %d", 7)
-    out, err = capsys.readouterr()
-    assert out == ""
-    host = re.escape(socket.gethostname())
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d INFO rank 3 on {host}: resumed at step 7\n", err)
-
-
 def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     log_files.configure()
     logging.getLogger("hpcdist").warning("careful")
@@ -206,12 +187,14 @@ def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_in_a_rank_all_loggers_but_ours_belong_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_rank_lines_name_it_and_other_loggers_belong_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger().handlers[:] = []
-    log_files.configure(rank=0)
+    log_files.configure(rank=3)
+    log_files.configure(rank=3)
     logging.basicConfig(level=logging.INFO, format="mine: %(message)s")
     logging.getLogger("someone.else").info("shown")
-    logging.getLogger("hpcdist.rank").info("once")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "mine: shown"
-    assert [log_files.RANK_LINE.sub("", line) for line in lines[1:]] == ["once"]
+    logging.getLogger("hpcdist.rank").info("resumed at step %d", 7)
+    out, err = capsys.readouterr()
+    mine, ours = err.splitlines()
+    assert (out, mine, log_files.RANK_LINE.sub("", ours)) == ("", "mine: shown", "resumed at step 7")
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d INFO rank 3 on {re.escape(socket.gethostname())}: .*", ours)

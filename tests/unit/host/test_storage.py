@@ -43,30 +43,22 @@ def test_local_folder_has_no_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ineffective_or_unsupported_lock_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_locks_renames_and_creations_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def replace(source: Path, target: Path) -> None:
+        target.unlink()
+        threading.Event().wait(0.05)
+        source.rename(target)
 
     monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
     assert storage.lock_problem(tmp_path) == "two processes got the same lock"
     monkeypatch.setattr(storage.fcntl, "flock", fail)
     assert storage.lock_problem(tmp_path) == "No locks available"
-
-
-def test_replacement_that_is_not_atomic_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-
-    def replace(source: Path, target: Path) -> None:
-        target.unlink()
-        never.wait(0.05)
-        source.rename(target)
-
     monkeypatch.setattr(storage.os, "replace", replace)
     monkeypatch.setattr(storage, "_RENAMES", 5)
     assert storage.rename_problem(tmp_path) == "a reader saw no file (No such file or directory)"
-
-
-def test_creation_that_is_not_exclusive_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.os, "O_EXCL", 0)
     assert storage.exclusive_problem(tmp_path) == "the same file was created twice"
 

@@ -29,26 +29,47 @@ Response = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
 
 
-class Server:
-    """A WSGI application that gives one answer to all requests, except to those for its version."""
+class Proxy:
+    """A WSGI application that gives a prepared response, or passes the request on to MLflow's application.
 
-    def __init__(self) -> None:
-        self.uri = ""
-        self.answer: Response = ("200 OK", {}, b"{}")
-        self.version, self.has_accounts = b"<html>", False
+    Attributes:
+        response: The response to requests with `only` in their path; None passes all requests on.
+        after: Whether MLflow receives the request before the prepared response is sent.
+        largest: Length of the body above which requests are rejected.
+        version: The answer to requests for the version, with `has_accounts` only to users; None for no own answer.
+    """
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
-        status, headers, body = self.answer
-        if environ["PATH_INFO"] == "/version":
+    def __init__(self, application: Callable[..., Iterable[bytes]] | None = None) -> None:
+        self._application = application
+        self.uri, self.only = "", ""
+        self.response: Response | None = None
+        self.after = self.has_accounts = False
+        self.largest = 10**9
+        self.version: bytes | None = None
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        response = self.response if self.only in environ["PATH_INFO"] else None
+        if int(environ.get("CONTENT_LENGTH") or 0) > self.largest:
+            response = "413 Request Entity Too Large", {}, PAGE
+        elif self.version is not None and environ["PATH_INFO"] == "/version":
             refused = self.has_accounts and "HTTP_AUTHORIZATION" not in environ
-            status, headers, body = ("401 Unauthorized", {}, b"") if refused else ("200 OK", {}, self.version)
+            response = ("401 Unauthorized", {}, b"") if refused else ("200 OK", {}, self.version)
+        elif self._application is not None and (response is None or self.after):
+            passed = self._application(environ, start_response if response is None else lambda *_: None)
+            if response is None:
+                return passed
+            list(passed)
+        assert response is not None
+        status, headers, body = response
         start_response(status, list(headers.items()))
         return [body]
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    found = Server()
+def server() -> Iterator[Proxy]:
+    """A server that gives one answer to all requests, except to those for its version."""
+    found = Proxy()
+    found.version = b"<html>"
     with serving(found) as found.uri:
         yield found
 
@@ -58,9 +79,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def message(server: Server, status: str, body: bytes) -> str:
+def message(server: Proxy, status: str, body: bytes) -> str:
     """Return the error of a client that receives this answer."""
-    server.answer = (status, {}, body)
+    server.response = (status, {}, body)
     with pytest.raises(TrackingError) as caught:
         open_client(server.uri)
     text = str(caught.value)
@@ -72,7 +93,7 @@ UNAUTHENTICATED = ("401 Unauthorized", b"You are not authenticated.")
 
 
 def test_refused_credentials_name_user_and_source(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message(server, *UNAUTHENTICATED) == (
         "the server needs a user and a password (401): set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or"
@@ -100,7 +121,7 @@ def test_refused_credentials_name_user_and_source(
     assert read_credentials(server.uri.replace("://", "://eve:s3cret@"), {}).user == "eve"
 
 
-def test_credentials_that_others_can_read_are_refused(server: Server, tmp_path: Path) -> None:
+def test_credentials_that_others_can_read_are_refused(server: Proxy, tmp_path: Path) -> None:
     file = tmp_path / ".mlflow" / "credentials"
     file.parent.mkdir()
     file.write_text("[mlflow]\nmlflow_tracking_username = ada\nmlflow_tracking_password = s3cret\n")
@@ -126,11 +147,11 @@ HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
     ],
     ids=["host", "404", "500"],
 )
-def test_errors_of_servers_and_proxies(server: Server, answer: tuple[str, bytes], expected: str) -> None:
+def test_errors_of_servers_and_proxies(server: Proxy, answer: tuple[str, bytes], expected: str) -> None:
     assert expected in message(server, *answer)
 
 
-def test_server_of_another_version(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_of_another_version(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     server.version = b"2.9.2\n"
     unknown = "404 Not Found", b'{"error_code": "ENDPOINT_NOT_FOUND", "message": "no"}'
     other = "the server has MLflow 2.9.2 and does not know a request of this"
@@ -144,9 +165,9 @@ def test_server_of_another_version(server: Server, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.answer = ("503 Service Unavailable", {"Retry-After": "3600"}, PAGE)
+    server.response = ("503 Service Unavailable", {"Retry-After": "3600"}, PAGE)
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(MlflowException):  # MLflow's transfers of files are retried
@@ -164,6 +185,8 @@ def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -
     assert choose_uri({}, "", tmp_path) == default_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert sqlite_path(default_uri(tmp_path)) == tmp_path / "mlflow.db"
     assert sqlite_path("http://a") is None
+    with pytest.raises(TrackingError, match=r"password of http://me:.*@host is not kept .* set HPCDIST_TRACKING_URI"):
+        choose_uri({}, "http://me:***@host", tmp_path)
 
 
 @pytest.mark.parametrize("uri", ["databricks", "databricks://profile", "https://mlflow.site"])
@@ -172,11 +195,6 @@ def test_server_chooses_the_place_of_artifacts(scene: Scene, uri: str) -> None:
     assert str(opened._artifact_location("exp")).endswith("/mlartifacts/exp")
     opened.uri = uri
     assert opened._artifact_location("exp") is None
-
-
-def test_redacted_uri_is_rejected() -> None:
-    with pytest.raises(TrackingError, match=r"password of http://me:.*@host is not kept .* set HPCDIST_TRACKING_URI"):
-        choose_uri({}, "http://me:***@host", Path("runs"))
 
 
 # --- A process that dies while MLflow creates its tables leaves an empty database, which the next one fills.
@@ -260,35 +278,6 @@ INVALID: dict[str, tuple[Response, str]] = {
 
 #: Valid responses to requests that expect no fields.
 VALID_WITHOUT_FIELDS = {"wrong types", "wrong fields"}
-
-
-class Proxy:
-    """A WSGI application that gives a prepared response, or passes the request on to MLflow's application.
-
-    Attributes:
-        response: The response to requests with `only` in their path; None passes all requests on.
-        after: Whether MLflow receives the request before the prepared response is sent.
-        largest: Length of the body above which requests are rejected.
-    """
-
-    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
-        self._application = application
-        self.response: Response | None = None
-        self.only = ""
-        self.after = False
-        self.largest = 10**9
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if int(environ.get("CONTENT_LENGTH") or 0) > self.largest:
-            start_response("413 Request Entity Too Large", [])
-            return [PAGE]
-        if self.response is None or self.only not in environ["PATH_INFO"]:
-            return self._application(environ, start_response)
-        if self.after:
-            list(self._application(environ, lambda *_: None))
-        status, headers, body = self.response
-        start_response(status, list(headers.items()))
-        return [body]
 
 
 @contextmanager

@@ -35,32 +35,25 @@ def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: s
             file.write(json.dumps({"t": time_ms + step, "s": step, "m": {key: attempt * 1000 + step}}) + "\n")
 
 
-def drain(folder: Path, progress: SentPoints, newest: int = 99, *, over: bool = False) -> list[Point]:
-    """Return the points that a shipper sends now."""
-    tail = JournalTail(folder, progress)
-    points: list[Point] = []
-    while chunks := tail.next_chunks(newest, over=over):
-        points += tail.new_points(chunks)
-        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
-        progress.intent = {}
-    return points
-
-
-def values(points: list[Point], key: str = "loss") -> list[float]:
-    return [point.value for point in points if point.key == key]
-
-
 def test_each_attempt_has_its_own_mark_even_at_the_same_step(tmp_path: Path) -> None:
     progress = SentPoints()
+
+    def new_marks() -> list[tuple[int, float]]:
+        tail = JournalTail(tmp_path, progress)
+        points: list[Point] = []
+        while chunks := tail.next_chunks(99, over=False):
+            points += tail.new_points(chunks)
+            progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
+        return [(point.step, point.value) for point in points if point.key == "attempt"]
+
     write(tmp_path, 1, [7], key="system/cpu")
-    assert values(drain(tmp_path, progress), "attempt") == []
+    assert new_marks() == []
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [15, 20])
     write(tmp_path, 3, [15, 30])
-    marks = [(point.step, point.value) for point in drain(tmp_path, progress) if point.key == "attempt"]
-    assert marks == [(10, 1), (15, 2), (16, 3)]
+    assert new_marks() == [(10, 1), (15, 2), (16, 3)]
     write(tmp_path, 2, [40])
-    assert values(drain(tmp_path, progress), "attempt") == []
+    assert new_marks() == []
 
 
 def test_missing_damaged_or_foreign_state_loads_as_empty(tmp_path: Path) -> None:

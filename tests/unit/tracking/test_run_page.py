@@ -156,7 +156,6 @@ def test_unreadable_attempts_are_reported(scene: Scene) -> None:
     [
         ("mine", {"optim.lr": 0.1, "seed": 1}, "mine"),
         ("ddp-20261122-121700-1a2b", {"optim.lr": 0.1, "seed": 0}, "lr=0.1 (ddp-20261122-121700-1a2b)"),
-        ("ddp-20261122-121700-1a2b", {"launch.num_ranks": 2, "tracking.uri": "x"}, "ddp-20261122-121700-1a2b"),
         (
             "ddp-20261122-121700-1a2b",
             {"optim.lr": 0.1, "seed": 5, "data.lr": 1, "data.a": 1, "data.b": 2, "data.c": 3},

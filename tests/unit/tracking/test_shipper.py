@@ -288,53 +288,38 @@ def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.Monk
 WAIT_S = 240.0
 
 
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Start the command; its output is in `watch.log`."""
-    started = []
-
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hpcdist", "sync", "--watch", "--interval", "1"]
-        with open(tmp_path / "watch.log", "ab") as log:
-            process = subprocess.Popen(
-                [*command, "--runs-dir", str(tmp_path / "runs")],
-                env={**os.environ, "HPCDIST_TRACKING_URI": ""},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.processes
-def test_watch_uploads_new_records_and_ends_on_sigterm(
-    scene: Scene, tmp_path: Path, watch: Callable[[], subprocess.Popen[bytes]]
-) -> None:
+def test_watch_uploads_new_records_and_ends_on_sigterm(scene: Scene, tmp_path: Path) -> None:
+    log = tmp_path / "watch.log"
+    command = [sys.executable, "-m", "hpcdist", "sync", "--watch", "--interval", "1", "--runs-dir", f"{tmp_path}/runs"]
+
+    def watch() -> subprocess.Popen[bytes]:
+        with open(log, "ab") as output:
+            env = {**os.environ, "HPCDIST_TRACKING_URI": ""}
+            return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+
     scene.write_config({**CONFIG, "runs_dir": str(tmp_path / "runs"), "tracking": {"uri": scene.uri}})
     scene.state(status="stopped", ended=time.time())
     scene.log([1, 2, 3])
     broken = RunDir.create(tmp_path / "runs" / "exp" / "broken")
     broken.config.write_text(json.dumps({**CONFIG, "tracking": {"uri": "http://127.0.0.1:1"}}))
     broken.write_state(replace(broken.read_state(), status="stopped", ended=time.time()))
-    log = tmp_path / "watch.log"
     first = watch()
-    wait_until(lambda: "first: 4 points and" in log.read_text(), WAIT_S)
-    wait_until(lambda: "broken: MLflow at http://127.0.0.1:1: the server cannot be reached" in log.read_text(), WAIT_S)
-    assert is_complete(scene.run)
-    again = watch()
-    assert again.wait(WAIT_S) == 2
-    assert f"hpcdist: another `hpcdist sync --watch` uploads the runs in {tmp_path}/runs: process {first.pid} on" in (
-        log.read_text()
-    )
-    scene.log([4, 5])
-    wait_until(lambda: "first: 2 points and" in log.read_text(), WAIT_S)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(WAIT_S) == 0
+    try:
+        wait_until(lambda: "first: 4 points and" in log.read_text(), WAIT_S)
+        unreachable = "broken: MLflow at http://127.0.0.1:1: the server cannot be reached"
+        wait_until(lambda: unreachable in log.read_text(), WAIT_S)
+        assert is_complete(scene.run)
+        assert watch().wait(WAIT_S) == 2
+        other = f"hpcdist: another `hpcdist sync --watch` uploads the runs in {tmp_path}/runs: process {first.pid} on"
+        assert other in log.read_text()
+        scene.log([4, 5])
+        wait_until(lambda: "first: 2 points and" in log.read_text(), WAIT_S)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(WAIT_S) == 0
+    finally:
+        first.kill()
+        first.wait()
     text = log.read_text()
     assert "ended by a signal; the next `hpcdist sync` uploads the rest" in text
     assert "Traceback" not in text
