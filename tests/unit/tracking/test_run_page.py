@@ -183,9 +183,6 @@ def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene
     assert found == "lr=0.1 api_key=*** (train-20261122-121700-1a2b)"
 
 
-# --- Parameters and tags of a run.
-
-
 # --- What `hpcdist rerun` reads of a run: its folder, or MLflow alone.
 
 

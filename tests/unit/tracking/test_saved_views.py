@@ -282,18 +282,16 @@ def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
     assert sweep.parent() == ("FINISHED", "new")
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", r"Is a directory: .*/tune/\.mlflow\.lock")],
-)
-def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene, file: str, message: str) -> None:
+def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene) -> None:
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
-    if file == "sweep.json":
-        sweep.folder.file.write_text("{")
-    else:
-        (sweep.folder.path / file).mkdir()
-    with pytest.raises(TrackingError, match=message):
+    lock = sweep.folder.path / ".mlflow.lock"
+    lock.mkdir()
+    with pytest.raises(TrackingError, match=r"Is a directory: .*/tune/\.mlflow\.lock"):
+        parent.cell_tags()
+    lock.rmdir()
+    sweep.folder.file.write_text("{")
+    with pytest.raises(TrackingError, match=r"sweep\.json is (damaged|missing)"):
         parent.cell_tags()
 
 

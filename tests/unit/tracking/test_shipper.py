@@ -44,15 +44,6 @@ from hpcdist.tracking.sync_runs import SyncReport, _only_watch, sync
 DEAD_PARENT = -1
 
 
-def test_error_for_an_unreachable_server_contains_no_password(scene: Scene) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        uri = f"http://me:secret@127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(TrackingError, match=r"MLflow at http://me:\*\*\*@127") as caught:
-            sync(scene.run, uri)
-    assert "secret" not in str(caught.value)
-
-
 def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2, 3])
     scene.log([2, 4], attempt=2)
@@ -76,7 +67,8 @@ def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     assert sync(scene.run, scene.uri) == SyncReport()
 
 
-def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
+def test_sync_does_not_close_running_and_created_runs(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     with lease.hold(scene.run):
         assert not sync(scene.run, scene.uri).closed
     scene.state(status="created", attempt=0)
@@ -84,6 +76,8 @@ def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         report = sync(scene.run, scene.uri)
+        assert not ship_run(scene.run, scene.uri, DEAD_PARENT), "waits, and exits with its parent"
+    assert "another shipper uploads first" in caplog.text
     assert report.kind == "busy"
     assert str(report) == "another process uploads it at the moment"
 
@@ -127,48 +121,38 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_shipper_does_not_close_the_run_of_a_follower_or_of_another_supervisor(scene: Scene) -> None:
+def test_shipper_marks_only_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
+    scene.log([1, 2])
     scene.state(status="queued")
-    assert not ship_run(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
+    assert not ship_run(scene.run, scene.uri, DEAD_PARENT, through_queue=True), "of a command that follows a job"
     scene.state(status="running")
     with lease.hold(scene.run):
-        assert not ship_run(scene.run, scene.uri, DEAD_PARENT)
+        assert not ship_run(scene.run, scene.uri, DEAD_PARENT), "of another supervisor"
     assert not scene.run.mlflow.exists()
-
-
-def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
-    scene.log([1, 2])
     scene.state(status="queued", attempt=1)
-    assert ship_run(scene.run, scene.uri, os.getppid())
+    assert ship_run(scene.run, scene.uri, os.getppid()), "the next job has its own shipper"
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
-
-
-def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
-    scene.log([1, 2])
+    scene.state(status="running")
     assert ship_run(scene.run, scene.uri, DEAD_PARENT)
     run = scene.entity
     assert run.info.status == "FAILED"
     assert run.data.tags["hpcdist.reason"].startswith("the supervisor died before the end of the run: `hpcdist resume")
-    assert scene.steps() == [1, 2]
     assert scene.run.read_state().status == "running", "only a supervisor or a command writes the state"
 
 
-def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    with open(scene.run.journal / ".shipper.lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert not ship_run(scene.run, scene.uri, DEAD_PARENT)
-    assert "another shipper uploads first" in caplog.text
-
-
-def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_server_ends_the_drain_and_the_error_contains_no_password(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
     scene.state(status="finished", ended=2e9)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        uri = f"http://me:secret@127.0.0.1:{bound.getsockname()[1]}"
         assert not ship_run(scene.run, uri, os.getppid())
+        with pytest.raises(TrackingError, match=r"MLflow at http://me:\*\*\*@127") as caught:
+            sync(scene.run, uri)
     assert "`hpcdist sync first` uploads the rest" in caplog.text
+    assert "secret" not in f"{caught.value} {caplog.text}"
 
 
 @pytest.mark.processes
