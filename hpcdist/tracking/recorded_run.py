@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import UserMistake
@@ -21,10 +21,6 @@ from hpcdist.run.records import DatasetRecord
 from hpcdist.run.snapshot import CodeState, code_of
 from hpcdist.tracking.points import read_values
 from hpcdist.tracking.uri import choose_uri
-
-if TYPE_CHECKING:
-    from hpcdist.tracking.mlflow_client import entities
-
 
 #: A run's id in MLflow, alone or in a link to its page.
 _RUN_ID = re.compile(r"(?:.*/runs/)?([0-9a-f]{32})(?:[/?].*)?")
@@ -119,7 +115,10 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             raise UserMistake(f"no run {run_id} in MLflow at {shown}: name its store with --tracking-uri") from error
-        tags, datasets = run.data.tags, [_dataset(one) for one in (run.inputs.dataset_inputs if run.inputs else [])]
+        tags, datasets = run.data.tags, []
+        for one in run.inputs.dataset_inputs if run.inputs else ():
+            split = next((tag.value for tag in one.tags if tag.key == "mlflow.data.context"), "")
+            datasets.append(DatasetRecord(name=one.dataset.name, split=split, digest=one.dataset.digest))
         experiment = client.get_experiment(run.info.experiment_id).name
     # The run folder that MLflow names, if it is this user's and of this run.
     folder = Path(tags.get("hpcdist.folder", ""))
@@ -155,8 +154,3 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
         run_id=run_id,
         uri=uri,
     )
-
-
-def _dataset(found: entities.DatasetInput) -> DatasetRecord:
-    split = next((tag.value for tag in found.tags if tag.key == "mlflow.data.context"), "")
-    return DatasetRecord(name=found.dataset.name, split=split, digest=found.dataset.digest)
