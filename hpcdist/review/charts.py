@@ -364,11 +364,7 @@ def _is_node_time(key: str) -> bool:
 def metric_charts(
     series: Mapping[str, Series], declared: Mapping[str, Sequence[str]], monitor: str = ""
 ) -> tuple[list[Chart], list[Chart]]:
-    """Return the charts that a trainer declares, and those of the other metrics.
-
-    The latter begin with losses, the metric that selects checkpoints, and throughput. The same metric on training and
-    evaluation data shares a chart.
-    """
+    """Return the charts that a trainer declares, and those of the other metrics, one for training and evaluation."""
     own = {
         title: sorted(key for key in series if any(fnmatchcase(key, pattern) for pattern in patterns))
         for title, patterns in declared.items()

@@ -144,10 +144,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
 
 
 def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
-    """Return the causes of the attempts that did not finish, such as `1: rank 3 on n2 was killed; 2: preempted`.
-
-    Attempts in the middle are left out of a text of more than `max_chars` characters.
-    """
+    """Return the causes of the attempts that did not finish; those in the middle are left out of a longer text."""
     texts = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
     num_chars, num_all = sum(len(text) + 2 for text in texts), len(texts)
     while num_chars > max_chars - 20 and len(texts) > 2:
@@ -461,10 +458,7 @@ NUM_BINS = 512
 
 
 class Series:
-    """Points of one metric, added in any order, in at most 64 KiB of memory.
-
-    Of each range of steps the lowest and the highest value remain. Values that are not finite are counted only.
-    """
+    """Points of one metric, added in any order, in at most 64 KiB; values that are not finite are counted only."""
 
     def __init__(self) -> None:
         self.num_points = 0  #: added, including those that are not kept

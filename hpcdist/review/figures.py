@@ -1,8 +1,4 @@
-"""Figures of a trainer: small JSON files in `artifacts/figures/` that the report of the run draws.
-
-A trainer writes them with `Context.figure`, for example a confusion matrix at each evaluation. Metrics need no figure:
-the report has a chart of each metric.
-"""
+"""Figures that a trainer writes with `Context.figure`: small JSON files that the report draws beside its metrics."""
 
 from __future__ import annotations
 
@@ -69,6 +65,8 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
+    """Text that the model wrote."""
+
     title: str
     text: str
     step: int = 0

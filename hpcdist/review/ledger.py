@@ -284,10 +284,7 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
 
 
 def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
-    """Yield the times of an allocation outside of attempts, with their cause.
-
-    They are `start` before the first attempt, `down` after an attempt that failed, and `idle` after the last one.
-    """
+    """Yield times outside of attempts: `start` before the first, `down` after a failed one, `idle` after others."""
     cause: Cause = "start"
     at = allocation.began
     for timed in allocation.attempts:
@@ -301,7 +298,6 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
 
 
 def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
-    """Yield the phases of an allocation on the time axis, those of attempts as rank 0 has recorded them."""
     first = allocation.attempts[0].attempt.number if allocation.attempts else 0
     if allocation.queue_s > 0:
         began = allocation.began - allocation.queue_s
