@@ -114,7 +114,7 @@ class ImageFacts:
 
     @property
     def version(self) -> str:
-        """Version of hpcdist in the image; empty if the labels name none."""
+        """Version of hpcdist; empty if the labels name none."""
         return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
 
     @property
@@ -229,9 +229,7 @@ def default_base(dockerfile: Path) -> str:
 
 def repository(name: str) -> str:
     """Return the name of an image without tag and digest; a colon before a slash belongs to a port."""
-    name = name.partition("@")[0]
-    head, slash, tail = name.rpartition("/")
-    return f"{head}{slash}{tail.partition(':')[0]}"
+    return re.sub(r":[^/]*$", "", name.partition("@")[0])
 
 
 def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
@@ -250,21 +248,17 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
         done = engine.run("image", "inspect", name)
     found = inspected(engine, name, done.stdout)
     listed = found.get("RepoDigests")
-    own = _short(repository(name))
+    left_out = re.compile(r"^(docker\.io/)?(library/)?")  # by docker: `debian`, `nvidia/cuda`
+    own = left_out.sub("", repository(name))
     for repo, _, digest in (str(entry).partition("@") for entry in (listed if isinstance(listed, list) else [])):
         # podman lists a digest of its own for images that were never in a registry, under `localhost`.
-        if _short(repo) == own and not own.startswith("localhost/"):
+        if left_out.sub("", repo) == own and not own.startswith("localhost/"):
             return Base(name=name, digest=digest)
     return Base(name=name, id=_digest_of(found), problem="a local image without a digest of a registry")
 
 
-def _short(repo: str) -> str:
-    """Return a repository without the registry and the folder that docker leaves out: `debian`, `nvidia/cuda`."""
-    return repo.removeprefix("docker.io/").removeprefix("library/")
-
-
 def _digest_of(found: Mapping[str, Any]) -> str:
-    """Return the id of an image, which podman gives without `sha256:`."""
+    """Return the id, which podman gives without `sha256:`."""
     return f"sha256:{str(found['Id']).removeprefix('sha256:')}"
 
 

@@ -111,15 +111,7 @@ class Containers:
         root = self.folder / "rootfs"
         packages = "python3,python3-venv,ca-certificates"
         # In a new mount namespace: a killed debootstrap would leave /proc mounted in the folder.
-        command = [
-            "unshare",
-            "--mount",
-            "debootstrap",
-            "--variant=minbase",
-            f"--include={packages}",
-            "bookworm",
-            str(root),
-        ]
+        command = ["unshare", "--mount", "debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         tar = ["tar", "-C", str(root), "--exclude=./var/cache/apt/archives/*", "-c", "."]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as packed:
@@ -181,18 +173,8 @@ def _copy_checkout(target: Path, canary: str) -> None:
         if (CHECKOUT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(CHECKOUT / name, target / name)
-    private_files = (
-        ".git/config",
-        ".env",
-        ".netrc",
-        "docker/.env",
-        "docker/secrets/db_password",
-        "runs/digits/first/config.yaml",
-        ".venv/pyvenv.cfg",
-        "hpcdist/__pycache__/cli.cpython-311.pyc",
-        "tests/token",
-    )
-    for name in private_files:
+    private = ".git/config .env .netrc docker/.env docker/secrets/db_password runs/digits/first/config.yaml"
+    for name in f"{private} .venv/pyvenv.cfg hpcdist/__pycache__/cli.cpython-311.pyc tests/token".split():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_text(canary)
 

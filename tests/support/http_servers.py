@@ -200,11 +200,5 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def listening_webhook(host: str = "127.0.0.1") -> Iterator[Webhook]:
     """Listen on an address of this machine."""
-    with Webhook(host) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with Webhook(host) as server, in_thread(server):
+        yield server

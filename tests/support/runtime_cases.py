@@ -22,14 +22,12 @@ from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
 from hpcdist.devcluster import settings as devcluster_settings
+from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 
 # --- A docker daemon on every node of the dev cluster, as on a real one, and a client that uses the node's own daemon
 
-
 #: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
-
-
 #: After the failure of one node a job may start on any two of the others.
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -145,23 +143,13 @@ def docker_nodes(cluster: DevCluster, image: SmallImage, folder: Path, group: st
 
 # --- Container runtimes of the matrix runtime x fault: what each one needs on this machine, and what it must not leave
 
-
 #: enroot's state of all nodes, see scripts/runtimes/enroot.sh.
 ENROOT_STATE = Path("/tmp/enroot-state")
-
 PYXIS = RUNTIMES / "pyxis/spank_pyxis.so"
-
-
 #: Nothing of a container is left on a node this long after its job.
 REMOVAL_TIMEOUT_S = 30.0
-
-CAP_SYS_RESOURCE = 24
-
-
 #: Processes of a node that outlive jobs. `containerd-shim` is one per container and is not among them.
 _DAEMONS = ("slurmd", "slurmstepd", "dockerd", "containerd")
-
-
 #: Beginnings of the types of file systems that squashfuse, squashfuse_ll and fuse-overlayfs mount.
 _IMAGE_MOUNTS = ("fuse.squash", "fuse.fuse-overlayfs")
 
@@ -187,31 +175,24 @@ class RuntimeCase:
         return self.name.partition("-")[0]
 
 
-CASES = (
-    "podman",
-    "docker",
-    "apptainer-folder",
-    "apptainer-sif",
-    "charliecloud",
-    "enroot-folder",
-    "enroot-sqsh",
-    "pyxis",
-)
+_APPTAINER, _ENROOT = str(RUNTIMES / "apptainer/bin/apptainer"), str(RUNTIMES / "enroot/bin/enroot")
+#: The programs that each case needs.
+_PROGRAMS = {
+    "podman": ["podman"],
+    "docker": ["dockerd", "docker"],
+    "apptainer-folder": [_APPTAINER],
+    "apptainer-sif": [_APPTAINER, "mksquashfs"],
+    "charliecloud": ["ch-run"],
+    "enroot-folder": [_ENROOT],
+    "enroot-sqsh": [_ENROOT, "mksquashfs", "squashfuse"],
+    "pyxis": [_ENROOT, str(PYXIS), "mksquashfs"],
+}
+CASES = tuple(_PROGRAMS)
 
 
 def missing_program(case: str) -> str | None:
     """Return the reason why a runtime cannot be used on this machine; None if it can."""
-    programs = {
-        "podman": ["podman"],
-        "docker": ["dockerd", "docker"],
-        "apptainer-folder": [str(RUNTIMES / "apptainer/bin/apptainer")],
-        "apptainer-sif": [str(RUNTIMES / "apptainer/bin/apptainer"), "mksquashfs"],
-        "charliecloud": ["ch-run"],
-        "enroot-folder": [str(RUNTIMES / "enroot/bin/enroot")],
-        "enroot-sqsh": [str(RUNTIMES / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
-        "pyxis": [str(RUNTIMES / "enroot/bin/enroot"), str(PYXIS), "mksquashfs"],
-    }[case]
-    missing = [name for name in programs if shutil.which(name) is None and not Path(name).is_file()]
+    missing = [name for name in _PROGRAMS[case] if shutil.which(name) is None and not Path(name).is_file()]
     return f"{', '.join(missing)} not found: run scripts/test_packages.sh as root" if missing else None
 
 
@@ -240,7 +221,10 @@ def prepared(
         if case == "podman":
             env = podman_env(containers, folder)
             stack.callback(_podman, env, "rm", "--all", "--force")
-            yield ready(image.name, env=env, containers=lambda run: _podman_containers(env, run))
+            names = ("ps", "--all", "--format", "{{.Names}}", "--filter")
+            yield ready(
+                image.name, env=env, containers=lambda run: _podman(env, *names, f"label=hpcdist.run={run}").split()
+            )
         elif case == "docker":
             daemons = stack.enter_context(docker_nodes(runs.cluster, image, folder, group))
             path = f"{daemons.bin}:{os.environ['PATH']}"
@@ -269,9 +253,7 @@ def prepared(
 
 def apptainer_env() -> dict[str, str]:
     """Return the variables without which apptainer does not start for a root without all capabilities."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
-    may_raise_limits = int(line.split()[1], 16) >> CAP_SYS_RESOURCE & 1
-    return {} if may_raise_limits else {"APPTAINER_DROP_CAPS": "CAP_SYS_RESOURCE"}
+    return {} if has_capability(CAP_SYS_RESOURCE) else {"APPTAINER_DROP_CAPS": "CAP_SYS_RESOURCE"}
 
 
 def podman_env(containers: Containers, folder: Path) -> dict[str, str]:
@@ -294,11 +276,6 @@ def _podman(env: Mapping[str, str], *arguments: str) -> str:
     )
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
-
-
-def _podman_containers(env: Mapping[str, str], run: Path) -> list[str]:
-    label = f"label=hpcdist.run={run}"
-    return _podman(env, "ps", "--all", "--filter", label, "--format", "{{.Names}}").split()
 
 
 @contextmanager
@@ -330,8 +307,11 @@ def _restart(cluster: DevCluster) -> None:
 def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
     """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
     members = cluster.node_members()
-    names = [_name(pid) for pids in members.values() for pid in pids]
-    return [*(name for name in names if name and name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
+    names = []
+    for pid in (pid for pids in members.values() for pid in pids):
+        with suppress(psutil.NoSuchProcess):
+            names.append(psutil.Process(pid).name())  # zombies are in no namespace
+    return [*(name for name in names if name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
 
 
 def container_mounts(cluster: DevCluster) -> set[str]:
@@ -349,14 +329,6 @@ def container_mounts(cluster: DevCluster) -> set[str]:
                 if is_container or kind.startswith(_IMAGE_MOUNTS):
                     found.add(place)
     return found
-
-
-def _name(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def enroot_state(cluster: DevCluster, dead: str = "") -> list[Path]:

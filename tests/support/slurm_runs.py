@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -197,7 +198,6 @@ class SlurmRuns(Runs):
 
 
 def _command(pid: int) -> str:
-    try:
+    with suppress(OSError):  # the process has just ended
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # the process has just ended
-        return ""
+    return ""
