@@ -11,99 +11,49 @@ from hpcdist.config.topology import Topology
 
 Env = dict[str, str]
 
-OWN: Env = {
-    "HPCDIST_RANK": "3",
-    "HPCDIST_WORLD_SIZE": "4",
-    "HPCDIST_LOCAL_RANK": "1",
-    "HPCDIST_LOCAL_WORLD_SIZE": "2",
-    "HPCDIST_NODE_RANK": "1",
-    "HPCDIST_NUM_NODES": "2",
-    "HPCDIST_MASTER_ADDR": "n1",
-    "HPCDIST_MASTER_PORT": "20500",
-    "HPCDIST_JOB_ID": "17",
-    "HPCDIST_ATTEMPT": "2",
-}
-TORCHRUN: Env = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-}
+
+def printed(text: str) -> Env:
+    """Return variables as `env` prints them."""
+    return dict(word.split("=") for word in text.split())
+
+
+OWN = printed(
+    """
+    HPCDIST_RANK=3 HPCDIST_WORLD_SIZE=4 HPCDIST_LOCAL_RANK=1 HPCDIST_LOCAL_WORLD_SIZE=2 HPCDIST_NODE_RANK=1
+    HPCDIST_NUM_NODES=2 HPCDIST_MASTER_ADDR=n1 HPCDIST_MASTER_PORT=20500 HPCDIST_JOB_ID=17 HPCDIST_ATTEMPT=2
+    """
+)
+TORCHRUN = printed(
+    """
+    RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=n1
+    MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0
+    """
+)
 #: Rank 1 of `srun -N3 -n5`.
-STEP: Env = {
-    "SLURM_JOB_ID": "42",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEPID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "5",
-    "SLURM_NNODES": "3",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_NODELIST": "n[1-3]",
-    "SLURM_STEP_TASKS_PER_NODE": "3,1(x2)",
-    "SLURM_JOB_NODELIST": "n[1-3]",
-    "SLURM_TASKS_PER_NODE": "3,1(x2)",
-}
+STEP = printed(
+    """
+    SLURM_JOB_ID=42 SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=5
+    SLURM_NNODES=3 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=3,1(x2)
+    SLURM_JOB_NODELIST=n[1-3] SLURM_TASKS_PER_NODE=3,1(x2)
+    """
+)
 #: Rank 4 of one step over two components of 1 x 1 and 2 x 2 tasks.
-HET: Env = {
-    "SLURM_GTIDS": "3,4",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_ID": "3",
-    "SLURM_JOB_ID_HET_GROUP_0": "3",
-    "SLURM_JOB_ID_HET_GROUP_1": "4",
-    "SLURM_JOB_NODELIST": "n[1-3]",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NNODES": "3",
-    "SLURM_NODEID": "2",
-    "SLURM_NPROCS": "5",
-    "SLURM_NTASKS": "5",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_PROCID": "4",
-    "SLURM_STEPID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-3]",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
-    "SLURM_TASKS_PER_NODE": "1,2(x2)",
-}
-#: Rank 0 of a step with the host file n3 n1 n1 n2 n2; Slurm sorts the nodes.
-ARBITRARY: Env = {
-    "SLURM_GTIDS": "0",
-    "SLURM_JOB_ID": "10",
-    "SLURM_JOB_NODELIST": "n[1-3]",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_NTASKS": "5",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-3]",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-}
+HET = printed(
+    """
+    SLURM_GTIDS=3,4 SLURM_HET_SIZE=2 SLURM_JOB_ID=3 SLURM_JOB_ID_HET_GROUP_0=3 SLURM_JOB_ID_HET_GROUP_1=4
+    SLURM_JOB_NODELIST=n[1-3] SLURM_JOB_NODELIST_HET_GROUP_0=n1 SLURM_JOB_NODELIST_HET_GROUP_1=n[2-3]
+    SLURM_JOB_NUM_NODES=3 SLURM_LOCALID=1 SLURM_NNODES=3 SLURM_NODEID=2 SLURM_NPROCS=5 SLURM_NTASKS=5
+    SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=4 SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3]
+    SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=1,2(x2) SLURM_TASKS_PER_NODE=1,2(x2)
+    """
+)
 #: The shell of `sbatch -n1`.
-BATCH: Env = {
-    "SLURM_JOB_ID": "14",
-    "SLURM_JOB_NODELIST": "n1",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NNODES": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_NPROCS": "1",
-    "SLURM_NTASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_TASKS_PER_NODE": "1",
-}
+BATCH = printed(
+    """
+    SLURM_JOB_ID=14 SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_LOCALID=0 SLURM_NNODES=1 SLURM_NODEID=0
+    SLURM_NPROCS=1 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=1
+    """
+)
 
 
 def without(env: Env, *names: str) -> Env:
