@@ -81,19 +81,14 @@ def _run(folder: Path) -> NoReturn:
     except Exception as error:
         code = outcome.write_error(error)
         end(lambda: code, FAILED_S)
-
-    def conclude_or_fail() -> int:
-        try:
-            conclude()
-        except Exception as error:
-            return outcome.write_error(error)
-        return 0
-
-    end(conclude_or_fail, limit_s)
+    end(conclude, limit_s)
 
 
-def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], None], float]:
-    """Run the training. Returns a function that records its success, and the time limit of the end of this process."""
+def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], int], float]:
+    """Run the training. Returns a function that records its success, and the time limit of the end of this process.
+
+    Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
+    """
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
@@ -127,11 +122,15 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
             records.journal.close()
             raise
 
-    def conclude() -> None:
-        records.close()
-        if topology.rank == 0:
-            outcome.write(ended, reason=reason)
-        outcome.close()
+    def conclude() -> int:
+        try:
+            records.close()
+            if topology.rank == 0:
+                outcome.write(ended, reason=reason)
+            outcome.close()
+        except Exception as error:
+            return outcome.write_error(error)
+        return 0
 
     # Neither the hang detection nor the grace period of a stop ends a rank that waits for its threads.
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
