@@ -113,17 +113,16 @@ def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig)
     found = {one.step: one for one in store.all()}
     if not found:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
+    newest = found[max(found)]
     if which == "final":
-        return found[max(found)]
+        return newest
     if which in ("best", None):
-        if (best := store.best()) is None:
-            if which is None:
-                return found[max(found)]
+        if (best := store.best()) is None and which == "best":
             raise ExportError(
                 f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitored.monitor or 'empty'}):"
                 f" choose --checkpoint final or a step ({_listed(found)})"
             )
-        return best
+        return best or newest
     if not (which.isascii() and which.isdigit() and len(which) < 20):
         raise ExportError(f"--checkpoint {which}: expected best, final or a step ({_listed(found)})")
     if int(which) not in found:

@@ -487,54 +487,43 @@ class Context:
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         with self.timer.account.phase("checkpoint"):
-            self._save(step, model, dict(trainer), local, dict(metrics or {}), shard)
+            on_written = self._commands.saving(step)
+            is_owner = shard is not None and not shard.is_empty
+            rank_state = {
+                "rng": rng_state(self.device),
+                "local": local
+                and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
+                "role": self.rpc_name,
+                **(asdict(self._saved_division) if self._saved_division is not None else {}),
+            }
+            state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
+            gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
+            if len({is_sharded for *_, is_sharded in gathered}) > 1:
+                without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
+                raise CheckpointError(
+                    f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
+                    " shard: pass them on every rank, so that they can be saved whole"
+                )
+            whole = state.gather(keep=self.is_main)
+            is_new, self._saved_step = step != self._saved_step, step
+            staging = self._store.staging(step, self.attempt.number)
+            if shard is not None and is_owner and is_new:
+                self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+            if self.is_main:
+                owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
+                self._saver.save(
+                    step,
+                    model=whole[0],
+                    trainer=whole[1],
+                    rank_states=[state for state, *_ in gathered],
+                    metrics=metrics,
+                    collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+                    on_written=on_written,
+                )
             if shard is not None:
                 self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self._heartbeat.beat()
         self.timer.skip()
-
-    def _save(
-        self,
-        step: int,
-        model: nn.Module | None,
-        trainer: dict[str, Any],
-        local: Mapping[str, Any] | None,
-        metrics: Mapping[str, float],
-        shard: Shard | None,
-    ) -> None:
-        on_written = self._commands.saving(step)
-        is_owner = shard is not None and not shard.is_empty
-        rank_state = {
-            "rng": rng_state(self.device),
-            "local": local
-            and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
-            "role": self.rpc_name,
-            **(asdict(self._saved_division) if self._saved_division is not None else {}),
-        }
-        state = MaybeSharded(({} if model is None else clean_state_dict(model), trainer))
-        gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
-        if len({is_sharded for *_, is_sharded in gathered}) > 1:
-            without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
-            raise CheckpointError(
-                f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no shard:"
-                " pass them on every rank, so that they can be saved whole"
-            )
-        whole = state.gather(keep=self.is_main)
-        is_new, self._saved_step = step != self._saved_step, step
-        staging = self._store.staging(step, self.attempt.number)
-        if shard is not None and is_owner and is_new:
-            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
-        if self.is_main:
-            owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
-            self._saver.save(
-                step,
-                model=whole[0],
-                trainer=whole[1],
-                rank_states=[state for state, *_ in gathered],
-                metrics=metrics,
-                collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
-                on_written=on_written,
-            )
 
     def _before_publish(self) -> None:
         """Make the journal durable, and refuse the checkpoint if a newer attempt has begun.
@@ -554,20 +543,13 @@ class Context:
         The call restores the random number generators. The trainer itself loads model and optimizer from the result,
         which is None at the first start of the run. Raises CheckpointError if the checkpoint cannot be read.
         """
-        restored = self._load_newest()
-        if restored is not None:
-            self._heartbeat.step = restored.step
-            self._divisions.clear()  # the checkpoint determines the number of micro-batches
-        self._notes.begin(0 if restored is None else restored.step)
-        return restored
-
-    def _load_newest(self) -> Restored | None:
         path = ""
         if self.is_main:
             self._store.remove_leftovers()
             newest = self._store.latest()
             path = str(newest.path) if newest is not None else ""
         if not (path := self.groups.broadcast(path)):
+            self._notes.begin(0)
             return None
         # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
         checkpoint = self._store.load(Path(path), verify=False)
@@ -593,6 +575,9 @@ class Context:
             text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
             log.warning(text, before, now)
         log.info("resumed at step %d from %s", checkpoint.step, path)
+        self._heartbeat.step = checkpoint.step
+        self._divisions.clear()  # the checkpoint determines the number of micro-batches
+        self._notes.begin(checkpoint.step)
         return Restored(
             step=checkpoint.step,
             model=checkpoint.model,

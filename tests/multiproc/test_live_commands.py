@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import itertools
 import json
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 import torch.distributed as dist
 from hpcdist_runs import HPCDIST, Runs, assert_equals_control, finish, wait_for
@@ -126,10 +128,12 @@ class Account:
     password: str
 
     def send(self, method: str, path: str, **body: object) -> dict[str, Any]:
-        auth = (self.name, self.password)
-        answer = requests.request(method, f"{self.address}/api/{path}", auth=auth, json=body or None, timeout=60)
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json() if answer.content else {}
+        pair = base64.b64encode(f"{self.name}:{self.password}".encode()).decode()
+        headers = {"Authorization": f"Basic {pair}", "Content-Type": "application/json"}
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(f"{self.address}/api/{path}", data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: dict[str, Any] = json.loads(answer.read() or b"{}")
         return found
 
     def command(self, run_id: str, value: str) -> None:
@@ -162,7 +166,7 @@ def test_commands_need_edit_permission_on_a_server(runs: Runs, tmp_path: Path) -
         process = stack.enter_context(live_run(runs, "guarded", f"tracking.uri={server.uri}", **env))
         run_id = runs.mlflow_id("guarded")
         wait_for(lambda: "hpcdist.state" in bob.tags(run_id), "the tags of the run", timeout_s=PATIENCE_S)
-        with pytest.raises(requests.HTTPError, match="403"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
             bob.command(run_id, "stop")
         experiment = bob.send("GET", f"2.0/mlflow/runs/get?run_id={run_id}")["run"]["info"]["experiment_id"]
         grant = {"resource_type": "experiment", "resource_id": experiment, "permission": "EDIT"}

@@ -332,16 +332,21 @@ def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: P
 # --- Trainers with roles learn the same weights over both transports of RPC; over ZeroMQ without torch.distributed.rpc.
 
 
-SERVERS = {"trainer": 2, "parameter_server": 2}
-RL: dict[str, Any] = {"num_envs": 4, "num_rollout_steps": 32, "num_eval_episodes": 3}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "rl": {"roles": {"agent": 1, "observer": 2}, "sections": {"rl": RlConfig(**RL)}},
-    "hybrid": {
-        "roles": SERVERS,
-        "sections": {"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
-    },
+SHORT = StopConfig(max_steps=4, max_epochs=99)
+CONFIGS = {
+    "rl": Config(
+        roles={"agent": 1, "observer": 2},
+        sections={"rl": RlConfig(num_envs=4, num_rollout_steps=32, num_eval_episodes=3)},
+        checkpoint=CheckpointConfig(monitor="eval/return"),
+        stop=SHORT,
+    ),
+    "hybrid": Config(
+        roles={"trainer": 2, "parameter_server": 2},
+        sections={"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
+        checkpoint=CheckpointConfig(monitor="eval/auc"),
+        stop=SHORT,
+    ),
 }
-MONITORS = {"rl": "eval/return", "hybrid": "eval/auc"}
 
 
 def remove_torch_rpc() -> None:
@@ -360,14 +365,8 @@ def train(here: Rank, path: Path, trainer: str, cfg: Config) -> None:
         ctx.close()
 
 
-def final_weights(folder: Path, trainer: str, **launch: Any) -> dict[str, torch.Tensor]:
-    cfg = Config(
-        **CONFIGS[trainer],
-        stop=StopConfig(max_steps=4, max_epochs=99),
-        checkpoint=CheckpointConfig(monitor=MONITORS[trainer]),
-    )
-    run = new_run(folder)
-    cfg = replace(cfg, launch=replace(cfg.launch, **launch))
+def final_weights(folder: Path, trainer: str, launch: LaunchConfig) -> dict[str, torch.Tensor]:
+    run, cfg = new_run(folder), replace(CONFIGS[trainer], launch=launch)
     spawn_ranks(train, sum(cfg.roles.values()), path=run.path, trainer=trainer, cfg=cfg)
     newest = CheckpointStore(run.checkpoints).latest()
     assert newest is not None
@@ -376,7 +375,7 @@ def final_weights(folder: Path, trainer: str, **launch: Any) -> dict[str, torch.
 
 @pytest.mark.parametrize("trainer", ["rl", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_both_transports_train_the_same_weights(tmp_path: Path, trainer: str) -> None:
-    default = final_weights(tmp_path / "zmq", trainer)
-    other = final_weights(tmp_path / "torch", trainer, rpc="torch", rpc_trusted_nodes=True)
+    default = final_weights(tmp_path / "zmq", trainer, LaunchConfig())
+    other = final_weights(tmp_path / "torch", trainer, TORCH.launch)
     assert default.keys() == other.keys()
     assert [name for name, value in default.items() if not torch.equal(value, other[name])] == []
