@@ -28,7 +28,7 @@ from harness import MALLOC_ENV, argument_parser, median, median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.data.models import SimpleCNN
+from hpcdist.data.loading import SimpleCNN
 from hpcdist.rank.elastic import Division, micro_batches, sum_over_ranks
 
 CONTENDERS = ("DDP", "elastic", "elastic, exact")

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, StopConfig
 from hpcdist.config.topology import Topology
-from hpcdist.data.models import build_model
+from hpcdist.data.loading import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import place, process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag

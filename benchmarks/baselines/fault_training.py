@@ -11,8 +11,7 @@ from fault_task import Task
 from torch import Tensor, nn
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data.loading import Normalize, PreloadedSplit, load_datasets
-from hpcdist.data.models import SimpleCNN
+from hpcdist.data.loading import Normalize, PreloadedSplit, SimpleCNN, load_datasets
 
 SEED = 0
 NUM_EVAL_SAMPLES = 2_000

@@ -31,7 +31,6 @@ from hpcdist.trainers.comm.operations import (
     Broadcast,
     Operation,
     Reduction,
-    Team,
     Works,
     check,
     make_teams,
@@ -42,6 +41,16 @@ CPU = torch.device("cpu")
 NODES = ["n1", "n1", "n2"]
 #: Signed and unsigned, short and long, integers and floating-point numbers.
 DTYPES = ("uint8", "int64", "bfloat16", "float32")
+
+
+CONFIG = Config(
+    trainer=TrainerConfig(target="comm"),
+    sections={
+        "comm": CommConfig(
+            operations=["all_reduce", "all_gather", "send_recv", "barrier", "groups", "pairs"], max_bytes="4K"
+        )
+    },
+)
 
 
 # --- faulty operations
@@ -93,12 +102,13 @@ class UnsupportedBroadcast(Broadcast):
         raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
 
 
-def check_and_measure(here: Rank) -> dict[str, Any]:
-    """Return the check results of all operations and of faulty ones, and timings."""
+def check_and_measure(here: Rank, path: Path) -> dict[str, Any]:
+    """Return the results of checks of all operations and of faulty ones, a timing, and the error of a benchmark."""
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     groups = Groups(control, dist.distributed_c10d._get_default_store())
     teams = make_teams(NODES, CPU, timedelta(seconds=60), with_groups=True)
+    world = teams[WORLD]
 
     def check_operation(kind: type[Operation], reduction: Reduction | None, team: str, dtype: str) -> CheckResult:
         return check(kind, reduction, teams[team], dtype, groups, node=NODES[here.rank])
@@ -123,84 +133,58 @@ def check_and_measure(here: Rank) -> dict[str, Any]:
         "correct": correct,
         "wrong": wrong,
         "unsupported": check_operation(UnsupportedBroadcast, None, WORLD, "uint8"),
-        "timings": measure_timings(teams[WORLD], groups),
-        "maximum": groups.max([0.1 * here.rank, 0.2 - 0.1 * here.rank]),
+        "timing": measure(
+            AllReduce(world, 100, torch.float32).run,
+            Stopwatch(world.device, world.backend),
+            groups,
+            budget_s=0.005,
+            longest_s=1.0,
+            divided_by=3,
+        ),
+        "run": run_with_wrong_all_reduce(here, path),
     }
 
 
-def measure_timings(world: Team, groups: Groups) -> list[Any]:
-    """Time all-reduces, and broadcasts after barriers."""
-    watch = Stopwatch(world.device, world.backend)
-    limits = {"budget_s": 0.005, "longest_s": 1.0}
-    return [
-        measure(AllReduce(world, 100, torch.float32).run, watch, groups, divided_by=3, **limits),
-        measure(Broadcast(world, 100, torch.uint8).run, watch, groups, after_barrier=True, **limits),
-    ]
+def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
+    """Return the error message of a benchmark with a wrong all-reduce."""
+    OPERATIONS["all_reduce"] = WrongAllReduce
+    config = replace(CONFIG, sections={"comm": replace(CONFIG.section(CommConfig), operations=["all_reduce"])})
+    with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
+        train.train(ctx, config)
+    return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Any]]:
-    return spawn_ranks(check_and_measure, 3)
-
-
-def test_all_operations_are_correct_in_all_groups(by_rank: list[dict[str, Any]]) -> None:
-    results = by_rank[0]["correct"]
-    assert [result for result in results if result.ok is not True] == []
-    assert {result.group for result in results} == {"world", "within nodes", "across nodes", "halves"}
-    assert len({result.operation for result in results}) == 20
-
-
-def test_faulty_operations_are_reported_with_rank_and_value(by_rank: list[dict[str, Any]]) -> None:
-    for key in ("correct", "wrong", "unsupported"):
+def test_all_operations_are_checked_and_errors_name_rank_and_value(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    by_rank = spawn_ranks(check_and_measure, 3, path=run.path)
+    for key in ("correct", "wrong", "unsupported", "timing", "run"):
         assert by_rank[0][key] == by_rank[1][key] == by_rank[2][key], "all ranks have the same results"
-    assert [result.ok for result in by_rank[0]["wrong"]] == [False] * 4
-    wrong, swapped, idle, barrier = (result.error for result in by_rank[0]["wrong"])
+    found = by_rank[0]
+    assert [result for result in found["correct"] if result.ok is not True] == []
+    assert {result.group for result in found["correct"]} == {"world", "within nodes", "across nodes", "halves"}
+    assert len({result.operation for result in found["correct"]}) == 20
+    assert [result.ok for result in found["wrong"]] == [False] * 4
+    wrong, swapped, idle, barrier = (result.error for result in found["wrong"])
     assert "rank 0 on n1: all_reduce[sum] of 7 x bfloat16 is wrong: at index 5 expected" in wrong
     assert "(1 of 7 differ); 2 more of 3 ranks have wrong results" in wrong
     assert swapped.startswith(
         "rank 1 on n1: all_to_all of 3 x uint8 is wrong: at index 0 expected 37, got 35 (2 of 3 differ)"
     )
-    assert idle == (
-        "rank 0 on n1: broadcast of 1 x int32 (root is rank 2) is wrong: at index 0 expected 74, got 119"
-        " (1 of 1 differ); 2 more of 3 ranks have wrong results"
-    )
+    assert "broadcast of 1 x int32 (root is rank 2) is wrong: at index 0 expected 74, got 119" in idle
     assert "a rank left the barrier of 3 ranks when" in barrier
-
-
-def test_unsupported_operation_is_skipped_with_the_backends_message(by_rank: list[dict[str, Any]]) -> None:
-    result = by_rank[0]["unsupported"]
-    assert (result.ok, result.error) == (
+    assert (found["unsupported"].ok, found["unsupported"].error) == (
         None,
         "gloo does not support broadcast of uint8: Backend gloo does not support teleport at somewhere",
     )
-
-
-def test_timings_are_those_of_the_slowest_rank(by_rank: list[dict[str, Any]]) -> None:
-    assert by_rank[0]["timings"] == by_rank[1]["timings"] == by_rank[2]["timings"]
-    assert [found["maximum"] for found in by_rank] == [[0.2, 0.2]] * 3
-    for timing in by_rank[0]["timings"]:
-        assert 3 <= timing.iterations <= 1000
-        assert 0 < timing.min_s <= timing.median_s <= timing.p99_s
+    assert 3 <= found["timing"].iterations <= 1000
+    assert 0 < found["timing"].min_s <= found["timing"].median_s <= found["timing"].p99_s
+    # A wrong result ends a benchmark.
+    assert "all_reduce[sum] of 7 x uint8 is wrong: at index 5" in found["run"]
+    results = read_results(run.artifacts)
+    assert [(result.ok, result.error) for result in results.checked] == [(False, found["run"])]
 
 
 # --- the trainer
-
-CONFIG = Config(
-    trainer=TrainerConfig(target="comm"),
-    sections={
-        "comm": CommConfig(
-            operations=[
-                "all_reduce",
-                "all_gather",
-                "send_recv",
-                "barrier",
-                "groups",
-                "pairs",
-            ],
-            max_bytes="4K",
-        )
-    },
-)
 
 
 def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> str:
@@ -217,15 +201,6 @@ def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> str:
         train.train(ctx, CONFIG)
         ctx.close()
     return ctx.end_reason
-
-
-def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
-    """Return the error message of a benchmark with a wrong all-reduce."""
-    OPERATIONS["all_reduce"] = WrongAllReduce
-    config = replace(CONFIG, sections={"comm": replace(CONFIG.section(CommConfig), operations=["all_reduce"])})
-    with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
-        train.train(ctx, config)
-    return str(caught.value)
 
 
 @pytest.mark.faults
@@ -258,15 +233,6 @@ def test_stopped_benchmark_keeps_its_results_and_starts_again(tmp_path: Path) ->
         (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
     ]  # fmt: skip
     assert "all_reduce of 4096 B" in second[0]
-
-
-def test_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    errors = spawn_ranks(run_with_wrong_all_reduce, 3, path=run.path)
-    assert len(set(errors)) == 1
-    assert "all_reduce[sum] of 7 x uint8 is wrong: at index 5" in errors[0]
-    results = read_results(run.artifacts)
-    assert [(result.ok, result.error) for result in results.checked] == [(False, errors[0])]
 
 
 # --- `hpcdist bench comm` on this machine writes a report and measurements.

@@ -32,8 +32,7 @@ from hpcdist.config.schema import (
     ScheduleConfig,
     StopConfig,
 )
-from hpcdist.data.loading import ImageData, PreloadedSplit, load_datasets
-from hpcdist.data.models import SimpleCNN
+from hpcdist.data.loading import ImageData, PreloadedSplit, SimpleCNN, load_datasets
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
@@ -192,18 +191,6 @@ def test_precision_and_memory_format_change_rounding_only(pair: list[dict[str, A
     assert is_close(pair[0]["channels_last"]["model"], plain)
 
 
-def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
-    """There is no forward pass, which would need a C++ compiler."""
-    with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
-        wrapped: list[nn.Module] = []
-        ctx.wrap = lambda module, **_: wrapped.append(module) or SimpleNamespace(parameters=module.parameters)  # type: ignore[method-assign]
-        train.build_ddp_model(ctx, config(model=ModelConfig(compile=True)), some_images(8))
-        ctx.close()
-    (module,) = wrapped
-    assert module._compiled_call_impl is not None
-    assert set(module.state_dict()) == set(SimpleCNN(num_classes=5, in_channels=3, image_size=8).state_dict())
-
-
 # --- whole trainings
 
 
@@ -242,18 +229,6 @@ def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path:
     assert sorted(step for key, step in metrics if key == "eval/accuracy") == [9, 17, 22]
     assert metrics["train/epoch", 17] == pytest.approx(2.0)
     assert metrics["train/epoch", 22] == pytest.approx(3.0)
-
-
-def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None:
-    """Also if `checkpoint.every_steps` is due at the same step: the best checkpoint is found by its metrics."""
-    run = new_run(tmp_path)
-    cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
-    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
-    with open_context(SINGLE_RANK, run, cfg) as ctx:
-        ctx.close()
-    newest = ctx._store.latest()
-    assert newest is not None
-    assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
 
 
 def events(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> list[str]:

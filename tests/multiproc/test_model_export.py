@@ -21,7 +21,7 @@ from hpcdist_runs import LAST_STEP, Runs, unused_port, wait_for
 from torch import nn
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.data.models import build_model
+from hpcdist.data.loading import build_model
 from hpcdist.trainers.hybrid.train import ClickModel
 from hpcdist.trainers.rl.policy import Policy
 from hpcdist.trainers.rnn.train import LanguageModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
-from hpcdist.data.models import build_model
+from hpcdist.data.loading import build_model
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
@@ -136,22 +136,26 @@ def test_rpc_engine_equals_the_whole_model(tmp_path: Path, num_stages: int) -> N
     assert spawn_ranks(compare_rpc_engine, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
 
 
-def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
-    """Return the error of the step in which this stage loses its neighbour."""
+def two_steps(here: Rank, path: Path, inbox: Inbox, between: Callable[[], None] = lambda: None) -> None:
     images, labels = batch()
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
-    inbox = Inbox()
-    try:
-        with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
-            stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
-            engine.step(inputs, targets, NUM_MICRO_BATCHES)
-            if ctx.rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            engine.step(inputs, targets, NUM_MICRO_BATCHES)
-    except PeerLost as error:
-        return str(error)
-    return "no error"
+    with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
+        stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
+        engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
+        engine.step(inputs, targets, NUM_MICRO_BATCHES)
+        between()
+        engine.step(inputs, targets, NUM_MICRO_BATCHES)
+
+
+def end_at_once() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
+    """Return the error of the step in which this stage loses its neighbour."""
+    with pytest.raises(PeerLost) as caught:
+        two_steps(here, path, Inbox(), end_at_once if here.rank == victim else lambda: None)
+    return str(caught.value)
 
 
 @pytest.mark.slow
@@ -174,21 +178,12 @@ class RefusingInbox(Inbox):
 
 def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
     """Write the sender's error of the step in which the receiver takes no tensors; return that of the receiver."""
-    images, labels = batch()
-    inputs, targets = (images, None) if here.rank == 0 else (None, labels)
-    inbox = RefusingInbox() if here.rank == receiver else Inbox()
-    try:
-        with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
-            stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
-            engine.step(inputs, targets, NUM_MICRO_BATCHES)
-            engine.step(inputs, targets, NUM_MICRO_BATCHES)
-    except (PeerLost, RemoteError) as error:
-        if here.rank == receiver:
-            return str(error)
-        (path / "error").write_text(str(error))
-        os.kill(os.getpid(), signal.SIGKILL)  # as the supervisor does; until then the receiver waits for a tensor
-    return "no error"
+    with pytest.raises((PeerLost, RemoteError)) as caught:
+        two_steps(here, path, RefusingInbox() if here.rank == receiver else Inbox())
+    if here.rank != receiver:
+        (path / "error").write_text(str(caught.value))
+        end_at_once()  # as the supervisor does; until then the receiver waits for a tensor
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("receiver", [0, 1])

@@ -22,8 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import Batch, ImageData, load_datasets, log_image_data
-from hpcdist.data.models import build_model
+from hpcdist.data.loading import Batch, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.rank.context import Context
 from hpcdist.rank.training_loop import (
     Meter,

@@ -42,7 +42,7 @@ from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
+from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
 from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
 
 log = logging.getLogger(__name__)
@@ -283,12 +283,7 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
     Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
     once.
     """
-    if cfg.file:
-        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
-
-        source: FileLog | SyntheticLog = FileLog(cfg)
-    else:
-        source = SyntheticLog(cfg, seed)
+    source = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
     num_train = (len(source) - num_test) // num_shares
     if num_train < 1:

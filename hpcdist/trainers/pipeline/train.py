@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import ImageData, load_datasets, log_image_data
-from hpcdist.data.models import build_model
+from hpcdist.data.loading import ImageData, build_model, load_datasets, log_image_data
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group

@@ -31,17 +31,6 @@ def _no_system_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "SYSTEM_FOLDERS", {})
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_missing_dataset_without_download_raises_an_error_with_advice(name: str, tmp_path: Path) -> None:
-    message = (
-        rf"^{name} was not found in {tmp_path} \({FOLDERS[name]} is missing or incomplete\): "
-        r"put it there or point data\.root \(or HPCDIST_DATA_DIR\) at it, or set data\.download=true$"
-    )
-    with pytest.raises(DataError, match=message):
-        prepare(DataConfig(name=name, root=str(tmp_path), download=False))
-    assert not any(tmp_path.iterdir())
-
-
 def test_datasets_that_are_not_downloaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"image_folder was not found in .* at it$"):
         prepare(DataConfig(name="image_folder", root=str(tmp_path)))
@@ -59,39 +48,23 @@ def test_datasets_that_are_not_downloaded(tmp_path: Path) -> None:
 def test_download_has_the_layout_of_torchvision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_fetch", write_files)
     root = tmp_path / "new" / "root"
-    prepare(DataConfig(name=name, root=str(root)))
-    assert find(name, root) == root / FOLDERS[name]
-    assert sorted(path.name for path in root.iterdir()) == sorted([LOCK_NAME, FOLDERS[name].split("/")[0]])
-    assert not list(root.rglob("*.gz"))
-
-
-def test_download_replaces_an_incomplete_dataset_and_removes_stale_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / FOLDERS["mnist"]
-    folder.mkdir(parents=True)
-    (folder / IDX_FILES["train"][0]).write_text("old")
-    (tmp_path / ".hpcdist-download-stale").mkdir()
-    monkeypatch.setattr(download, "_fetch", write_files)
-    prepare(DataConfig(name="mnist", root=str(tmp_path)))
-    assert {path.read_text() for path in folder.iterdir()} == {"new"}
-    assert not (tmp_path / ".hpcdist-download-stale").exists()
-
-
-def test_failed_download_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, folder: Path) -> None:
-        write_files(name, folder)
-        raise RuntimeError("Error downloading x:\nTried a mirror, got:\n<no route>")
-
-    monkeypatch.setattr(download, "_fetch", fetch)
     message = (
-        rf"^mnist was not found in {tmp_path} \(MNIST/raw is missing or incomplete\) and could not "
-        r"be downloaded \(Error downloading x: Tried a mirror, got: <no route>\): "
-        r"put it there or point data\.root \(or HPC"
+        rf"^{name} was not found in {root} \({FOLDERS[name]} is missing or incomplete\): "
+        r"put it there or point data\.root \(or HPCDIST_DATA_DIR\) at it, or set data\.download=true$"
     )
     with pytest.raises(DataError, match=message):
-        prepare(DataConfig(name="mnist", root=str(tmp_path)))
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+        prepare(DataConfig(name=name, root=str(root), download=False))
+    assert not root.exists()
+    # An interrupted download has left a file and its temporary folder.
+    folder = root / FOLDERS[name]
+    folder.mkdir(parents=True)
+    (folder / (IDX_FILES["train"][0] if name != "cifar10" else "test_batch")).write_text("old")
+    (root / ".hpcdist-download-stale").mkdir()
+    prepare(DataConfig(name=name, root=str(root)))
+    assert find(name, root) == folder
+    assert {path.read_text() for path in folder.iterdir()} == {"new"}
+    assert sorted(path.name for path in root.iterdir()) == sorted([LOCK_NAME, FOLDERS[name].split("/")[0]])
+    assert not list(root.rglob("*.gz"))
 
 
 def test_download_without_network_or_folder_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +78,15 @@ def test_download_without_network_or_folder_raises_data_error(tmp_path: Path, mo
     with pytest.raises(DataError, match=r"could not be downloaded \(.*Network is unreachable"):
         prepare(DataConfig(name="cifar10", root=str(tmp_path)))
     assert socket.getdefaulttimeout() is None
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+
+    def lose_connection(name: str, folder: Path) -> None:
+        write_files(name, folder)
+        raise RuntimeError("Error downloading x:\nTried a mirror, got:\n<no route>")
+
+    monkeypatch.setattr(download, "_fetch", lose_connection)
+    with pytest.raises(DataError, match=r"downloaded \(Error downloading x: Tried a mirror, got: <no route>\): put it"):
+        prepare(DataConfig(name="mnist", root=str(tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     with pytest.raises(DataError, match=r"could not be downloaded \(.*Not a directory"):
         prepare(DataConfig(name="mnist", root=str(tmp_path / LOCK_NAME / "root")))

@@ -32,9 +32,7 @@ def test_initial_rows_do_not_depend_on_the_shards() -> None:
     whole = initial_rows(0, 2500, 3, 1, ENCODER)
     pieces = [initial_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
     assert torch.equal(torch.cat(pieces), whole)
-    assert 0.09 < whole.abs().max() <= 0.1
-    others = initial_rows(0, 2500, 3, 2, ENCODER), initial_rows(0, 2500, 3, 1, DECODER)
-    assert not any(torch.equal(other, whole) for other in others)
+    assert not torch.equal(initial_rows(0, 2500, 3, 1, DECODER), whole)
 
 
 def test_steps_equal_the_whole_sequence() -> None:
@@ -61,12 +59,6 @@ def test_sampled_text_continues_a_learned_sequence() -> None:
 
 
 # --- Validation of configs of `trainer: rnn`.
-
-
-def test_shipped_config_is_valid_and_paths_are_expanded() -> None:
-    config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
-    assert (list(config.roles), config.checkpoint.monitor_mode) == (["trainer", "parameter_server"], "min")
-    assert config.section(RnnConfig).files[0].startswith("/")
 
 
 @pytest.mark.parametrize(
@@ -98,24 +90,14 @@ def test_decoded_tokens_are_the_text() -> None:
         assert tokenizer.decode(tokens) == CODE
         assert max(tokens) < tokenizer.size
     assert words.decode(words.encode(["def g"])[0]) == f"def{UNKNOWN}"
+    assert WordTokenizer([CODE], 5).size == 5
     assert ByteTokenizer().decode([0xC3]) == "�", "an incomplete character"
 
 
-def test_vocabulary_has_the_most_frequent_words_and_is_deterministic() -> None:
-    small = WordTokenizer([CODE], 5)
-    assert small.size == 5
-    assert UNKNOWN in small.decode(small.encode([CODE])[0])
-    assert small.encode([CODE]) == WordTokenizer([CODE], 5).encode([CODE])
-
-
-def test_seed_and_size_select_files_of_the_standard_library() -> None:
+def test_files_are_matched_by_globs_or_selected_from_the_standard_library(tmp_path: Path) -> None:
     texts = read_texts([], 0.2, seed=0)
     assert sum(len(text.encode()) for text in texts) == pytest.approx(0.2e6, rel=0.01)
-    assert texts == read_texts([], 0.2, seed=0)
-    assert texts != read_texts([], 0.2, seed=1)
-
-
-def test_files_are_matched_by_globs(tmp_path: Path) -> None:
+    assert texts == read_texts([], 0.2, seed=0) != read_texts([], 0.2, seed=1)
     (tmp_path / "sub").mkdir()
     for name in ("a.txt", "sub/b.txt", "c.md"):
         (tmp_path / name).write_text(name)
@@ -148,14 +130,6 @@ def test_columns_continue_from_batch_to_batch() -> None:
         columns[4]
     with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn\.max_corpus_mb"):
         Columns(torch.arange(5), num_columns=4, bptt=7)
-
-
-def test_columns_are_divided_among_ranks() -> None:
-    stream = torch.arange(1000)
-    whole, parts = Columns(stream, 4, 5), [Columns(stream, 2, 5, (index, 2)) for index in range(2)]
-    for number in range(len(whole)):
-        joined = torch.cat([part[number].ids[part[number].inverse] for part in parts], dim=1)
-        assert torch.equal(joined, whole[number].ids[whole[number].inverse])
 
 
 # --- Vocabulary servers without RPC: loss and gradients, compared with autograd; checkpoints; errors.
@@ -229,14 +203,7 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "cfg",
-    [
-        OptimConfig(),
-        OptimConfig(name="adamw", weight_decay=0.1),
-        OptimConfig(name="sgd"),
-        OptimConfig(name="sgd", momentum=0.0),
-    ],
-    ids=lambda cfg: f"{cfg.name} {cfg.momentum}",
+    "cfg", [OptimConfig(), OptimConfig(name="adamw", weight_decay=0.1), OptimConfig(name="sgd", momentum=0.0)]
 )
 def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig) -> None:
     before, control, after = servers(2, cfg), servers(1, cfg), servers(3, cfg)
@@ -258,9 +225,7 @@ def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimCo
         after[0].restore(SimpleNamespace(trainer=trainer, shard=shards.get))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "cfg", [OptimConfig(weight_decay=0.1), OptimConfig(name="sgd", momentum=0.0)], ids=["dense adam", "sparse sgd"]
-)
+@pytest.mark.parametrize("cfg", [OptimConfig(weight_decay=0.1), OptimConfig(name="sgd", momentum=0.0)])
 def test_resumed_servers_may_update_rows_in_another_way(cfg: OptimConfig) -> None:
     before, after = servers(1, OptimConfig(name=cfg.name)), servers(1, cfg)
     one_step(before, 0)

@@ -1,19 +1,21 @@
-"""Results of a communication benchmark: the bottleneck without false alarms, comparisons, the file and the report."""
+"""The communication benchmark without ranks: bottlenecks, comparisons, file and report of results; sizes and groups."""
 
 from __future__ import annotations
 
 import io
-import math
-import random
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from report_scene import Factor, row, sample, with_links
 from rich.console import Console
 
 from hpcdist.errors import RunFolderError
+from hpcdist.trainers.comm import CommConfig, parse_bytes
+from hpcdist.trainers.comm.operations import DTYPES, REDUCTIONS, contribution, cuts, reduced
 from hpcdist.trainers.comm.results import (
     ARTIFACT,
     WIDTH,
@@ -30,9 +32,8 @@ from hpcdist.trainers.comm.results import (
     report,
     sentences,
     show,
-    slower,
 )
-from hpcdist.trainers.comm.train import summary
+from hpcdist.trainers.comm.train import MAX_ALL_PAIRS, elements, pair_rounds, sizes, summary, tournament_links
 
 
 def at_node(node: str, factor: float = 6.0) -> Factor:
@@ -45,30 +46,9 @@ def one_way(source: str, target: str, factor: float = 6.0) -> Factor:
     return lambda here, there: factor if source in ("*", here) and target in ("*", there) and here != there else 1.0
 
 
-def only(sentences: list[str]) -> str:
-    (sentence,) = sentences
-    return sentence
-
-
-@pytest.mark.parametrize("num_nodes", [3, 4, 5, 16])
-def test_node_that_is_slow_with_all_others_is_named(num_nodes: int) -> None:
-    """Most pairs of three nodes include the slow node; the reported median is that of the other pairs."""
-    sentence = only(bottleneck(with_links(sample(num_nodes, noise=0.02), slower=at_node("n3"))))
-    match = re.fullmatch(r"n3 is (\S+)× slower than the median pair in both directions \((\d+) MB/s, .*", sentence)
-    assert match, sentence
-    assert 5.5 < float(match[1]) < 6.5
-    assert 180 < float(match[2]) < 220
-    assert sentence.endswith("1.20 GB/s): check its link and network card") or "median 1." in sentence
-
-
 def between(first: str, second: str) -> Factor:
     """Slow down the links between two nodes in both directions."""
     return lambda here, there: 6.0 if {here, there} == {first, second} else 1.0
-
-
-def between_racks(here: str, there: str) -> float:
-    """Halve the speed of the links between the halves of eight nodes, which are the majority."""
-    return 2.0 if (int(here[1:]) <= 4) != (int(there[1:]) <= 4) else 1.0
 
 
 def with_slow_rank(results: Results, rank: int, factor: float, *, receives: bool = False) -> Results:
@@ -80,10 +60,12 @@ def with_slow_rank(results: Results, rank: int, factor: float, *, receives: bool
     return replace(results, pairs=pairs)
 
 
-QUICK = replace(sample(), pairs=[replace(pair, latency_s=2e-6) for pair in sample().pairs])
-TWO_SLOW_NODES = with_links(
-    sample(), slower=lambda here, there: max(at_node("n2", 4.5)(here, there), at_node("n4", 9.0)(here, there))
-)
+def without_some_bandwidths(results: Results) -> Results:
+    pairs = [replace(one, bandwidth=one.bandwidth * (n % 5 > 0)) for n, one in enumerate(results.pairs)]
+    return replace(results, pairs=pairs)
+
+
+SAME_NODE = [RankPlace(rank=rank, node="n1", device="cpu") for rank in (0, 1)]
 PAIRS = {frozenset(pair) for pair in (("n1", "n2"), ("n3", "n4"), ("n5", "n6"), ("n7", "n8"), ("n1", "n8"))}
 BY_6 = r"is [5-7]\S*× slower than the median pair"
 CARD = "check its card, cable and switch port"
@@ -102,7 +84,6 @@ CARD = "check its card, cable and switch port"
             ],
         ),
         (with_slow_rank(sample(1, 4, noise=0.02), 2, 5, receives=True), ["rank 2 receives 4.9× slower.*"]),
-        (TWO_SLOW_NODES, ["n4 is .*", "n2 is .*"]),
         # Directions and pairs.
         (
             with_links(sample(), slower=one_way("n3", "*")),
@@ -130,7 +111,6 @@ CARD = "check its card, cable and switch port"
             with_links(sample(), later=one_way("n1", "n2", 8.0)),
             [r"n1 → n2 has [789]\S*× the latency of the median pair.*"],
         ),
-        (with_links(QUICK, later=at_node("n3", 5.0)), [".* have equal bandwidth.*"]),  # a difference of microseconds
         # No finding.
         (sample(noise=0.03), [r"all 12 pairs have equal bandwidth: 1\.\d\d GB/s, within \d%"]),
         (
@@ -140,8 +120,9 @@ CARD = "check its card, cable and switch port"
                 r"within a node: all \d+ pairs have equal bandwidth: [\d.]+ GB/s, within \d+%",
             ],
         ),
-        (with_links(sample(8, noise=0.03), slower=between_racks), [".*no pair is an outlier.*"]),
         (sample(1), ["no pairs were measured"]),
+        (without_some_bandwidths(with_links(sample(6, noise=0.02), slower=at_node("n5"))), ["n5 is [0-9].*"]),
+        (replace(with_links(sample(2), slower=one_way("n1", "n2", 9.0)), ranks=SAME_NODE), ["rank 0 → rank 1 .*"]),
         # Two measurements have no estimate of the noise.
         (sample(2), [r"both pairs have equal bandwidth: .*, within \d+%"]),
         (with_links(sample(2), slower=one_way("n1", "n2")), [f"n1 → n2 {BY_6}.*"]),
@@ -155,24 +136,16 @@ def test_bottleneck_is_named_or_the_range_of_bandwidths(results: Results, expect
         assert re.fullmatch(pattern, sentence), sentence
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 8])
-@pytest.mark.parametrize("noise", [0.05, 0.15, 0.25])
-def test_noise_is_rarely_a_finding(num_nodes: int, noise: float) -> None:
-    """Counts the false alarms in 100 benchmarks of healthy nodes."""
-    alarms = [
-        sentence
-        for seed in range(100)
-        for sentence in bottleneck(sample(num_nodes, noise=noise, seed=seed))
-        if "er than" in sentence
-    ]
+@pytest.mark.parametrize("num_nodes", [2, 3, 8])
+@pytest.mark.parametrize("noise", [0.15, 0.25])
+def test_noise_is_rarely_a_finding_and_rarely_hides_a_slow_node(num_nodes: int, noise: float) -> None:
+    healthy = [sample(num_nodes, noise=noise, seed=seed) for seed in range(100)]
+    alarms = [sentence for found in healthy for sentence in bottleneck(found) if "er than" in sentence]
     assert len(alarms) <= (1 if noise < 0.2 else 5), alarms
-
-
-@pytest.mark.parametrize("noise", [0.05, 0.15, 0.25])
-def test_slow_node_is_found_in_noise(noise: float) -> None:
-    found = [bottleneck(with_links(sample(seed=seed, noise=noise), slower=at_node("n3"))) for seed in range(50)]
-    missed = [sentence for sentence in found if not sentence[0].startswith("n3 is ")]
-    assert len(missed) <= (0 if noise < 0.2 else 2), missed
+    if num_nodes == 8:
+        slow = [bottleneck(with_links(found, slower=at_node("n3")))[0] for found in healthy]
+        missed = [sentence for sentence in slow if not sentence.startswith("n3 is ")]
+        assert len(missed) <= (0 if noise < 0.2 else 4), missed
 
 
 def with_transfers(results: Results, *, tail: float = 1.2, outlier: float = 1.0) -> Results:
@@ -194,28 +167,7 @@ def test_differences_within_the_noise_of_transfers_are_not_findings(busy: dict[s
     assert sentence[1:] == ["the measurements are noisy: transfers differ by up to 12×, which hides smaller faults"]
     much = with_links(sample(), slower=at_node("n3", 50.0))
     assert bottleneck(with_transfers(much, **busy))[0].startswith("n3 is ")
-
-
-def test_nearly_dead_link_is_found_in_any_noise() -> None:
-    dead = with_transfers(with_links(sample(), slower=at_node("n3", 50.0)), tail=1000.0)
-    assert bottleneck(dead)[0].startswith("n3 is ")
-
-
-def test_pairs_without_a_bandwidth_are_ignored() -> None:
-    found = with_links(sample(6, noise=0.02), slower=at_node("n5"))
-    chance = random.Random(1)
-    pairs = [replace(pair, bandwidth=0.0) if chance.random() < 0.2 else pair for pair in found.pairs]
-    sentence = only(bottleneck(replace(found, pairs=pairs)))
-    assert sentence.startswith("n5 is ")
-    assert math.isfinite(float(sentence.split()[2].rstrip("×")))
-
-
-def test_nodes_are_named_only_if_they_differ() -> None:
-    found = sample(2)
-    same = [RankPlace(rank=0, node="n1", device="cpu"), RankPlace(rank=1, node="n1", device="cpu")]
-    slow = with_links(replace(found), slower=one_way("n1", "n2", 9.0))
-    assert bottleneck(slow)[0].startswith("n1 → n2")
-    assert bottleneck(replace(slow, ranks=same))[0].startswith("rank 0 → rank 1")
+    assert bottleneck(with_transfers(much, tail=1000.0))[0].startswith("n3 is ")
 
 
 # --- Comparison with an earlier benchmark: slowdowns beyond noise, and properties that must be equal.
@@ -233,28 +185,9 @@ def slow_all_reduce(factor: float, powers: range) -> Results:
     return replace(found, rows=list(map(changed, found.rows)))
 
 
-def compared(now: Results, before: Results) -> list[str]:
-    return list(sentences(changes(now, before)))
-
-
-def test_slowdown_is_reported_with_size_and_times() -> None:
-    (sentence,) = compared(slow_all_reduce(3.0, range(20, 24)), sample())
-    pattern = r"all_reduce is slower at 4 of 29 sizes, most at \d+ MiB: \S*3\S*× the time \(.* ms, before .* ms\)"
-    assert re.fullmatch(pattern, sentence), sentence
-
-
 def steady(p99: float) -> Results:
     """Return the sample with p99 = `p99` medians instead of two."""
     return replace(sample(), rows=[replace(one, p99_s=p99 * one.median_s) for one in sample().rows])
-
-
-def rough(results: Results) -> Results:
-    """Let 16 B take five times as long as 32 B."""
-    rows = [
-        replace(one, median_s=5 * one.median_s) if (one.operation, one.size) == ("all_reduce", 2**4) else one
-        for one in results.rows
-    ]
-    return replace(results, rows=rows)
 
 
 SLOW = slow_all_reduce(3.0, range(10, 20))
@@ -266,64 +199,37 @@ BUSY = replace(
 @pytest.mark.parametrize(
     ("now", "before", "expected"),
     [
-        (sample(seed=1), sample(seed=2), "nothing is slower by more than 20% beyond noise (median 1.00× the earlier"),
-        (sample(), SLOW, "nothing is slower"),
+        (sample(seed=1), sample(seed=2), r"nothing is slower by more than 20% beyond noise \(median 1.00× the earlier"),
         (slow_all_reduce(3.0, range(20, 21)), sample(), "nothing is slower"),
         (slow_all_reduce(1.8, range(10, 20)), sample(), "nothing is slower"),
         (slow_all_reduce(1.8, range(10, 20)), steady(1.1), "all_reduce is slower at 10 of 29 sizes"),
         (slow_all_reduce(1.15, range(10, 20)), steady(1.01), "nothing is slower"),
-        (rough(SLOW), sample(), "nothing is slower"),
-        (SLOW, rough(sample()), "nothing is slower"),
+        (
+            slow_all_reduce(3.0, range(20, 24)),
+            sample(),
+            r"all_reduce is slower at 4 of 29 sizes, most at \d+ MiB: \S*3\S*× the time \(.* ms, before .* ms\)",
+        ),
         (BUSY, sample(), "nothing is slower"),
+        (*(replace(sample(), rows=[row(name, 1e-3, 8)]) for name in ("gather", "scatter")), "the benchmarks have no m"),
     ],
     ids=[
-        *("equal", "faster", "one size", "within p99", "above p99", "below 20 %", "rough now", "rough before"),
-        "fastest iteration as before",
+        "equal",
+        "one size",
+        "within p99",
+        "above p99",
+        "below 20 %",
+        "slower",
+        "fastest as before",
+        "other operations",
     ],
 )
-def test_slowdowns_within_noise_are_not_reported(now: Results, before: Results, expected: str) -> None:
-    assert compared(now, before)[0].startswith(expected)
+def test_slowdowns_beyond_noise_are_reported(now: Results, before: Results, expected: str) -> None:
+    assert re.match(expected, next(iter(sentences(changes(now, before)))))
 
 
-def test_slowdowns_are_ordered_by_factor() -> None:
-    now = slow_all_reduce(3.0, range(20, 24))
-    rows = [
-        replace(one, median_s=9 * one.median_s, min_s=9 * one.min_s) if one.operation == "broadcast" else one
-        for one in now.rows
-    ]
-    found = [sentence.partition(" is ")[0] for sentence in compared(replace(now, rows=rows), sample())]
-    assert found == ["broadcast", "all_reduce"]
-
-
-def test_operations_of_one_benchmark_only_are_omitted() -> None:
-    one, other = (replace(sample(), rows=[row(name, 1e-3, 8)]) for name in ("gather", "scatter"))
-    assert compared(one, other) == ["the benchmarks have no measurement in common"]
-
-
-def test_operation_with_a_single_size_can_be_slower() -> None:
-    found = changes(*(replace(sample(), rows=[row("barrier", time_s, 0)]) for time_s in (9e-4, 1e-4)))
-    ((key, (change,)),) = found.items()
-    assert (key, slower([change])) == ("barrier", [change])
-    assert change.ratio == pytest.approx(9.0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"partition": "gpu"}, "partition main now and gpu before"),
-        ({"partition": None}, "partition main now and none before"),
-        ({"backend": "nccl"}, "backend gloo now and nccl before"),
-        ({"world_size": 8}, "number of ranks 4 now and 8 before"),
-        (
-            {"nodes": ["n1", "n2"], "device": "cuda"},
-            "device cpu now and cuda before, number of nodes 4 now and 2 before",
-        ),
-        ({"torch": "2.14"}, ""),
-    ],
-)
-def test_differing_properties_are_listed(changed: dict[str, object], expected: str) -> None:
-    before = replace(sample(), **changed)  # type: ignore[arg-type]
-    assert differences(sample(), before) == expected
+def test_differing_properties_are_listed() -> None:
+    before = replace(sample(), partition=None, nodes=["n1", "n2"], torch="2.14")
+    assert differences(sample(), before) == "partition main now and none before, number of nodes 4 now and 2 before"
 
 
 # --- The results file of a communication benchmark.
@@ -339,24 +245,15 @@ def test_results_are_read_back_unchanged(tmp_path: Path) -> None:
     results = sample(notes=["reduce: nothing above 1 MiB"])
     path.write_text(results.to_json())
     assert read_results(tmp_path) == results
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "results \\[\\]"),
-        ('{"version": 1, "overlap": []}', "results.overlap cannot be .*; results.version cannot be 1|version.*overlap"),
-        ('{"version": 3}', "missing"),
-        ('{"version": 3, "pairs": [{"source": 0}]}', "missing 4 required"),
+    for text, expected in (
         ("{", "cannot be read"),
-    ],
-)
-def test_invalid_results_are_rejected(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / ARTIFACT
-    path.parent.mkdir()
-    path.write_text(text)
-    with pytest.raises(RunFolderError, match=message):
-        read_results(tmp_path)
+        ("[]", "results \\[\\]"),
+        ('{"version": 1}', "version"),
+        ('{"version": 3, "pairs": [{"source": 0}]}', "missing 4 required"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RunFolderError, match=expected):
+            read_results(tmp_path)
 
 
 def test_summary_counts_passed_checks_and_names_the_rates_at_the_largest_size() -> None:
@@ -388,6 +285,10 @@ def test_heading_describes_ranks_nodes_and_versions() -> None:
     assert "correct on every rank: 2 operations × 2 dtypes (float32, int32)\n" in text
     many = as_text(sample(9, per_node=2, partition=None, nccl="2.30"))
     assert many.startswith("18 ranks on 9 nodes (n1, n2, … n9), gloo on cpu, torch 2.15.0, NCCL 2.30\n")
+    text = as_text(with_links(sample(), slower=at_node("n3")))
+    assert "\nbarrier: median / p99 2" in text
+    assert [line[0] for line in table(text, "bandwidth of pairs")[2:]] == ["n1", "n2", "n3", "n4"]
+    assert text.splitlines()[-1].startswith("bottleneck: n3 is ")
 
 
 def test_tables_show_selected_sizes() -> None:
@@ -395,28 +296,17 @@ def test_tables_show_selected_sizes() -> None:
     head, first = found[0], found[3]
     assert [line[0] for line in found[2:]] == ["reduce", "all_reduce", "broadcast"]
     assert head == ["16 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"]
-    assert first == [
-        "all_reduce",
-        "200 µs / 400 µs",
-        "207 µs / 414 µs",
-        "309 µs / 618 µs",
-        "1.95 ms / 3.90 ms",
-        "28.2 ms / 56.3 ms",
-        "448 ms / 895 ms",
-    ]
+    assert first[:3] == ["all_reduce", "200 µs / 400 µs", "207 µs / 414 µs"]
+    assert first[-1] == "448 ms / 895 ms"
     bandwidth = table(as_text(sample(noise=0.0)), "bandwidth: ")
     assert bandwidth[3][-1] == "600 / 900 MB/s"
-    few = replace(sample(), rows=[row("broadcast", 1e-3, 2**power) for power in range(4)])
-    assert table(as_text(few), "time of one")[0] == ["1 B", "2 B", "4 B", "8 B"]
-
-
-def test_narrow_report_has_fewer_columns() -> None:
+    rows = [row("broadcast", 1e-4, size, group="halves", group_size=2) for size in (1, 2, 4, 8)]
+    few = table(as_text(sample(rows=rows)), "time of one operation in groups of 2 (halves): median / p99")
+    assert few[0] == ["1 B", "2 B", "4 B", "8 B"]
     page = io.StringIO()
     show(Console(file=page, width=100, color_system=None), report(sample(notes=["word " * 100]), 100))
-    text = page.getvalue()
-    assert table(text, "time of one operation")[0] == ["16 B", "64 KiB", "256 MiB"]
-    assert "…" not in text
-    assert "note: " + "word " * 99 in text
+    assert table(page.getvalue(), "time of one operation")[0] == ["16 B", "64 KiB", "256 MiB"]
+    assert "note: " + "word " * 99 in page.getvalue()
 
 
 def test_wrong_skipped_and_incomplete_results_are_reported() -> None:
@@ -431,19 +321,6 @@ def test_wrong_skipped_and_incomplete_results_are_reported() -> None:
     assert "did not run to its end" in text
     assert "note: broadcast: stopped at 4 B\n" in text
     assert "correct on every rank" not in text
-
-
-def test_report_contains_barrier_and_pairs() -> None:
-    text = as_text(with_links(sample(), slower=lambda source, target: 6.0 if "n3" in (source, target) else 1.0))
-    assert "\nbarrier: median / p99 2" in text
-    assert [line[0] for line in table(text, "bandwidth of pairs")[2:]] == ["n1", "n2", "n3", "n4"]
-    assert text.splitlines()[-1].startswith("bottleneck: n3 is ")
-
-
-def test_groups_have_separate_tables() -> None:
-    rows = [row("all_reduce", 1e-4, size, group="halves", group_size=2) for size in (8, 1024)]
-    text = as_text(sample(rows=rows))
-    assert table(text, "time of one operation in groups of 2 (halves): median / p99")[2][0] == "all_reduce"
 
 
 def test_comparison_marks_slower_operations() -> None:
@@ -469,8 +346,98 @@ def test_report_of_a_benchmark_without_a_part(empty: str) -> None:
     assert "\nbottleneck: " in text
 
 
-def test_report_of_a_benchmark_without_results() -> None:
-    empty = Results(
-        backend="gloo", device="cpu", world_size=1, torch="2", nccl=None, partition=None, nodes=["n1"], ranks=[]
-    )
-    assert as_text(empty).startswith("1 rank on 1 node (n1), gloo on cpu, torch 2\n")
+# --- Settings.
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(1, 1), ("64", 64), ("64K", 1 << 16), ("64 KiB", 1 << 16), ("256m", 1 << 28), ("1.5G", 3 << 29), ("1tb", 1 << 40)],
+)
+def test_parse_bytes_accepts_units(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({"max_bytes": text}, "max_bytes: .* is not a number of bytes: write for example 65536, 64K, 256M or 1G")
+            for text in ("", "M", "0", "1.5", "12X", True)
+        ),
+        ({"operations": ["all_reduc"]}, "operations: 'all_reduc' is unknown: did you mean 'all_reduce'"),
+        ({"operations": []}, "operations must name at least one of send_recv"),
+        ({"operations": ["x"]}, "operations: 'x' is unknown: known are send_recv, isend_irecv"),
+    ],
+)
+def test_invalid_setting_is_reported_with_key_and_fix(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CommConfig(**settings)  # type: ignore[arg-type]
+
+
+# --- Sizes and times.
+
+
+def test_sizes_are_powers_of_two_from_one_element_up() -> None:
+    assert sizes(1, torch.uint8, "world") == [1]
+    assert sizes(9, torch.uint8, "world") == sizes(8, torch.uint8, "world") == [1, 2, 4, 8]
+    assert sizes(8, torch.float32, "world") == [4, 8]
+    assert sizes(1 << 28, torch.uint8, "world") == [1 << power for power in range(29)]
+    assert sizes(1 << 28, torch.float32, "halves") == [1 << power for power in (4, 8, 12, 16, 20, 24)]
+    assert [elements(size, torch.uint8, 3) for size in (1, 3, 4, 1024)] == [3, 3, 6, 1026], "three equal parts"
+
+
+# --- Test data.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 150])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_reductions_of_test_data_are_exact_in_every_dtype(dtype: str, num_ranks: int) -> None:
+    kind, count = DTYPES[dtype], 40
+    for reduction in REDUCTIONS:
+        given = [contribution(reduction, rank, num_ranks, count, kind) for rank in range(num_ranks)]
+        exact = torch.stack([one.double() for one in given])
+        expected = reduced(reduction, num_ranks, count, kind).double()
+        results = {"sum": exact.sum(0), "product": exact.prod(0), "max": exact.amax(0), "min": exact.amin(0)}
+        assert torch.equal(results[reduction], expected), reduction
+        limit = {"uint8": 255, "int8": 127, "bfloat16": 256, "float16": 2048}.get(dtype, 1 << 20)
+        assert 0 <= expected.min() <= expected.max() <= limit
+        assert num_ranks == 1 or len(expected.unique()) > 1, "differs by index"
+
+
+# --- Groups and pairs of ranks.
+
+
+def test_ranks_are_partitioned_by_node_and_by_number() -> None:
+    assert cuts(["n1"]) == cuts(["n1", "n1"]) == cuts(["n1", "n2"]) == {}
+    assert cuts(["n1"] * 4) == {"halves": [[0, 1], [2, 3]], "even and odd": [[0, 2], [1, 3]]}
+    assert cuts(["n1", "n2", "n3", "n4"]) == {"halves": [[0, 1], [2, 3]], "even and odd": [[0, 2], [1, 3]]}
+    assert cuts(["n1", "n1", "n2", "n2"]) == {"within nodes": [[0, 1], [2, 3]], "across nodes": [[0, 2], [1, 3]]}
+    assert cuts(["n1", "n1", "n2"]) == {
+        "within nodes": [[0, 1], [2]],
+        "across nodes": [[0, 2], [1]],
+        "halves": [[0], [1, 2]],
+    }
+
+
+@pytest.mark.parametrize("num", [2, 3, 8, 17])
+def test_tournament_measures_each_link_once_and_each_rank_once_at_a_time(num: int) -> None:
+    ranks = range(10, 10 + num)
+    found = tournament_links(ranks)
+    for links in found:
+        busy = [rank for link in links for rank in link]
+        assert len(busy) == len(set(busy))
+    assert Counter(link for links in found for link in links) == {(a, b): 1 for a in ranks for b in ranks if a != b}
+    assert len(found) == 2 * (num - 1 + num % 2)
+
+
+def test_many_ranks_measure_between_the_first_ranks_of_nodes_and_within_the_first_node() -> None:
+    nodes = [f"n{rank // 4}" for rank in range(64)]
+    links = {link for found in pair_rounds(nodes) for link in found}
+    between = {link for link in links if nodes[link[0]] != nodes[link[1]]}
+    assert between == {(a, b) for a in range(0, 64, 4) for b in range(0, 64, 4) if a != b}
+    assert links - between == {(a, b) for a in range(4) for b in range(4) if a != b}
+    assert len(pair_rounds([f"n{rank}" for rank in range(64)])) == 2 * 63
+    few = pair_rounds(["n1"] * MAX_ALL_PAIRS)
+    assert len(few) == MAX_ALL_PAIRS * (MAX_ALL_PAIRS - 1)
+    assert all(len(links) == 1 for links in few), "few ranks measure each link alone"
+    assert pair_rounds(["n1"]) == []
