@@ -59,16 +59,8 @@ DATASETS: Mapping[str, DatasetSpec] = {
 
 # Names of the models. The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
 RESNET_NAMES: tuple[str, ...] = (
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnext50_32x4d",
-    "resnext101_32x8d",
-    "resnext101_64x4d",
-    "wide_resnet50_2",
-    "wide_resnet101_2",
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d"),
+    *("resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"),
 )
 
 MODEL_NAMES: tuple[str, ...] = ("simple_cnn", *RESNET_NAMES)

@@ -243,7 +243,6 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tenso
 
 
 def _scan(folder: Path) -> list[Path]:
-    """Return the entries of a folder, sorted, without hidden ones."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:

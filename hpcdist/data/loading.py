@@ -68,7 +68,6 @@ class _Table:
     channels_last: bool
 
     def gathered(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        """Yield batches of the images of these samples."""
         for part in torch.split(indices.to(self.images.device), sizes):
             images = _to_device(self.images.index_select(0, part), self.labels.device)
             if self.channels_last:
@@ -165,7 +164,6 @@ def _place(images: Tensor, device: torch.device) -> torch.device:
 
 
 def _to_device(images: Tensor, device: torch.device) -> Tensor:
-    """Copy a batch to the device unless it is there."""
     if images.device.type == device.type:
         return images
     return images.pin_memory().to(device, non_blocking=True)

@@ -13,6 +13,9 @@ import pytest
 import torch
 from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening, rank_of
 
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.data.loading import build_model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -42,11 +45,20 @@ HYBRID = (
     *("hybrid.tables={user: 60, item: 30, tag: 5}", "hybrid.num_samples=12800", "hybrid.batch_size=128"),
     *("hybrid.table_lr=0.1", "optim.lr=0.01", "checkpoint.every_steps=20", "launch.num_threads=1"),
 )
+#: 22 steps per epoch; checkpoints at 15, 22, 30 and 44. A measured split may differ between runs on a busy machine.
+PIPELINE = (
+    *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
+    *("pipeline.split_points=[layer2]", "checkpoint.every_steps=15", "stop.max_epochs=2"),
+    *("optim.max_grad_norm=1.0", "schedule.warmup_steps=5"),
+)
 CASES = {
     "rl": Case(config="rl_cartpole", overrides=RL, hold_at=14, last_step=20, epochs="2 epochs", num_held=1),
     "rl-async": Case(config="rl_cartpole", overrides=RL + ASYNC, hold_at=14, last_step=20, epochs="2", num_held=1),
     "rnn": Case(config="rnn_lm", overrides=RNN, hold_at=12, last_step=36, epochs="0.", num_held=2),
     "hybrid": Case(config="hybrid_clicks", overrides=HYBRID, hold_at=50, last_step=90, epochs="2 epochs", num_held=2),
+    "pipeline": Case(
+        config="pipeline_resnet50", overrides=PIPELINE, hold_at=25, last_step=44, epochs="2 epochs", num_held=2
+    ),
 }
 
 
@@ -93,7 +105,14 @@ def assert_as_control(runs: Runs, kind: str, name: str) -> None:
     assert runs.mlflow_status(name) == "FINISHED"
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.faults) for kind in [*CASES][:3]), "hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.faults) for kind in [*CASES][:3]),
+        "hybrid",
+        pytest.param("pipeline", marks=[pytest.mark.slow, pytest.mark.quick_fault]),
+    ],
+)
 def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
     name, case = f"stopped-{kind}", CASES[kind]
     process, ranks = start_held(runs, kind, name, "params.pace_s=0.1")
@@ -117,6 +136,7 @@ def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
 KILLED = [
     *(("rl", 0, "agent:0"), ("rnn", 0, "trainer:0"), ("rnn", 1, "trainer:1")),
     *(("rnn", 2, "parameter_server:0"), ("hybrid", 0, "trainer:0"), ("hybrid", 2, "parameter_server:0")),
+    *(("pipeline", 0, "stage:0"), ("pipeline", 1, "stage:1")),
 ]
 
 
@@ -175,3 +195,41 @@ def test_tables_and_policies_learn(runs: Runs) -> None:
     assert "(solved: CartPole-v1's reward_threshold=475) at step " in output
     assert "Warning" not in "".join(runs.attempt("solved").log(rank).read_text() for rank in range(3))
     assert (runs.run_dir("solved").model / "MLmodel").is_file()
+
+
+def pipeline_weights(runs: Runs, name: str) -> dict[str, torch.Tensor]:
+    return load_weights(runs.run_dir(name).checkpoints / f"step-{CASES['pipeline'].last_step:08d}")
+
+
+def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
+    case = CASES["pipeline"]
+    settings = runs.config("stages", f"experiment={runs.experiment}", *case.overrides, export=True)[1:]
+    code, output = runs.command("run", case.config, *settings)
+    assert code == 0, output
+    _, series = results(runs, "stages")
+    assert series["eval/accuracy", case.last_step] > 0.5, "ten classes"
+    points = {key for key, _, _ in runs.points("stages")}
+    assert {"pipeline/bubble", "pipeline/bubble_in_theory", "pipeline/busy_s/stage_1"} <= points
+    assert (runs.run_dir("stages").model / "MLmodel").is_file()
+    weights = pipeline_weights(runs, "stages")
+    torch.manual_seed(0)
+    model = build_model("resnet18", num_classes=10, in_channels=3, image_size=16)
+    start = model.state_dict()
+    assert weights.keys() == start.keys()
+    assert [name for name, _ in model.named_parameters() if torch.equal(weights[name], start[name])] == []
+    # Two micro-batches per step, each counted once.
+    assert weights["layer4.1.bn2.num_batches_tracked"] == 2 * case.last_step
+    model.load_state_dict(weights)
+
+
+@pytest.mark.faults
+def test_split_and_checkpointing_do_not_change_the_result(runs: Runs) -> None:
+    split = ("roles.stage=3", "pipeline.split_points=[measured]", "launch.num_threads=1")
+    code, output = runs.command(
+        *arguments(runs, "pipeline", "other-split", *split, "pipeline.activation_checkpointing=true")
+    )
+    assert code == 0, output
+    assert "split by measured cost" in runs.attempt("other-split").log(0).read_text()
+    expected = control(runs, "pipeline")
+    assert_states_equal(pipeline_weights(runs, "other-split"), pipeline_weights(runs, expected))
+    assert runs.series("other-split") == runs.series(expected)

@@ -10,17 +10,8 @@ from hpcdist.config.schema import Trainer
 from hpcdist.errors import suggestion
 
 COMM_OPERATIONS = (
-    "send_recv",
-    "isend_irecv",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "scatter",
-    "gather",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
+    *("send_recv", "isend_irecv", "all_reduce", "reduce", "broadcast", "scatter", "gather"),
+    *("all_gather", "reduce_scatter", "all_to_all", "barrier"),
 )
 #: Measurements besides the operations of all ranks.
 COMM_PARTS = ("groups", "pairs")
@@ -50,7 +41,6 @@ class CommConfig(ConfigSection):
     """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in the size, and the unknown names."""
         problems: list[str] = []
         try:
             parse_bytes(self.max_bytes)

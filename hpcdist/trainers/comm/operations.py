@@ -57,19 +57,15 @@ def _steps(count: int) -> Tensor:
     return 7 * place + place // _PERIOD
 
 
-def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the contribution of a rank to a reduction."""
-    return _contribution(reduction, rank, num_ranks, count, dtype).to(dtype)
-
-
 @functools.lru_cache(maxsize=128)
 def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
-    given = (_contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
+    given = (contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
     return functools.reduce(_COMBINE[reduction], given).to(dtype)
 
 
-def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the contribution of a rank to a reduction, int64 numbers that `dtype` can represent."""
     place = torch.arange(count)
     # Multiplicative hashing: without it the sums over all ranks would be equal at every index.
     mixed = (2_654_435_761 * (place + 1) ^ 40_503 * (rank + 1)) * 2_246_822_519 % (1 << 32) >> 13
@@ -93,21 +89,12 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The group of this rank in one partition of all ranks.
+    """The group of this rank in one partition of all ranks."""
 
-    Attributes:
-        name: name of the partition, such as `world` or `halves`; its groups communicate at the same time.
-        ranks: global ranks of this group.
-        largest: number of ranks in the largest group of the partition.
-        group: the process group; None if this rank is alone in its group.
-        device: device of the tensors.
-        backend: backend of the process group.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    largest: int
-    group: dist.ProcessGroup | None
+    name: str  #: of the partition, such as `world` or `halves`; its groups communicate at the same time
+    ranks: tuple[int, ...]  #: global ranks of this group
+    largest: int  #: number of ranks in the largest group of the partition
+    group: dist.ProcessGroup | None  #: None if this rank is alone in its group
     device: torch.device
     backend: str
 
@@ -125,11 +112,7 @@ class Team:
 
 
 def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Return partitions of all ranks by name. Each has at least two groups, and each rank is in exactly one group.
-
-    Args:
-        nodes: node name by rank.
-    """
+    """Return partitions of all ranks by name, of at least two groups each, for node names by rank."""
     ranks = list(range(len(nodes)))
     by_node = {name: [rank for rank in ranks if nodes[rank] == name] for name in dict.fromkeys(nodes)}
     found = {}
@@ -172,24 +155,13 @@ def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *
     return teams
 
 
-# Base class of the operations that are checked and measured: buffers, call and expected result on this rank.
-#
-# The size of an operation is that of all data, the parts of all ranks together, as in nccl-tests.
-
-
 class Operation(ABC):
-    """One operation with its buffers.
+    """An operation that is checked and measured: buffers, call and expected result on this rank.
 
     Args:
-        team: the group of this rank.
-        count: number of elements of all data; a multiple of the group's size if the operation `has_parts`.
-        dtype: data type of the elements.
+        count: number of elements of all data, the parts of all ranks together as in nccl-tests; a multiple of the
+            group's size if the operation `has_parts`.
         root: index in the group of the rank that sends or receives all data.
-        reduction: operator of a reduction.
-
-    Attributes:
-        source: input buffer, empty on ranks without input.
-        result: output buffer, empty on ranks without a result; may be the input buffer.
     """
 
     name: ClassVar[str]
@@ -217,28 +189,25 @@ class Operation(ABC):
 
     @staticmethod
     def hops(n: int) -> int:
-        """Return the number of consecutive operations in one call, by which its time is divided."""
+        """Return the number of consecutive operations in one call."""
         return 1
 
     @classmethod
     def title(cls, reduction: Reduction | None) -> str:
-        """Return the name in reports, with the reduction if there is one."""
         return f"{cls.name}[{reduction}]" if reduction else cls.name
 
     @abstractmethod
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """Allocate and return `source` and `result`."""
+        """Allocate input and output, empty on ranks without one; they may be the same buffer."""
 
     @abstractmethod
     def call(self, *, async_op: bool) -> Works:
         """Run the operation, or start it and return the work to wait for."""
 
-    def input(self) -> Tensor:
-        """Return the input of this rank, on the CPU."""
+    def input(self) -> Tensor:  # on the CPU, like the expected result
         return message(self.team.index, self.count, self.dtype)
 
     def expected(self) -> Tensor:
-        """Return the expected result, on the CPU."""
         return message(self.root, self.count, self.dtype)
 
     def fill(self) -> None:
@@ -254,7 +223,6 @@ class Operation(ABC):
         return torch.empty(count, dtype=self.dtype, device=self.team.device)
 
     def parts_of(self, pattern: Callable[[int], Tensor]) -> Tensor:
-        """Concatenate the patterns of all ranks of the group."""
         return torch.cat([pattern(rank) for rank in range(self.team.size)])
 
 
@@ -265,10 +233,7 @@ def wait_for(works: Works) -> None:
             work.wait()
 
 
-# The operations: point-to-point messages, data movement, reductions and the barrier.
-
-
-# --- data movement
+# The operations: point-to-point messages, data movement, the barrier, and reductions.
 
 
 class Broadcast(Operation):
@@ -398,9 +363,6 @@ class Barrier(Operation):
         return [dist.barrier(self.team.group, async_op=async_op)]
 
 
-# --- reductions
-
-
 class AllReduce(Operation):
     name, reduces = "all_reduce", True
 
@@ -452,17 +414,8 @@ class ReduceScatter(AllReduce):
 OPERATIONS: dict[str, type[Operation]] = {
     kind.name: kind
     for kind in (
-        SendRecv,
-        IsendIrecv,
-        AllReduce,
-        Reduce,
-        Broadcast,
-        Scatter,
-        Gather,
-        AllGather,
-        ReduceScatter,
-        AllToAll,
-        Barrier,
+        *(SendRecv, IsendIrecv, AllReduce, Reduce, Broadcast, Scatter, Gather),
+        *(AllGather, ReduceScatter, AllToAll, Barrier),
     )
 }
 
@@ -484,16 +437,7 @@ _serial = itertools.count()
 def check(
     kind: type[Operation], reduction: Reduction | None, team: Team, dtype: str, groups: Groups, *, node: str
 ) -> CheckResult:
-    """Compare the result of an operation with the exact expected result. Call it on every rank.
-
-    Args:
-        kind: the operation.
-        reduction: the operator of a reduction.
-        team: the group of this rank.
-        dtype: data type, a key of `DTYPES`.
-        groups: exchange the results of all ranks; their store counts the ranks in a barrier.
-        node: node name of this rank, for the report.
-    """
+    """Compare the result of an operation with the exact expected result. Call it on every rank; `node` is its node."""
     wrong, unsupported, serial, title = "", "", next(_serial), kind.title(reduction)
     if team.size >= max(kind.least_ranks, 1 if team.name == WORLD else 2):
         try:
@@ -529,7 +473,7 @@ def _cases(kind: type[Operation], reduction: Reduction, team: Team, dtype: torch
 
 
 def _compare(operation: Operation, groups: Groups, serial: int) -> str:
-    """Return a description of a wrong result of the blocking or the asynchronous call; empty if both are correct."""
+    """Return the error of the blocking or the asynchronous call, empty if both are correct."""
     found = []
     if isinstance(operation, Barrier):
         # One rank arrives late; no rank may leave the barrier before it.

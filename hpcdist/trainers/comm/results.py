@@ -108,7 +108,6 @@ class Results:
     notes: list[str] = field(default_factory=list)  #: sentences for the report, such as skipped measurements
 
     def to_json(self) -> str:
-        """Return the document."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -159,10 +158,7 @@ def disturbance(results: Results) -> float:
     It is the larger of p99 / median (at the upper quartile over the sizes) and the factor by which small transfers took
     longer than large ones.
     """
-    series: dict[str, list[Row]] = defaultdict(list)
-    for row in results.rows:
-        if row.operation in ("send_recv", "isend_irecv"):
-            series[row.operation].append(row)
+    series = {name: [row for row in results.rows if row.operation == name] for name in ("send_recv", "isend_irecv")}
     tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
     found = [*tails[len(tails) * 3 // 4 :][:1], *map(roughness, series.values()), 1.0]
     return min(max(found), MAX_NOISE)
@@ -297,7 +293,6 @@ def bottleneck(results: Results) -> list[str]:
 
 
 def link_speeds(results: Results) -> dict[Link, float]:
-    """Return the bandwidth of each pair of ranks, in bytes/s."""
     return {(pair.source, pair.target): pair.bandwidth for pair in results.pairs if pair.bandwidth}
 
 
@@ -311,7 +306,6 @@ class RankNames:
             self._members[node].append(rank)
 
     def share_node(self, link: Link) -> bool:
-        """Return whether both ranks of a link are on one node."""
         return self._node[link[0]] == self._node[link[1]]
 
     def name(self, rank: int) -> str:
@@ -443,7 +437,6 @@ def report(results: Results, width: int) -> RenderableType:
 
 
 def as_text(results: Results) -> str:
-    """Return the report as text without colours."""
     page = io.StringIO()
     show(Console(file=page, width=WIDTH, color_system=None), report(results, WIDTH))
     return "".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines())
@@ -462,27 +455,23 @@ def comparison(now: Results, before: Results, name: str, width: int) -> Renderab
     for changed in found.values():
         slow = slower(changed)
         if changed[0].now.size:  # a barrier has none
-            _add_row(table, changed[0].now.label, {one.now.size: _ratio(one, one in slow) for one in changed}, sizes)
-    title = f"time relative to {name}; ! slower beyond noise"
-    return Group(
-        _line(title, "bold"),
-        table,
-        *(_line(f"compared with {name}: {line}") for line in sentences(found)),
-    )
+            ratios = {one.now.size: f"{one.ratio:.2f}" for one in changed}
+            ratios |= {one.now.size: f"[bold red]{one.ratio:.2f} ![/]" for one in slow}
+            _add_row(table, changed[0].now.label, ratios, sizes)
+    title = _line(f"time relative to {name}; ! slower beyond noise", "bold")
+    return Group(title, table, *(_line(f"compared with {name}: {line}") for line in sentences(found)))
 
 
 def heading(results: Results) -> str:
-    """Return one line that describes ranks, nodes, backend and versions."""
     nodes = results.nodes
     names = ", ".join(nodes) if len(nodes) <= 8 else f"{nodes[0]}, {nodes[1]}, … {nodes[-1]}"
-    parts = [
+    return (
         f"{results.world_size} rank{'s' * (results.world_size != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-        f" ({names})",
-        f"{results.backend} on {results.device}",
-        f"partition {results.partition}" if results.partition else "",
-        f"torch {results.torch}" + (f", NCCL {results.nccl}" if results.nccl else ""),
-    ]
-    return ", ".join(filter(None, parts))
+        f" ({names}), {results.backend} on {results.device}"
+        + (f", partition {results.partition}" if results.partition else "")
+        + f", torch {results.torch}"
+        + (f", NCCL {results.nccl}" if results.nccl else "")
+    )
 
 
 def _checks(results: Results) -> Iterator[str]:
@@ -519,11 +508,6 @@ def _bandwidth(row: Row) -> str:
     if row.algbw is None or row.busbw is None:
         return ""
     return rate(row.busbw) if row.algbw == row.busbw else rate(row.algbw, row.busbw)
-
-
-def _ratio(change: Change, is_slower: bool) -> str:
-    text = f"{change.ratio:.2f}"
-    return f"[bold red]{text} ![/]" if is_slower else text
 
 
 def _pairs(results: Results) -> Iterator[Group]:

@@ -102,7 +102,6 @@ class Bench:
         )
 
     def write(self) -> None:
-        """Write the results so far."""
         if self.ctx.is_main:
             write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
 
@@ -175,19 +174,10 @@ class Bench:
                 divided_by=kind.hops(team.largest),
             )
             algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
-            rows.append(
-                Row(
-                    operation=kind.name,
-                    group=team.name,
-                    group_size=team.largest,
-                    size=nominal,
-                    bytes=size,
-                    **asdict(timing),
-                    algbw=algbw,
-                    busbw=busbw,
-                )
-            )
-            self.results.rows.append(rows[-1])
+            sizes_of_row = {"group_size": team.largest, "size": nominal, "bytes": size}
+            row = Row(operation=kind.name, group=team.name, **sizes_of_row, **asdict(timing), algbw=algbw, busbw=busbw)
+            rows.append(row)
+            self.results.rows.append(row)
             key = f"comm/{kind.name}" + (f"_{team.name.replace(' ', '_')}" if team.name != WORLD else "")
             metrics = {f"{key}/median_us": 1e6 * timing.median_s}
             if busbw is not None:
@@ -215,7 +205,6 @@ def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
 
 
 def summary(results: Results) -> str:
-    """Return the number of checks and points and the rate of the largest all-reduce in one line."""
     num_passed = sum(one.ok is True for one in results.checked)
     text = f"{num_passed} checks passed; {len(results.rows)} points and {len(results.pairs)} pairs of ranks measured"
     rates = [(row.size, row.busbw) for row in results.rows if row.label == "all_reduce" and row.busbw is not None]
@@ -242,23 +231,16 @@ Link = tuple[int, int]
 
 
 def pair_rounds(nodes: Sequence[str]) -> list[list[Link]]:
-    """Return rounds of (source, target) pairs that are measured at the same time; a rank is in one pair of a round.
+    """Return rounds of (source, target) pairs that are measured at the same time, for node names by rank.
 
     With up to `MAX_ALL_PAIRS` ranks all pairs are measured individually. In larger runs the first ranks of the nodes
     are measured as a tournament, followed by individual pairs within the first node.
-
-    Args:
-        nodes: node name by rank.
     """
-    if len(nodes) <= MAX_ALL_PAIRS:
-        return [[link] for link in _all_links(range(len(nodes)))]
-    firsts = [nodes.index(name) for name in dict.fromkeys(nodes)]
-    within = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:NUM_SAMPLED_RANKS]
-    return tournament_links(firsts) + [[link] for link in _all_links(within)]
-
-
-def _all_links(ranks: Sequence[int]) -> list[Link]:
-    return [(source, target) for source in ranks for target in ranks if source != target]
+    ranks, rounds = list(range(len(nodes))), []
+    if len(nodes) > MAX_ALL_PAIRS:
+        rounds = tournament_links([nodes.index(name) for name in dict.fromkeys(nodes)])
+        ranks = [rank for rank in ranks if nodes[rank] == nodes[0]][:NUM_SAMPLED_RANKS]
+    return rounds + [[(source, target)] for source in ranks for target in ranks if source != target]
 
 
 def tournament_links(ranks: Sequence[int]) -> list[list[Link]]:

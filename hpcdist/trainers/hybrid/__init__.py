@@ -57,7 +57,6 @@ class HybridConfig(ConfigSection):
         return len(self.numeric_columns) if self.file else self.num_numeric_columns
 
     def problems(self) -> list[str]:
-        """Return the mistakes in tables, layers and columns."""
         problems = [] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"]
         problems += [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
         problems += [f"tables: {name!r} must not contain '.'" for name in self.tables if "." in name or not name]

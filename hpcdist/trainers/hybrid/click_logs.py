@@ -44,7 +44,6 @@ class Bags:
         return len(self.offsets) - 1
 
     def take(self, bags: Tensor) -> Bags:
-        """Return these bags [k], in this order."""
         lengths = (self.offsets[1:] - self.offsets[:-1])[bags]
         offsets = torch.zeros(len(bags) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
@@ -67,7 +66,6 @@ class Clicks:
         return len(self.labels)
 
     def take(self, samples: Tensor) -> Clicks:
-        """Return these samples [B], in this order."""
         count = len(self.tables)
         bags = self.bags.take((samples[:, None] * count + torch.arange(count)).flatten())
         best = None if self.best_scores is None else self.best_scores[samples]

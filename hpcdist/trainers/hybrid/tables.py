@@ -146,7 +146,6 @@ class Units:
         return len(self.rows) if self.offsets is None else len(self.offsets) - 1
 
     def take(self, units: Tensor) -> Units:
-        """Return these units, in this order."""
         if self.offsets is None:
             return Units(self.rows[units])
         taken = Bags(self.rows, self.offsets).take(units)
@@ -237,10 +236,7 @@ class TableShard:
         )
 
     def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
-        """Load this server's rows from shards of any number of servers, one at a time, until it has all rows.
-
-        Raises CheckpointError if rows are missing.
-        """
+        """Load this server's rows from shards of any number of servers, one at a time, until it has all rows."""
         missing = {table: len(span) for table, span in self._spans.items()}
         for shard in filter(None, shards):
             for table in self._spans:
@@ -420,7 +416,6 @@ class Lookup:
 
     @property
     def counts(self) -> list[int]:
-        """Number of units by server."""
         return [len(units) for units in self.units]
 
     def pooled(self) -> Tensor:
@@ -429,12 +424,7 @@ class Lookup:
 
 
 def rows_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
-    """Return a lookup for sums at the trainer: each different row of the bags is a unit.
-
-    Args:
-        bags: global rows.
-        starts: first global row of each server, then the number of all rows.
-    """
+    """Return a lookup for sums at the trainer: each different row of the bags is a unit. `starts`: `Layout.starts`."""
     rows, bags_of_unit = grouped(bags.ids, Units(bags.ids, bags.offsets).of_row)
     cuts = torch.searchsorted(rows, torch.tensor(starts)).tolist()  # sorted rows are ordered by server
     units = [Units(rows[begin:end] - start) for (begin, end), start in zip(pairwise(cuts), starts, strict=False)]
@@ -475,12 +465,7 @@ def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) ->
 
 
 class TableClient:
-    """Looks up bags in the tables, and sends gradients to the servers. Create it with `table_client`.
-
-    Args:
-        group: a gloo group of all ranks, used for nothing else.
-        pool_at_server, ahead: see `choose`; the results are equal up to rounding.
-    """
+    """Looks up bags in the tables, and sends gradients to the servers. Create it with `table_client`."""
 
     def __init__(
         self, ctx: Context, group: dist.ProcessGroup, layout: Layout, *, pool_at_server: bool, ahead: bool

@@ -223,14 +223,12 @@ def make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
 
 
 def _gather(groups: ProcessGroups, value: T) -> list[T]:
-    """Return the values of all trainers."""
     values: list[Any] = [None] * dist.get_world_size(groups.host)
     dist.all_gather_object(values, value, group=groups.host)
     return values
 
 
 def build_dense_ddp(ctx: Context, cfg: Config, groups: ProcessGroups) -> DistributedDataParallel:
-    """Return the dense part in DDP over the trainers."""
     hybrid = cfg.section(HybridConfig)
     num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
     model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)

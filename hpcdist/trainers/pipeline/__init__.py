@@ -21,7 +21,6 @@ class PipelineConfig(ConfigSection):
     """Recompute activations in the backward pass: less memory, more time, equal results."""
 
     def problems(self) -> list[str]:
-        """Return the mistake in the number of micro-batches."""
         number = self.num_micro_batches
         return [] if number >= 1 else [f"num_micro_batches must be >= 1, got {number}"]
 

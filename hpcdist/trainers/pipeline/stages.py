@@ -62,17 +62,13 @@ class Stage(nn.Module):
         super().__init__()
         self.units = tuple(units)
         self.checkpointing = checkpointing
-        for unit in units:
-            for part in _PARTS.get(unit, (unit,)):
-                self._adopt(part, model.get_submodule(part))
+        for name in (part for unit in units for part in _PARTS.get(unit, (unit,))):
+            parent, _, child = name.rpartition(".")
+            if parent and parent not in self._modules:
+                self.add_module(parent, nn.Module())
+            (self.get_submodule(parent) if parent else self).add_module(child, model.get_submodule(name))
         # A plain list, since its modules are registered above, under the whole model's names.
         self._chain = [unit_module(model, unit) for unit in units]
-
-    def _adopt(self, name: str, module: nn.Module) -> None:
-        parent, _, child = name.rpartition(".")
-        if parent and parent not in self._modules:
-            self.add_module(parent, nn.Module())
-        (self.get_submodule(parent) if parent else self).add_module(child, module)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, or logits [B, num_classes], for images or activations [B, C, H, W]."""
@@ -187,11 +183,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored | None) -> list[tuple[str, ...]]:
-    """Return the units of every stage: from the config, from the checkpoint, or by measured cost.
-
-    Args:
-        images: a micro-batch for the measurement.
-    """
+    """Return the units of every stage: from the config, from the checkpoint, or by measured cost of a micro-batch."""
     units, num_stages = unit_names(model), ctx.world_size
     ends = ctx.config.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
     if ends != ["measured"]:
@@ -270,7 +262,6 @@ class Inbox:
             self._changed.notify()
 
     def wait_for(self, kind: str, number: int, timeout_s: float) -> bool:
-        """Wait until the tensor is received; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
 
@@ -280,11 +271,7 @@ class Inbox:
 
 
 class Wire:
-    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent.
-
-    Args:
-        inbox: its functions are those of this rank in the group.
-    """
+    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent."""
 
     def __init__(self, ctx: Context, rpc: RpcGroup, inbox: Inbox) -> None:
         self._device = ctx.device
@@ -336,14 +323,11 @@ MAX_AHEAD = 2
 
 
 class RpcEngine:
-    """Runs this rank's stage over `Wire`.
-
-    `idle_s` counts the seconds that the stage has waited for others in `step`.
-    """
+    """Runs this rank's stage over `Wire`."""
 
     def __init__(self, stage: Stage, wire: Wire, *, index: int, num_stages: int) -> None:
         self.stage = stage
-        self.idle_s = 0.0
+        self.idle_s = 0.0  #: that the stage has waited for others in `step`
         self._wire = wire
         self._index = index
         self._num_stages = num_stages
@@ -366,11 +350,10 @@ class RpcEngine:
         waited_s = self._wire.waited_s
         for kind, number in one_f_one_b(self._index, self._num_stages, num_micro_batches):
             if kind == "forward":
-                x = (
-                    self._wire.receive(self._index - 1, "activation").requires_grad_()
-                    if images is None
-                    else image_parts[number]
-                )
+                if images is None:
+                    x = self._wire.receive(self._index - 1, "activation").requires_grad_()
+                else:
+                    x = image_parts[number]
                 y = self.stage(x)
                 if self._is_last:
                     y = F.cross_entropy(y, label_parts[number], reduction="sum") / size

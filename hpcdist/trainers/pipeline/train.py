@@ -71,10 +71,7 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
     meter = Meter(saved.local if saved is not None else None, ctx.device)
 
     def save(metrics: Mapping[str, float]) -> None:
-        state = {
-            "position": progress.state_dict(),
-            "units": [list(names) for names in setup.units],
-        }
+        state = {"position": progress.state_dict(), "units": [list(names) for names in setup.units]}
         shard = stage_shard(engine.stage, optimizer)  # each stage adds its own
         ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
 
@@ -135,8 +132,9 @@ def interval_metrics(
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
     busy_s = [0.0] * ctx.world_size
     busy_s[ctx.rank] = elapsed_s - idle_s
-    sums = ctx.sum_over_ranks([float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s])
-    loss_sum, all_idle_s, all_elapsed_s, *busy_s = sums
+    loss_sum, all_idle_s, all_elapsed_s, *busy_s = ctx.sum_over_ranks(
+        [float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s]
+    )
     return {
         "train/loss": loss_sum / num_steps,
         "train/lr": optimizer.param_groups[0]["lr"],
@@ -286,7 +284,6 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 
 def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
-    """Return the shard that a stage saves."""
     names = [name for name, _ in stage.named_parameters()]
     states = optimizer.state_dict()["state"]
     return Shard(
@@ -298,12 +295,7 @@ def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
 def load_stage(
     stage: Stage, optimizer: torch.optim.Optimizer, saved: Restored, units: Sequence[Sequence[str]], rank: int
 ) -> None:
-    """Load the part of a checkpoint that belongs to a stage. The checkpoint may be of other stages.
-
-    Args:
-        units: the units of every stage of this attempt.
-        rank: the rank of `stage`.
-    """
+    """Load the part of a checkpoint, which may be of other stages, that belongs to the stage of this rank."""
     is_same_split = saved.trainer["units"] == [list(names) for names in units]
     weights: dict[str, Tensor] = {}
     states: dict[str, Any] = {}

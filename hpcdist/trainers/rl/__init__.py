@@ -57,7 +57,6 @@ class RlConfig(ConfigSection):
     """Coefficient of the entropy bonus, which encourages exploration."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in hidden_sizes."""
         return [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
 
 

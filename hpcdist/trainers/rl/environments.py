@@ -147,11 +147,9 @@ class Vectorized:
             raise _NotSaveable("its state has more than arrays and numbers")
 
     def begin(self, rng: np.random.Generator) -> None:
-        """Draw all random numbers from `rng` from now on."""
         self._inner.np_random = rng
 
     def reset(self) -> None:
-        """Start a new episode in every environment."""
         rng = self._inner.np_random
         self.observations, _ = self._env.reset(seed=int(rng.integers(2**31)))
         self._inner.np_random = rng  # reset has replaced it
@@ -170,7 +168,6 @@ class Vectorized:
         return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state`."""
         for name, value in state["env"].items():
             setattr(self._inner, name, _to_array(value))
         self.observations, self.over = _to_array(state["observations"]), _to_array(state["over"])
@@ -261,12 +258,7 @@ def _to_array(value: Any) -> Any:
 def greedy_returns(
     problem: Problem, envs: Environments, act: Callable[[Floats], Floats], alive: Callable[[], None] = lambda: None
 ) -> NDArray[np.float64]:
-    """Play one full greedy episode in each environment; return their returns, [n].
-
-    Args:
-        act: returns a policy's outputs [n, num_outputs] for observations [n, num_inputs].
-        alive: called after every step, since steps may be slow.
-    """
+    """Play one full greedy episode in each environment; return their returns, [n]. `alive` is called each step."""
     envs.reset()
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, np.bool_)

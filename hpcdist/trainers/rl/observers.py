@@ -38,7 +38,6 @@ class Rollout(NamedTuple):
 
     @classmethod
     def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
-        """Join rollouts along the environments, in the given order."""
         fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
         return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
 
@@ -49,11 +48,7 @@ def random_numbers(seed: int, *stream: int) -> np.random.Generator:
 
 
 class Collector:
-    """Steps environments; episodes continue from rollout to rollout.
-
-    Args:
-        index: unique among the collectors; random numbers depend on it, the seed and the number of the rollout.
-    """
+    """Steps environments; episodes continue from rollout to rollout. Each collector has its own `index`."""
 
     def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
         self._problem, self._seed, self._index = problem, seed, index
@@ -106,7 +101,6 @@ class Collector:
         return {"envs": self._envs.state(), "returns": torch.from_numpy(self._returns.copy())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`, so that the next rollout is the same as without an interruption."""
         self._envs.load_state(state["envs"])
         self._returns = state["returns"].numpy().copy()
 
@@ -114,9 +108,7 @@ class Collector:
 def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the sum over each episode that ended, by environment, and over the current episode of each [n].
 
-    Args:
-        sums: cumulative sums over the steps of each environment, [T, n].
-        ends: whether an episode ended at a step, [T, n].
+    `sums` are cumulative over the steps of each environment, [T, n]; `ends` marks the last steps of episodes.
     """
     env, step = np.nonzero(ends.T)
     at_end = sums[step, env]
@@ -167,12 +159,7 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
 
 
 class ObserverGroup:
-    """All observers as the agent sees them.
-
-    Args:
-        num_collectors: number of rollouts of an update.
-        pending: rollouts of the next update that a checkpoint holds.
-    """
+    """All observers as the agent sees them; `pending` are rollouts of the next update that a checkpoint holds."""
 
     def __init__(self, rpc: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
         self.num_collectors = num_collectors
@@ -197,10 +184,7 @@ class ObserverGroup:
         return rollout
 
     def wait(self) -> list[Rollout]:
-        """Wait for the pending rollouts and return them; they stay pending.
-
-        Raises PeerLost, or RemoteError with the error of the observer that failed.
-        """
+        """Wait for the pending rollouts and return them; they stay pending."""
         received: list[Rollout] = []
         for item in self._pending:
             received += [item] if isinstance(item, Rollout) else (Rollout(*tensors) for tensors in item.result())

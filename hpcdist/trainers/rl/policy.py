@@ -111,18 +111,14 @@ def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[
 def _mlp(
     num_inputs: int, hidden: Sequence[int], num_outputs: int, activation: str, *, last_gain: float
 ) -> nn.Sequential:
-    sizes = [num_inputs, *hidden]
+    sizes = [num_inputs, *hidden, num_outputs]
     layers: list[nn.Module] = []
-    for size, next_size in pairwise(sizes):
-        layers += [_linear(size, next_size, math.sqrt(2)), nn.ReLU() if activation == "relu" else nn.Tanh()]
-    return nn.Sequential(*layers, _linear(sizes[-1], num_outputs, last_gain))
-
-
-def _linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
-    layer = nn.Linear(num_inputs, num_outputs)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+    for number, (size, next_size) in enumerate(pairwise(sizes)):
+        layer = nn.Linear(size, next_size)
+        nn.init.orthogonal_(layer.weight, math.sqrt(2) if number < len(hidden) else last_gain)
+        nn.init.zeros_(layer.bias)
+        layers += [layer, nn.ReLU() if activation == "relu" else nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
 
 
 class Actor:

@@ -185,13 +185,10 @@ def train_step(
 
 
 def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """Return the advantage of each action [T, n] by generalised advantage estimation.
+    """Return the advantage of each valid action [T, n] by generalised advantage estimation from `values` [T + 1, n].
 
     The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
-    do not cross the end of an episode. The result of a step that is not valid is undefined.
-
-    Args:
-        values: of all observations, [T + 1, n].
+    do not cross the end of an episode.
     """
     rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
     advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
@@ -235,7 +232,6 @@ def evaluate(
 
 
 def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
-    """Return a policy, initialised from torch's global generator."""
     return Policy(
         num_inputs=problem.num_inputs,
         num_outputs=problem.num_outputs,

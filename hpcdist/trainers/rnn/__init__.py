@@ -50,7 +50,6 @@ class RnnConfig(ConfigSection):
     """Sampling temperature; lower values prefer more probable tokens."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in fractions and in the prompt."""
         problems = [
             f"{name} must be < 1, got {value}"
             for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))

@@ -312,12 +312,10 @@ class Learner:
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     def loss(self, batch: Batch) -> float:
-        """Return the loss summed over the targets of a batch, for an evaluation."""
         rows = self.client.pull(batch.ids)()
         return self.client.loss(self._run_lstm(self.lstm, rows, batch), batch.targets)
 
     def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of values over all trainers."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=self._trainer_group)
         return [float(value) for value in total.tolist()]
@@ -362,7 +360,6 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
 
 
 def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
-    """Return this server with its rows, restored from a checkpoint if there is one."""
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     server = VocabularyServer(

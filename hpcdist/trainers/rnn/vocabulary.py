@@ -125,14 +125,12 @@ class VocabularyServer:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The methods that trainers call, by name."""
         names = ("pull", "score", "backward", "decode", "measure", "offer", "push", "weights")
         return {name: getattr(self, name) for name in names}
 
     # --- called by trainers
 
     def pull(self, ids: Tensor) -> Tensor:
-        """Return the rows of some ids."""
         with self._condition:
             return self._lookup(ids)
 
@@ -236,7 +234,6 @@ class VocabularyServer:
             return self._lookup(next_ids)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the rows on the host, for the final model."""
         self.settle()
         return {name: tensor.cpu() for name, tensor in self.named_rows.items()}
 
@@ -323,7 +320,6 @@ class VocabularyServer:
             torch.cuda.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
-        """Wait until all pushed gradients are applied."""
         for slot in itertools.chain.from_iterable(self._slots):
             if slot.used is not None:
                 slot.used.result()
@@ -411,7 +407,6 @@ class VocabularyClient:
         return rows
 
     def pull(self, ids: Tensor) -> Callable[[], Tensor]:
-        """Request the rows of different, sorted tokens."""
         return self._rows_of([self._group.call(name, "pull", ids[part]) for name, part in self._of_each(ids).items()])
 
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
@@ -432,7 +427,6 @@ class VocabularyClient:
         return loss_and_gradient
 
     def loss(self, hidden: Tensor, targets: Tensor) -> float:
-        """Return the loss summed over the targets, for an evaluation."""
         scores = self._group.call_all(self._names, "measure", self._trainer, hidden, targets)
         _, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
         return float(losses.double().sum())
@@ -460,6 +454,5 @@ class VocabularyClient:
         return self._rows_of(calls)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole embedding and decoder with the names of `LanguageModel`."""
         parts = [call.result() for call in self._group.call_all(self._names, "weights")]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

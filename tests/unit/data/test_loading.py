@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from hpcdist.config.schema import DataConfig
 from hpcdist.data import MODEL_NAMES, RESNET_NAMES, loading, model_name_problems
@@ -164,22 +163,25 @@ def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allo
 
 
 @pytest.mark.processes
-def test_small_datasets_load_without_slow_imports(tmp_path: Path) -> None:
+def test_files_are_found_without_torch_and_small_datasets_load_without_slow_imports(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     code = (
         "import sys\n"
-        "from types import SimpleNamespace\n"
-        "from hpcdist.data.download import prepare\n"
-        "from hpcdist.data.loading import load_datasets\n"
-        "for name in ('digits', 'mnist'):\n"
-        f"    data = SimpleNamespace(name=name, root={str(tmp_path)!r}, download=False, image_size=None,\n"
-        "                           num_workers=0, preload='auto', augment=True)\n"
+        "from hpcdist.config.schema import DataConfig\n"
+        "from hpcdist.data.download import missing, prepare\n"
+        "datasets = [DataConfig(name=name, root=sys.argv[1], augment=True) for name in ('digits', 'mnist')]\n"
+        "for data in datasets:\n"
         "    prepare(data)\n"
+        "    assert not missing(data)\n"
+        "assert 'torch' not in sys.modules\n"
+        "from hpcdist.data.loading import build_model, load_datasets\n"
+        "for data in datasets:\n"
         "    load_datasets(data, 0)\n"
+        "build_model('simple_cnn', num_classes=2, in_channels=1, image_size=28)\n"
         "slow = {'torchvision', 'PIL', 'sklearn', 'scipy'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
 
 
 # --- Digests of datasets: equal for equal data, different for any change that matters.
@@ -265,16 +267,6 @@ def test_digest_depends_on_type_shape_and_values() -> None:
 # --- Models by name.
 
 
-def test_simple_cnn_equals_relu_before_pooling() -> None:
-    torch.manual_seed(0)
-    model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28)
-    pool = nn.MaxPool2d(2)
-    convolutions = (model.conv1, nn.ReLU(), pool, model.conv2, nn.ReLU(), pool)
-    expected = nn.Sequential(*convolutions, nn.Flatten(), model.fc1, nn.ReLU(), model.fc2)
-    images = torch.randn(4, 1, 28, 28)
-    assert torch.equal(model(images), expected(images))
-
-
 def test_resnets_are_those_of_torchvision() -> None:
     from torchvision.models import resnet
 
@@ -299,15 +291,3 @@ def test_unknown_model_and_too_small_images_are_refused() -> None:
     (problem,) = model_name_problems("transformer")
     assert "expected one of simple_cnn, resnet18" in problem
     assert [problem for name in MODEL_NAMES for problem in model_name_problems(name)] == []
-
-
-@pytest.mark.processes
-def test_names_do_not_import_torch_and_simple_cnn_does_not_import_torchvision() -> None:
-    code = (
-        "import sys, hpcdist.data, hpcdist.data\n"
-        "assert 'torch' not in sys.modules\n"
-        "from hpcdist.data.loading import build_model\n"
-        "build_model('simple_cnn', num_classes=2, in_channels=1, image_size=28)\n"
-        "assert 'torchvision' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

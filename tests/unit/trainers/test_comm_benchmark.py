@@ -394,7 +394,7 @@ def test_sizes_are_powers_of_two_from_one_element_up() -> None:
 def test_reductions_of_test_data_are_exact_in_every_dtype(dtype: str, num_ranks: int) -> None:
     kind, count = DTYPES[dtype], 40
     for reduction in REDUCTIONS:
-        given = [contribution(reduction, rank, num_ranks, count, kind) for rank in range(num_ranks)]
+        given = [contribution(reduction, rank, num_ranks, count, kind).to(kind) for rank in range(num_ranks)]
         exact = torch.stack([one.double() for one in given])
         expected = reduced(reduction, num_ranks, count, kind).double()
         results = {"sum": exact.sum(0), "product": exact.prod(0), "max": exact.amax(0), "min": exact.amin(0)}

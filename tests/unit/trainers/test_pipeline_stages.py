@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpcdist.config.loading import load_config
 from hpcdist.data.loading import build_model
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.pipeline.stages import (
@@ -113,3 +114,12 @@ def test_schedule_has_each_pass_once_and_holds_activations_of_few_micro_batches(
         held.append(max(accumulate(1 if kind == "forward" else -1 for kind, _ in actions)))
     assert held == [4, 3, 2, 1]
     assert ideal_bubble(4, 8) == pytest.approx(3 / 11)
+
+
+def test_invalid_configs_name_the_key_and_the_fix() -> None:
+    message = (
+        r"model.name=simple_cnn has no stages: trainer pipeline cuts ResNets, such as resnet50(.|\n)*"
+        r"data.batch_size=65 cannot be cut into 2 equal parts \(pipeline.num_micro_batches\): use 64"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_config("pipeline_resnet50", ["data.batch_size=65", "model.name=simple_cnn"])
