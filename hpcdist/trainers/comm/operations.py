@@ -449,14 +449,13 @@ def check(
             if not _UNSUPPORTED.search(str(error)):
                 raise
             unsupported = " ".join(str(error).split())[:200]
-    errors = groups.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
+    errors = list(filter(None, groups.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")))
     reasons = list(filter(None, groups.all_gather(unsupported)))
     ok: bool | None = True
     text = ""
-    if sentences := list(filter(None, errors)):
-        ok, text = False, sentences[0]
-        if len(sentences) > 1:
-            text += f"; {len(sentences) - 1} more of {len(errors)} ranks have wrong results"
+    if errors:
+        more = f"; {len(errors) - 1} more of {dist.get_world_size()} ranks have wrong results"
+        ok, text = False, errors[0] + (more if len(errors) > 1 else "")
     elif reasons:
         ok, text = None, f"{team.backend} does not support {title} of {dtype}: {reasons[0]}"
     elif team.largest < kind.least_ranks:
@@ -504,10 +503,9 @@ def _difference(operation: Operation) -> str:
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
     title = operation.title(operation.reduction if operation.reduces else None)
-    title += f" of {len(got)} x {str(got.dtype).removeprefix('torch.')}"
-    title += f" (root is rank {operation.group_root})" if operation.has_root else ""
+    root = f" (root is rank {operation.group_root})" if operation.has_root else ""
     group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
     return (
-        f"{title}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"
-        f" ({len(places)} of {len(got)} differ)"
+        f"{title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}{root}{group} is wrong: at index {index}"
+        f" expected {expected[index].item():g}, got {got[index].item():g} ({len(places)} of {len(got)} differ)"
     )

@@ -236,7 +236,8 @@ def pair_rounds(nodes: Sequence[str]) -> list[list[Link]]:
     With up to `MAX_ALL_PAIRS` ranks all pairs are measured individually. In larger runs the first ranks of the nodes
     are measured as a tournament, followed by individual pairs within the first node.
     """
-    ranks, rounds = list(range(len(nodes))), []
+    ranks = list(range(len(nodes)))
+    rounds: list[list[Link]] = []
     if len(nodes) > MAX_ALL_PAIRS:
         rounds = tournament_links([nodes.index(name) for name in dict.fromkeys(nodes)])
         ranks = [rank for rank in ranks if nodes[rank] == nodes[0]][:NUM_SAMPLED_RANKS]

@@ -123,7 +123,6 @@ def train_step(
 
 
 def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
-    """Return torch.autocast in the configured precision."""
     if cfg.precision.dtype == "fp32":
         return nullcontext()
     dtype = torch.bfloat16 if cfg.precision.dtype == "bf16" else torch.float16
@@ -176,8 +175,8 @@ def epoch_steps(
         samples, device=ctx.device, epoch=progress.epoch, channels_last=cfg.model.channels_last
     )
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
-        if is_elastic:
-            yield elastic_micro_batches(ctx, model, step, len(data.train), batches)
+        if is_elastic:  # `ctx.micro_batches` sums the gradients over the ranks at its end
+            yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
         else:
             yield plain_micro_batches(model, list(islice(batches, accum_steps)))
 
@@ -189,15 +188,6 @@ def plain_micro_batches(model: DistributedDataParallel, batches: Sequence[Batch]
         # Gradients are exchanged once per step, during the last backward pass: the caller's passes run in this `with`.
         with nullcontext() if number == len(batches) else model.no_sync():
             yield images, labels, 1 / len(batches)
-
-
-def elastic_micro_batches(
-    ctx: Context, model: DistributedDataParallel, step: int, num_samples: int, batches: Iterator[Batch]
-) -> Iterator[WeightedBatch]:
-    """Yield this rank's part of a global batch. `ctx.micro_batches` sums the gradients over the ranks at its end."""
-    for micro in ctx.micro_batches(model, step, num_samples):
-        images, labels = next(batches)
-        yield images, labels, micro.weight
 
 
 def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:

@@ -281,7 +281,7 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
     Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
     once.
     """
-    source = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
+    source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
     num_train = (len(source) - num_test) // num_shares
     if num_train < 1:

@@ -213,8 +213,6 @@ def as_rgb(cfg: Config, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetup:
-    """This rank's stage, ready to train."""
-
     data: ImageData
     engine: RpcEngine
     optimizer: torch.optim.Optimizer
@@ -273,10 +271,7 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
 
 
 def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
-    """Return the unsplit model, initialised from torch's global generator: before training equal on all ranks.
-
-    It takes three channels: grey images become three equal ones.
-    """
+    """Return the unsplit model for three channels (grey images become three equal ones), equal on all ranks."""
     return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
 
 

@@ -164,7 +164,8 @@ class Vectorized:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `load_state` as tensors and lists, without the generator: call `begin` after loading."""
-        values = {name: _to_tensor(value) for name, value in vars(self._inner).items() if _is_array_or_number(value)}
+        kinds = np.ndarray | np.generic | bool | int | float
+        values = {name: _to_tensor(value) for name, value in vars(self._inner).items() if isinstance(value, kinds)}
         return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -238,10 +239,6 @@ Environments: TypeAlias = Vectorized | Separate
 `observations` [n, num_inputs] are the input of the next action. `over` [n] holds whether an episode has ended, so that
 the next step resets its environment.
 """
-
-
-def _is_array_or_number(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic | bool | int | float)
 
 
 def _to_tensor(value: Any) -> Any:

@@ -58,12 +58,7 @@ class Collector:
     def collect(
         self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
     ) -> Rollout:
-        """Collect rollout `number`: `num_steps` steps of all environments.
-
-        Args:
-            infer: returns the policy's outputs [n, num_outputs] for observations [n, num_inputs].
-            log_std: of a policy for box actions, see `Policy`; None for discrete ones.
-        """
+        """Collect rollout `number` of all environments. `log_std` is None for discrete actions, see `Policy`."""
         problem, envs = self._problem, self._envs
         rng = random_numbers(self._seed, 0, self._index, 1 + number)
         steps = (num_steps, envs.num_envs)

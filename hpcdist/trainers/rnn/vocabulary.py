@@ -128,18 +128,14 @@ class VocabularyServer:
         names = ("pull", "score", "backward", "decode", "measure", "offer", "push", "weights")
         return {name: getattr(self, name) for name in names}
 
-    # --- called by trainers
-
     def pull(self, ids: Tensor) -> Tensor:
         with self._condition:
             return self._lookup(ids)
 
     def score(self, trainer: int, number: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Start a batch; return the log-sum-exp over this server's rows [n] and the logits of the targets it has [n].
+        """Start a batch; return the log-sum-exp over this server's rows [n] and the logits of the targets [n].
 
-        Args:
-            hidden: [n, hidden].
-            targets: [n], ids of the whole vocabulary; the logits of those on other servers are 0.
+        The logits of targets on other servers are 0.
         """
         slot = self._slot(trainer, number)
         if slot.used is not None:  # the last update in sync mode, the one before in async mode
@@ -166,10 +162,7 @@ class VocabularyServer:
     def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
         """Return this server's part of the gradient of `scale` times the summed loss for `hidden`, [n, hidden].
 
-        The weights' gradient is computed after the answer.
-
-        Args:
-            lse: log-sum-exp over the whole vocabulary, [n].
+        The weights' gradient is computed after the answer. `lse` [n] is that of the whole vocabulary.
         """
         slot = self._slot(trainer, number)
         assert slot.probs is not None
