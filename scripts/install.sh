@@ -48,5 +48,5 @@ install_with_uv() {
     --python "$venv/bin/python" --editable ".[$extras]"
 }
 install_with_uv || retry "$venv/bin/python" -m pip install --quiet --editable ".[$extras]"
-# hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. tests/unit/config/test_schema.py uses this one.
+# hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. The tests of configs use this one.
 [ -d "$venv/omegaconf" ] || retry "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/omegaconf" 'omegaconf>=2.4'
