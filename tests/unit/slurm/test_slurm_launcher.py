@@ -506,9 +506,8 @@ def test_messages_of_srun_give_exit_codes_by_task(messages: str, expected: dict[
 
 
 def test_task_numbers_of_a_heterogeneous_step_are_offset_by_component() -> None:
-    """Messages of Slurm 22.05 about ranks 3 and 0 of a step with components of 1 and 4 tasks."""
-    messages = "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"
-    assert ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1}) == {
-        3: ("n3", -signal.SIGKILL),
-        0: ("n1", -signal.SIGTERM),
-    }
+    messages = (
+        "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"  # ranks 3 and 0, of 1 and 4 tasks
+    )
+    found = ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1})
+    assert found == {3: ("n3", -signal.SIGKILL), 0: ("n1", -signal.SIGTERM)}

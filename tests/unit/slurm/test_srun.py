@@ -194,16 +194,6 @@ def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     assert scene.killed == ["rank-parents"], "the step on the nodes of before may be left"
 
 
-def test_parent_that_has_ended_is_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    first = scene.steps.task_command(NODES)
-    scene.calls(1)
-    scene.say("srun: error: n2: task 1: Killed\n")
-    again = scene.steps.task_command(NODES)
-    assert again[4] != first[4]
-    assert "the parent process of the ranks on n2 has ended and is started again" in caplog.text
-    assert scene.steps.task_command(NODES) == [*again[:5], "0", *again[6:]], "messages about the old step do not count"
-
-
 def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
