@@ -117,9 +117,8 @@ def ask(
 ) -> Answers:
     """Run a step and return the answers of nodes; end it after `limit_s` seconds.
 
-    Args:
-        patient: wait for all nodes. Otherwise `step` has an announced command, `limit_s` begins with the last start on
-            a node, and nodes without a start are given up after PATIENCE_S.
+    An impatient caller runs an announced command: `limit_s` begins with the last start on a node, and nodes without a
+    start are given up after PATIENCE_S.
     """
     done = run_within(step, limit_s, env=env, is_enough=None if patient else _Enough(nodes, limit_s))
     found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
@@ -128,10 +127,7 @@ def ask(
 
 
 def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
-    """Return the answers by node in the output of all tasks, also with `srun --label`.
-
-    The value is None for a node that has started the command, but whose answer is missing or incomplete.
-    """
+    """Return the answers in the output of all tasks; None for nodes that have only started, or answered in part."""
     pieces: dict[str, dict[int, str]] = {}
     totals: dict[str, int] = {}
     for line in text.splitlines():

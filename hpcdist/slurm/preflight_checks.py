@@ -27,10 +27,7 @@ SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
 
 
 def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
-    """Return all results, the worst first, causes before consequences.
-
-    A result that most nodes share is reported once, without a `node`. The last result, of level `ok`, is a summary.
-    """
+    """Return all results, the worst first, causes before consequences; the last one, of level `ok`, is a summary."""
     ours = {node: answers[node] for node in request.nodes if node in answers}
     found = []
     for node in request.nodes:
@@ -400,10 +397,8 @@ def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
 
 
 def _rates(answers: Answers) -> dict[Pair, float]:
-    """Return bytes per second of a node's exchange with all peers at the same time, as far as the pair allows.
-
-    A slow link of a node delays its data to all peers alike. A single slow pair is slower by the number of peers.
-    """
+    """Return bytes per second of a node's exchange with all peers at the same time, as far as the pair allows."""
+    # A slow link of a node delays its data to all peers alike. A single slow pair is slower by the number of peers.
     rates: dict[Pair, float] = {}
     for (source, target), peer in _peers(answers).items():
         if "exchange_s" in peer:

@@ -213,13 +213,7 @@ class SilentPeerError(UnknownPeerError):
 
 
 async def connected(address: str, port: int, limit_s: float) -> socket.socket:
-    """Connect to a port.
-
-    Raises:
-        TimeoutError: the kernel has no connection either; a process without CPU time may pass its limit although the
-            connection exists.
-        OSError: the connection failed.
-    """
+    """Connect to a port. Raises OSError."""
     sock = socket.socket()
     sock.setblocking(False)
     try:
@@ -228,7 +222,7 @@ async def connected(address: str, port: int, limit_s: float) -> socket.socket:
                 await asyncio.get_running_loop().sock_connect(sock, (address, port))
         except TimeoutError:
             try:
-                sock.getpeername()
+                sock.getpeername()  # without CPU time the limit may pass although the kernel has the connection
             except OSError:
                 raise TimeoutError from None
     except BaseException:
@@ -253,9 +247,7 @@ class Link:
     async def handshake(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
         """Authenticate both sides by the token and return the other side's hello. Raises UnknownPeerError.
 
-        Args:
-            connecting: whether this side opened the connection. It is part of the HMAC, so that a message of this side
-                cannot be sent back as an answer.
+        Which side opened the connection is part of the HMAC, so that a message cannot be sent back as an answer.
         """
         nonce, read = secrets.token_bytes(_NONCE_BYTES), self._reader.readexactly
         try:
@@ -374,13 +366,7 @@ STALL_S, EXCHANGES_S = 8.0, 20.0
 
 
 class Mesh:
-    """One node's connections to the others.
-
-    Args:
-        resolve: returns the address of a name; raises OSError if there is none.
-        bind: address to listen on, None for all interfaces.
-        deadline_s: limit of waiting for nodes that have not started.
-    """
+    """One node's connections to the others; it listens on all interfaces, or on the address `bind`."""
 
     def __init__(
         self,
@@ -525,10 +511,7 @@ class Mesh:
                 peer.exchange_s = min(taken_s, peer.exchange_s or taken_s)
 
     async def _requests(self, num_bytes: int) -> list[tuple[Peer, float, float]]:
-        """Send bytes to all connected peers at once.
-
-        Returns the peers that have not gone, each with the seconds, `STALL_S` if they are more, and its clock's offset.
-        """
+        """Send bytes to all connected peers at once; return those left, their seconds (at most STALL_S) and offsets."""
 
         async def request(peer: Peer, link: Link) -> tuple[Peer, float, float] | None:
             peer.link = None  # the link of an incomplete transfer cannot be used again

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
@@ -265,12 +264,6 @@ class FixedNodes(NodeChanges):
         """End the checks of nodes."""
 
 
-class _Examined(NamedTuple):
-    fit: Sequence[str] = ()  #: nodes on which ranks can run again
-    gone: Sequence[str] = ()  #: nodes that do not belong to the job any more
-    all_answer: bool = True
-
-
 class ElasticNodes(FixedNodes):
     """Detects lost nodes of the running attempt and chooses the nodes of the next one.
 
@@ -294,7 +287,7 @@ class ElasticNodes(FixedNodes):
         self._probe = HostProbe(addresses_of(nodes), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[_Examined] | None = None
+        self._check: Future[tuple[list[str], list[str], bool]] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: Sequence[str] = ()
@@ -436,15 +429,16 @@ class ElasticNodes(FixedNodes):
                 self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> tuple[list[str], list[str], bool]:
+        """Return the lost nodes that are fit again, those that left the job, and whether all others answer."""
         if newest_step(self._run) == step_at_start:
-            return _Examined()
+            return [], [], True
         allocated = self._job.allocated()
         gone = [node for node in missing if node not in allocated] if allocated else []
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = self._kill_ranks(mine)
-        return _Examined([node for node in mine if answers.get(node) == []], gone, answers.keys() == set(mine))
+        return [node for node in mine if answers.get(node) == []], gone, answers.keys() == set(mine)
 
 
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:

@@ -224,10 +224,7 @@ class SlurmLauncher:
         self.guard.run(step, env=self._env, cwd=self.cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
-        """Return a sentence about nodes that do not answer or on which ranks fail repeatedly; empty without any.
-
-        Sets `avoid` to those nodes that the partition can replace.
-        """
+        """Return why nodes are lost or fail, "" without such nodes; set `avoid` to those that can be replaced."""
         if self._preflight.failed:
             # No ranks were started on these nodes.
             self.avoid = self._preflight.avoid

@@ -91,8 +91,6 @@ def _answer_limit_s(config: Config) -> float:
 
 @dataclass
 class _Step:
-    """The parent processes on a fixed set of nodes, which outlive failed attempts."""
-
     nodes: tuple[str, ...]
     name: str  #: tasks never find the parents of an earlier supervisor
     process: subprocess.Popen[bytes]

@@ -42,11 +42,9 @@ def step_command(
     *,
     overlap: bool = False,
 ) -> list[str]:
-    """Return the step that runs all ranks of a run.
+    """Return the step that runs all ranks of a run, on the `chosen` nodes if the allocation may have more.
 
-    Args:
-        chosen: the nodes, if the allocation may have more. Their number is `cluster.nodes`.
-        overlap: whether an earlier step, which Slurm cannot end, still has their processors.
+    It overlaps an earlier step that Slurm cannot end, and which still has their processors.
     """
     parts = components(config)
     if is_het(config):
