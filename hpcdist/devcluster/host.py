@@ -95,7 +95,7 @@ def _name(pid: int) -> str:
 
 
 def is_running(layout: Layout, daemon: Daemon) -> bool:
-    """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
+    """A daemon's process must be in the namespace, so a stale pid file is harmless."""
     pid, namespace = _read_pid(layout, daemon), mounted_namespaces(layout).get(daemon.node)
     if pid is None or namespace is None:
         return False
@@ -127,7 +127,6 @@ LOCK = Path("/run/hpcdist-devcluster.lock")
 
 
 def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
-    """Run a command and return its output. Raises DevClusterError with the last line of its errors."""
     done = _call(command, env, stdin)
     if done.returncode != 0:
         error = last_line(done.stderr) or last_line(done.stdout) or f"exit code {done.returncode}"
@@ -152,14 +151,8 @@ def start(layout: Layout, daemon: Daemon) -> None:
         return
     layout.pid_file(daemon.name).unlink(missing_ok=True)
     with open(layout.output(daemon.name), "ab") as log:
-        subprocess.run(
-            daemon_command(layout, daemon),
-            env=daemon_env(layout),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            check=True,
-        )
+        command, env = daemon_command(layout, daemon), daemon_env(layout)
+        subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
 
 
 def wait_until(

@@ -33,7 +33,7 @@ from io_faults import Fault, Preloaded
 import hpcdist.supervisor.local as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
-from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, TrackingConfig
+from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.host import retry
 from hpcdist.run import lease
@@ -120,7 +120,6 @@ class Scene:
         self.launch: dict[str, Any] = {}
         self.tracking: dict[str, Any] = {}
         self.trainer: dict[str, Any] = {}
-        self.notify: dict[str, Any] = {}
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
         #: Command that replaces the shipper.
@@ -142,7 +141,6 @@ class Scene:
             roles=self.roles,
             launch=LaunchConfig(**self.launch),
             tracking=TrackingConfig(**self.tracking),
-            notify=NotifyConfig(**self.notify),
         )
         self.config = config
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
