@@ -20,7 +20,7 @@ from pathlib import Path
 from hpcdist.host.machine import driver_version, num_cores
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-GPU_TESTS = ("data/test_batches.py", "checkpoint/test_host_copy.py", "checkpoint/test_state.py")
+GPU_TESTS = ("data/test_images.py", "checkpoint/test_saver.py", "checkpoint/test_conversion.py")
 #: Packages of the extra `train` that shipped configs import.
 PACKAGES = {
     "ddp_digits": ("sklearn",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -418,7 +419,8 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
 
 
 def step_times(series: Mapping[str, Series]) -> Chart | None:
-    keys = sorted(filter(_is_node_time, series), key=lambda key: (len(key), key))  # `n2` before `n10`
+    # `n2` before `n10`, and the nodes of a rack together.
+    keys = sorted(filter(_is_node_time, series), key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(9), key))
     points = {key.split("/")[1]: series[key].points for key in keys}
     steps = [step for node in points.values() for step, _ in node]
     if len(points) < 2 or not steps:

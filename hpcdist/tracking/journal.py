@@ -163,10 +163,11 @@ class JournalWriter:
         is_long = len(json.dumps(name)) > MAX_NAME_BYTES
         if is_long or name != key:
             name = (name[:MAX_NAME] if is_long else name) + suffix(key)
-        if is_long:
+        if is_long and name not in self._names:
             text = "a metric's name has %d characters, which is too long: it is recorded as %r"
             log.warning(text, len(key), name)
-        return self._names.setdefault(key, json.dumps(name) + ":")
+        # A long name itself is not kept: each step may have another one.
+        return self._names.setdefault(name if is_long else key, json.dumps(name) + ":")
 
     def _append(self, line: bytes) -> None:
         with self._lock:

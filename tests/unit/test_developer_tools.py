@@ -29,7 +29,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield gpu_session
     for number, handler in handlers.items():  # `main` sets its own, and later tests use this process
         signal.signal(number, handler)
-    for name in {"gpu_session", "gpu_stages"} - before:
+    for name in {"gpu_session", "gpu_stages", "gpu_checks"} - before:
         sys.modules.pop(name, None)
 
 
@@ -121,7 +121,10 @@ def test_next_session_runs_only_what_has_no_result(
     assert (tmp_path / "starts").read_text() == "first second second first "
 
 
-def test_real_stages_name_existing_scripts_and_targets(session: ModuleType, tmp_path: Path) -> None:
+def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_path: Path) -> None:
+    import gpu_checks
+
+    assert [name for name in gpu_checks.GPU_TESTS if not (CHECKOUT / "tests" / "unit" / name).is_file()] == []
     for one in session.STAGES:
         for device in ("cuda", "cpu"):
             script, *options = one.command(device, tmp_path)

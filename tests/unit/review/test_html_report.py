@@ -14,6 +14,7 @@ from report_scene import ReportScene, add_attempt, failure, some_ledger
 
 from hpcdist.host.files import write_json
 from hpcdist.review import report
+from hpcdist.review.charts import step_times
 from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text, histogram, read_figures, write_figure
 from hpcdist.review.report import render_report, write_report
@@ -236,6 +237,16 @@ def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
     assert len(page.encode()) < 2_000_000
     assert "the 40 slowest of 256 nodes are shown" in page
     assert [tag for tag, _ in Elements(page).found].count("polyline") == 24
+
+
+def test_step_times_have_the_nodes_of_a_rack_together_in_the_order_of_their_numbers() -> None:
+    nodes, series = ["rack1-n2", "rack1-n10", "rack2-n1"], {}
+    for node in reversed(nodes):
+        series[f"time/{node}/step_s"] = Series()
+        series[f"time/{node}/step_s"].add(1, 0.1)
+    chart = step_times(series)
+    assert chart is not None
+    assert re.findall(r">(rack[\w-]+)<", chart.figure) == nodes
 
 
 def test_figures_are_read_as_written_and_histograms_count_each_value_once(

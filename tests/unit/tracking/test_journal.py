@@ -99,6 +99,7 @@ def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogC
     assert len(caplog.records) == 3
     assert "a metric's name has 300001 characters, which is too long: it is recorded as 'nnn" in caplog.text
     assert len(caplog.text) < 2000
+    assert max(map(len, writer._names)) <= journal.MAX_NAME_BYTES, "a name of each step would fill the memory"
 
 
 class FullDisk:
