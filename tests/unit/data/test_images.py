@@ -53,7 +53,7 @@ NO_IDX, DAMAGED = "is not an IDX file of unsigned bytes", "is truncated or damag
         ("x", WHOLE + bytes(76), f"{DAMAGED}: 40 bytes expected, 116 found"),
         ("x", bytes([0, 0, 8, 4]) + b"\xff" * 16, rf"{DAMAGED}: 3402823\d+ bytes expected, 20 found"),
         ("x", idx_bytes(torch.zeros(0, dtype=torch.uint8)), DAMAGED),
-        ("x.gz", gzip.compress(WHOLE)[:-9], "cannot be read"),
+        ("x.gz", gzip.compress(WHOLE, mtime=0)[:-9], "cannot be read"),
         ("x.gz", b"<html>404", "cannot be read"),
         *(
             ("x", content, NO_IDX)
