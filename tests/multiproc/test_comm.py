@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,14 +24,12 @@ from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import CommConfig, train
 from hpcdist.trainers.comm.operations import (
+    CALLS,
     OPERATIONS,
     REDUCTIONS,
     WORLD,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
     Operation,
+    OperationKind,
     Reduction,
     Works,
     check,
@@ -56,50 +56,30 @@ CONFIG = Config(
 # --- faulty operations
 
 
-class WrongAllReduce(AllReduce):
+def wrong_all_reduce(op: Operation, start: bool) -> Works:
     """Omits one element of the last rank."""
-
-    def run(self) -> None:
-        if self.team.index == self.team.size - 1 and self.count > 5:
-            self.source[5] = 0
-        super().run()
-
-    def call(self, *, async_op: bool) -> Works:
-        if self.team.index == self.team.size - 1 and self.count > 5:
-            self.source[5] = 0
-        return super().call(async_op=async_op)
+    if op.team.index == op.team.size - 1 and op.count > 5:
+        op.source[5] = 0
+    return [dist.all_reduce(op.source, op.operator, op.team.group, start)]
 
 
-class SwappingAllToAll(AllToAll):
+def swapping_all_to_all(op: Operation, _: bool) -> Works:
     """Exchanges two parts at rank 1."""
-
-    def call(self, *, async_op: bool) -> Works:
-        works = super().call(async_op=False)
-        if self.team.index == 1 and self.team.size == 3:
-            parts = self.result.view(3, -1)
-            parts[[0, 1]] = parts[[1, 0]].clone()
-        return works
+    dist.all_to_all_single(op.result, op.source, group=op.team.group)
+    if op.team.index == 1 and op.team.size == 3:
+        parts = op.result.view(3, -1)
+        parts[[0, 1]] = parts[[1, 0]].clone()
+    return []
 
 
-class IdleBroadcast(Broadcast):
-    """Sends nothing."""
-
-    def call(self, *, async_op: bool) -> Works:
-        return []
+def idle(_op: Operation, _start: bool) -> Works:
+    """Sends nothing, or does not wait for the other ranks."""
+    return []
 
 
-class OpenBarrier(Barrier):
-    """Does not wait for the other ranks."""
-
-    def call(self, *, async_op: bool) -> Works:
-        return []
-
-
-class UnsupportedBroadcast(Broadcast):
+def unsupported(_op: Operation, _start: bool) -> Works:
     """Fails as a backend without the operation does."""
-
-    def call(self, *, async_op: bool) -> Works:
-        raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
+    raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
 
 
 def check_and_measure(here: Rank, path: Path) -> dict[str, Any]:
@@ -110,31 +90,32 @@ def check_and_measure(here: Rank, path: Path) -> dict[str, Any]:
     teams = make_teams(NODES, CPU, timedelta(seconds=60), with_groups=True)
     world = teams[WORLD]
 
-    def check_operation(kind: type[Operation], reduction: Reduction | None, team: str, dtype: str) -> CheckResult:
+    def check_operation(kind: OperationKind, reduction: Reduction | None, team: str, dtype: str) -> CheckResult:
         return check(kind, reduction, teams[team], dtype, groups, node=NODES[here.rank])
+
+    def check_faulty(name: str, call: Callable[[Operation, bool], Works], dtype: str) -> CheckResult:
+        with mock.patch.dict(CALLS, {name: call}):
+            return check_operation(OPERATIONS[name], "sum" if OPERATIONS[name].reduces else None, WORLD, dtype)
 
     correct = [
         check_operation(kind, reduction, team, dtype)
         for team in teams
         for kind in OPERATIONS.values()
         for reduction in (REDUCTIONS if kind.reduces else (None,))
-        for dtype in (DTYPES if team == WORLD and kind is not Barrier else ("float32",))
+        for dtype in (DTYPES if team == WORLD and kind.name != "barrier" else ("float32",))
     ]
     wrong = [
-        check_operation(kind, "sum" if kind.reduces else None, WORLD, dtype)
-        for kind, dtype in (
-            (WrongAllReduce, "bfloat16"),
-            (SwappingAllToAll, "uint8"),
-            (IdleBroadcast, "int32"),
-            (OpenBarrier, "uint8"),
-        )
+        check_faulty("all_reduce", wrong_all_reduce, "bfloat16"),
+        check_faulty("all_to_all", swapping_all_to_all, "uint8"),
+        check_faulty("broadcast", idle, "int32"),
+        check_faulty("barrier", idle, "uint8"),
     ]
     return {
         "correct": correct,
         "wrong": wrong,
-        "unsupported": check_operation(UnsupportedBroadcast, None, WORLD, "uint8"),
+        "unsupported": check_faulty("broadcast", unsupported, "uint8"),
         "timing": measure(
-            AllReduce(world, 100, torch.float32).run,
+            Operation(OPERATIONS["all_reduce"], world, 100, torch.float32).run,
             Stopwatch(world.device, world.backend),
             groups,
             budget_s=0.005,
@@ -147,7 +128,7 @@ def check_and_measure(here: Rank, path: Path) -> dict[str, Any]:
 
 def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
     """Return the error message of a benchmark with a wrong all-reduce."""
-    OPERATIONS["all_reduce"] = WrongAllReduce
+    CALLS["all_reduce"] = wrong_all_reduce
     config = replace(CONFIG, sections={"comm": replace(CONFIG.section(CommConfig), operations=["all_reduce"])})
     with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
         train.train(ctx, config)

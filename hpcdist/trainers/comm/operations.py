@@ -6,11 +6,10 @@ import functools
 import itertools
 import re
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -155,75 +154,109 @@ def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *
     return teams
 
 
-class Operation(ABC):
-    """An operation that is checked and measured: buffers, call and expected result on this rank.
+@dataclass(frozen=True)
+class OperationKind:
+    """An operation that is checked and measured.
+
+    The two buffers have `all` data, the equal `part` of one rank, all data at the `root` only, or `none`.
+    """
+
+    name: str
+    source: str
+    result: str
+    in_place: bool = False  #: both are the same buffer
+    has_parts: bool = False  #: the data consist of one equal part for each rank
+    is_one_way: bool = False  #: a rank may finish before others have begun, so that ranks could run ahead
+    reduces: bool = False  #: values are combined, so that the dtype matters
+    has_async: bool = True  #: it may be started without waiting for its end
+    least_ranks: int = 1
+
+    @property
+    def has_root(self) -> bool:
+        return "root" in (self.source, self.result)
+
+    def hops(self, n: int) -> int:
+        """Return the number of consecutive operations in one call."""
+        return n if self.name == "send_recv" else 1
+
+    def title(self, reduction: Reduction | None) -> str:
+        return f"{self.name}[{reduction}]" if reduction else self.name
+
+
+class Operation:
+    """One operation on this rank: buffers, call and expected result.
 
     Args:
         count: number of elements of all data, the parts of all ranks together as in nccl-tests; a multiple of the
-            group's size if the operation `has_parts`.
+            group's size if the kind `has_parts`.
         root: index in the group of the rank that sends or receives all data.
     """
 
-    name: ClassVar[str]
-    #: Whether the data consist of one equal part for each rank.
-    has_parts: ClassVar[bool] = False
-    #: Whether a rank may finish before others have begun, so that ranks could run ahead.
-    is_one_way: ClassVar[bool] = False
-    #: Whether a single rank sends or receives all data.
-    has_root: ClassVar[bool] = False
-    #: Whether values are combined, so that the dtype matters.
-    reduces: ClassVar[bool] = False
-    #: Whether it may be started without waiting for its end.
-    has_async: ClassVar[bool] = True
-    least_ranks: ClassVar[int] = 1
-
     def __init__(
-        self, team: Team, count: int, dtype: torch.dtype, *, root: int = 0, reduction: Reduction = "sum"
+        self,
+        kind: OperationKind,
+        team: Team,
+        count: int,
+        dtype: torch.dtype,
+        *,
+        root: int = 0,
+        reduction: Reduction = "sum",
     ) -> None:
-        self.team, self.count, self.dtype, self.root, self.reduction = team, count, dtype, root, reduction
-        self.part = count // team.size
-        self.is_root = team.index == root
-        self.group_root = team.ranks[root]
-        self.source, self.result = self.buffers()
+        self.kind, self.team, self.count, self.dtype = kind, team, count, dtype
+        self.root, self.reduction = root, reduction
+        self.part, self.is_root, self.group_root = count // team.size, team.index == root, team.ranks[root]
+        self.operator: Any = getattr(dist.ReduceOp, reduction.upper())
+        lengths = {"all": count, "part": self.part, "root": count if self.is_root else 0, "none": 0}
+        sent, received = lengths[kind.source], lengths[kind.result]
+        data = torch.empty(count if kind.in_place else sent, dtype=dtype, device=team.device)
+        self.source = data[:sent]
+        self.result = data[:received] if kind.in_place else data.new_empty(received)
         self.source.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
 
-    @staticmethod
-    def hops(n: int) -> int:
-        """Return the number of consecutive operations in one call."""
-        return 1
-
-    @classmethod
-    def title(cls, reduction: Reduction | None) -> str:
-        return f"{cls.name}[{reduction}]" if reduction else cls.name
-
-    @abstractmethod
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """Allocate input and output, empty on ranks without one; they may be the same buffer."""
-
-    @abstractmethod
-    def call(self, *, async_op: bool) -> Works:
-        """Run the operation, or start it and return the work to wait for."""
-
-    def input(self) -> Tensor:  # on the CPU, like the expected result
-        return message(self.team.index, self.count, self.dtype)
-
-    def expected(self) -> Tensor:
-        return message(self.root, self.count, self.dtype)
+    def run(self) -> None:
+        CALLS[self.kind.name](self, False)
 
     def fill(self) -> None:
         """Overwrite the result with values that no correct result contains, and write the input pattern."""
         self.result.fill_(NEVER)
         if len(self.source):
-            self.source.copy_(self.input())
+            self.source.copy_(self._input())
 
-    def run(self) -> None:
-        self.call(async_op=False)
+    def _input(self) -> Tensor:  # on the CPU, like the expected result
+        here, size = self.team.index, self.team.size
+        if self.kind.reduces:
+            return contribution(self.reduction, here, size, self.count, self.dtype)
+        match self.kind.name:
+            case "scatter":
+                return self._parts(range(size))
+            case "gather" | "all_gather":
+                return self._parts([here])
+            case "all_to_all":  # a different part for each pair of ranks
+                return self._parts(range(here * size, (here + 1) * size))
+        return message(here, self.count, self.dtype)
 
-    def empty(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=self.dtype, device=self.team.device)
+    def expected(self) -> Tensor:
+        here, size = self.team.index, self.team.size
+        if self.kind.reduces:
+            total = reduced(self.reduction, size, self.count, self.dtype)
+            return total[here * self.part :][: self.part] if self.kind.has_parts else total
+        match self.kind.name:
+            case "scatter":
+                return self._parts([here])
+            case "gather" | "all_gather":
+                return self._parts(range(size))
+            case "all_to_all":
+                return self._parts(range(here, size * size, size))
+            case "isend_irecv":
+                return message((here - 1) % size, self.count, self.dtype)
+        return message(self.root, self.count, self.dtype)
 
-    def parts_of(self, pattern: Callable[[int], Tensor]) -> Tensor:
-        return torch.cat([pattern(rank) for rank in range(self.team.size)])
+    def _parts(self, numbers: Iterable[int]) -> Tensor:
+        return torch.cat([message(number, self.part, self.dtype) for number in numbers])
+
+    def chunks(self, data: Tensor) -> list[Tensor] | None:
+        """Return the parts of all ranks at the root, None elsewhere."""
+        return list(data.chunk(self.team.size)) if self.is_root else None
 
 
 def wait_for(works: Works) -> None:
@@ -233,189 +266,59 @@ def wait_for(works: Works) -> None:
             work.wait()
 
 
-# The operations: point-to-point messages, data movement, the barrier, and reductions.
-
-
-class Broadcast(Operation):
-    name, has_root, is_one_way = "broadcast", True, True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        data = self.empty(self.count)
-        return data if self.is_root else data[:0], data
-
-    def call(self, *, async_op: bool) -> Works:
-        return [dist.broadcast(self.result, self.group_root, self.team.group, async_op=async_op)]
-
-
-class SendRecv(Broadcast):
+def _send_recv(op: Operation, _: bool) -> Works:
     """Pass a message around the ring of all ranks with blocking calls; the time is that of one hop."""
-
-    name, is_one_way, has_async, least_ranks = "send_recv", False, False, 2
-
-    @staticmethod
-    def hops(n: int) -> int:
-        return n
-
-    def call(self, *, async_op: bool) -> Works:
-        right, left, group = self.team.neighbour(1), self.team.neighbour(-1), self.team.group
-        if self.is_root:
-            dist.send(self.result, right, group)
-            dist.recv(self.result, left, group)
-        else:
-            dist.recv(self.result, left, group)
-            dist.send(self.result, right, group)
-        return []
+    right, left, group = op.team.neighbour(1), op.team.neighbour(-1), op.team.group
+    if op.is_root:
+        dist.send(op.result, right, group)
+    dist.recv(op.result, left, group)
+    if not op.is_root:
+        dist.send(op.result, right, group)
+    return []
 
 
-class IsendIrecv(Operation):
+def _isend_irecv(op: Operation, start: bool) -> Works:
     """Send to the right neighbour and receive from the left one at the same time, as in nccl-tests."""
-
-    name, least_ranks = "isend_irecv", 2
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.count), self.empty(self.count)
-
-    def expected(self) -> Tensor:
-        return message((self.team.index - 1) % self.team.size, self.count, self.dtype)
-
-    def call(self, *, async_op: bool) -> Works:
-        right, left, group = self.team.neighbour(1), self.team.neighbour(-1), self.team.group
-        both = [dist.P2POp(dist.isend, self.source, right, group), dist.P2POp(dist.irecv, self.result, left, group)]
-        works: Works = list(dist.batch_isend_irecv(both))
-        if async_op:
-            return works
-        wait_for(works)
-        return []  # a second wait blocks forever in gloo
+    right, left, group = op.team.neighbour(1), op.team.neighbour(-1), op.team.group
+    both = [dist.P2POp(dist.isend, op.source, right, group), dist.P2POp(dist.irecv, op.result, left, group)]
+    works: Works = list(dist.batch_isend_irecv(both))
+    if start:
+        return works
+    wait_for(works)
+    return []  # a second wait blocks forever in gloo
 
 
-class Scatter(Operation):
-    name, has_parts, has_root, is_one_way = "scatter", True, True, True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.count if self.is_root else 0), self.empty(self.part)
-
-    def input(self) -> Tensor:
-        return self.parts_of(lambda rank: message(rank, self.part, self.dtype))
-
-    def expected(self) -> Tensor:
-        return message(self.team.index, self.part, self.dtype)
-
-    def call(self, *, async_op: bool) -> Works:
-        parts = list(self.source.chunk(self.team.size)) if self.is_root else None
-        return [dist.scatter(self.result, parts, self.group_root, self.team.group, async_op=async_op)]
-
-
-class Gather(Operation):
-    name, has_parts, has_root, is_one_way = "gather", True, True, True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.part), self.empty(self.count if self.is_root else 0)
-
-    def input(self) -> Tensor:
-        return message(self.team.index, self.part, self.dtype)
-
-    def expected(self) -> Tensor:
-        return self.parts_of(lambda rank: message(rank, self.part, self.dtype))
-
-    def call(self, *, async_op: bool) -> Works:
-        parts = list(self.result.chunk(self.team.size)) if self.is_root else None
-        return [dist.gather(self.source, parts, self.group_root, self.team.group, async_op=async_op)]
-
-
-class AllGather(Gather):
-    name, has_root, is_one_way = "all_gather", False, False
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.part), self.empty(self.count)
-
-    def call(self, *, async_op: bool) -> Works:
-        return [dist.all_gather_into_tensor(self.result, self.source, self.team.group, async_op=async_op)]
-
-
-class AllToAll(Operation):
-    name, has_parts = "all_to_all", True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.count), self.empty(self.count)
-
-    def input(self) -> Tensor:
-        return self.parts_of(lambda target: self._letter(self.team.index, target))
-
-    def expected(self) -> Tensor:
-        return self.parts_of(lambda sender: self._letter(sender, self.team.index))
-
-    def _letter(self, sender: int, target: int) -> Tensor:
-        return message(sender * self.team.size + target, self.part, self.dtype)
-
-    def call(self, *, async_op: bool) -> Works:
-        return [dist.all_to_all_single(self.result, self.source, group=self.team.group, async_op=async_op)]
-
-
-class Barrier(Operation):
-    """Barrier of all ranks. It is checked by a counter in the store, see `_compare`."""
-
-    name, has_async = "barrier", False
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(0), self.empty(0)
-
-    def call(self, *, async_op: bool) -> Works:
-        return [dist.barrier(self.team.group, async_op=async_op)]
-
-
-class AllReduce(Operation):
-    name, reduces = "all_reduce", True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        data = self.empty(self.count)
-        return data, data
-
-    @property
-    def operator(self) -> Any:
-        return getattr(dist.ReduceOp, self.reduction.upper())
-
-    def input(self) -> Tensor:
-        return contribution(self.reduction, self.team.index, self.team.size, self.count, self.dtype)
-
-    def expected(self) -> Tensor:
-        return reduced(self.reduction, self.team.size, self.count, self.dtype)
-
-    def call(self, *, async_op: bool) -> Works:
-        return [dist.all_reduce(self.source, self.operator, self.team.group, async_op=async_op)]
-
-
-class Reduce(AllReduce):
-    name, has_root, is_one_way = "reduce", True, True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        data = self.empty(self.count)
-        return data, data if self.is_root else data[:0]
-
-    def call(self, *, async_op: bool) -> Works:
-        operator, group = self.operator, self.team.group
-        return [dist.reduce(self.source, self.group_root, operator, group, async_op=async_op)]
-
-
-class ReduceScatter(AllReduce):
-    name, has_parts = "reduce_scatter", True
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        return self.empty(self.count), self.empty(self.part)
-
-    def expected(self) -> Tensor:
-        return super().expected()[self.team.index * self.part :][: self.part]
-
-    def call(self, *, async_op: bool) -> Works:
-        operator, group = self.operator, self.team.group
-        return [dist.reduce_scatter_tensor(self.result, self.source, operator, group, async_op=async_op)]
-
-
+#: Run an operation, or start it if the second argument is true and return the works to wait for.
+CALLS: dict[str, Callable[[Operation, bool], Works]] = {
+    "send_recv": _send_recv,
+    "isend_irecv": _isend_irecv,
+    "all_reduce": lambda op, start: [dist.all_reduce(op.source, op.operator, op.team.group, start)],
+    "reduce": lambda op, start: [dist.reduce(op.source, op.group_root, op.operator, op.team.group, start)],
+    "broadcast": lambda op, start: [dist.broadcast(op.result, op.group_root, op.team.group, start)],
+    "scatter": lambda op, start: [dist.scatter(op.result, op.chunks(op.source), op.group_root, op.team.group, start)],
+    "gather": lambda op, start: [dist.gather(op.source, op.chunks(op.result), op.group_root, op.team.group, start)],
+    "all_gather": lambda op, start: [dist.all_gather_into_tensor(op.result, op.source, op.team.group, start)],
+    "reduce_scatter": lambda op, start: [
+        dist.reduce_scatter_tensor(op.result, op.source, op.operator, op.team.group, start)
+    ],
+    "all_to_all": lambda op, start: [dist.all_to_all_single(op.result, op.source, group=op.team.group, async_op=start)],
+    "barrier": lambda op, start: [dist.barrier(op.team.group, start)],
+}
 #: All operations by their names in a config.
-OPERATIONS: dict[str, type[Operation]] = {
+OPERATIONS = {
     kind.name: kind
     for kind in (
-        *(SendRecv, IsendIrecv, AllReduce, Reduce, Broadcast, Scatter, Gather),
-        *(AllGather, ReduceScatter, AllToAll, Barrier),
+        OperationKind("send_recv", "root", "all", in_place=True, has_async=False, least_ranks=2),
+        OperationKind("isend_irecv", "all", "all", least_ranks=2),
+        OperationKind("all_reduce", "all", "all", in_place=True, reduces=True),
+        OperationKind("reduce", "all", "root", in_place=True, reduces=True, is_one_way=True),
+        OperationKind("broadcast", "root", "all", in_place=True, is_one_way=True),
+        OperationKind("scatter", "root", "part", has_parts=True, is_one_way=True),
+        OperationKind("gather", "part", "root", has_parts=True, is_one_way=True),
+        OperationKind("all_gather", "part", "all", has_parts=True),
+        OperationKind("reduce_scatter", "all", "part", has_parts=True, reduces=True),
+        OperationKind("all_to_all", "all", "all", has_parts=True),
+        OperationKind("barrier", "none", "none", has_async=False),
     )
 }
 
@@ -435,7 +338,7 @@ _serial = itertools.count()
 
 
 def check(
-    kind: type[Operation], reduction: Reduction | None, team: Team, dtype: str, groups: Groups, *, node: str
+    kind: OperationKind, reduction: Reduction | None, team: Team, dtype: str, groups: Groups, *, node: str
 ) -> CheckResult:
     """Compare the result of an operation with the exact expected result. Call it on every rank; `node` is its node."""
     wrong, unsupported, serial, title = "", "", next(_serial), kind.title(reduction)
@@ -463,18 +366,18 @@ def check(
     return CheckResult(operation=title, group=team.name, dtype=dtype, ok=ok, error=text)
 
 
-def _cases(kind: type[Operation], reduction: Reduction, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
-    for count in _COUNTS[:1] if kind is Barrier else _COUNTS:
+def _cases(kind: OperationKind, reduction: Reduction, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
+    for count in _COUNTS[:1] if kind.name == "barrier" else _COUNTS:
         # The total does not grow with the world size: checks of a thousand ranks would take minutes.
         whole = max(1, count // team.size) * team.size if kind.has_parts else count
         for root in {0, team.size - 1} if kind.has_root else {0}:
-            yield kind(team, whole, dtype, root=root, reduction=reduction)
+            yield Operation(kind, team, whole, dtype, root=root, reduction=reduction)
 
 
 def _compare(operation: Operation, groups: Groups, serial: int) -> str:
     """Return the error of the blocking or the asynchronous call, empty if both are correct."""
     found = []
-    if isinstance(operation, Barrier):
+    if operation.kind.name == "barrier":
         # One rank arrives late; no rank may leave the barrier before it.
         team = operation.team
         for late in (0, team.size - 1):
@@ -487,9 +390,9 @@ def _compare(operation: Operation, groups: Groups, serial: int) -> str:
             if (num_arrived := groups.store.add(key, 0)) < team.size:
                 found.append(f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived")
     else:
-        for async_op in (False, True) if operation.has_async else (False,):
+        for async_op in (False, True) if operation.kind.has_async else (False,):
             operation.fill()
-            wait_for(operation.call(async_op=async_op))
+            wait_for(CALLS[operation.kind.name](operation, async_op))
             found.append(_difference(operation))
     return next(filter(None, found), "")
 
@@ -502,8 +405,8 @@ def _difference(operation: Operation) -> str:
         return ""
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
-    title = operation.title(operation.reduction if operation.reduces else None)
-    root = f" (root is rank {operation.group_root})" if operation.has_root else ""
+    title = operation.kind.title(operation.reduction if operation.kind.reduces else None)
+    root = f" (root is rank {operation.group_root})" if operation.kind.has_root else ""
     group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
     return (
         f"{title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}{root}{group} is wrong: at index {index}"

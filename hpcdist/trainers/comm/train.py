@@ -34,8 +34,8 @@ from hpcdist.trainers.comm.operations import (
     OPERATIONS,
     REDUCTIONS,
     WORLD,
-    Barrier,
     Operation,
+    OperationKind,
     Team,
     check,
     make_teams,
@@ -112,7 +112,7 @@ class Bench:
             dtypes = tuple(DTYPES) if team.name == WORLD else (BYTES, NUMBERS)
             for kind in self.operations:
                 for reduction in REDUCTIONS if kind.reduces else (None,):
-                    for dtype in (BYTES,) if kind is Barrier else dtypes:
+                    for dtype in (BYTES,) if kind.name == "barrier" else dtypes:
                         node = self.nodes[self.ctx.rank]
                         found = check(kind, reduction, team, dtype, self.ctx.groups, node=node)
                         self.results.checked.append(found)
@@ -123,7 +123,7 @@ class Bench:
                             log.info("skipped: %s", found.error)
                     yield
 
-    def _is_supported(self, kind: type[Operation], team: str) -> bool:
+    def _is_supported(self, kind: OperationKind, team: str) -> bool:
         title, dtype = kind.title("sum" if kind.reduces else None), NUMBERS if kind.reduces else BYTES
         return not any(
             one.ok is None and (one.operation, one.group, one.dtype) == (title, team, dtype)
@@ -147,11 +147,11 @@ class Bench:
                     yield from self._measure(kind, team)
                     self.write()
 
-    def _measure(self, kind: type[Operation], team: Team) -> Iterator[None]:
+    def _measure(self, kind: OperationKind, team: Team) -> Iterator[None]:
         """Measure an operation, for a reduction the sum, at all sizes."""
         dtype = DTYPES[NUMBERS if kind.reduces else BYTES]
         rows: list[Row] = []
-        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype, team.name) if kind is not Barrier else [0]:
+        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype, team.name) if kind.name != "barrier" else [0]:
             count = elements(nominal, dtype, team.largest if kind.has_parts else 1)
             size = count * dtype.itemsize if nominal else 0
             if rows and rows[-1].bytes == size:  # rounded up to the previous size
@@ -165,7 +165,7 @@ class Bench:
             mine = elements(nominal, dtype, team.size if kind.has_parts else 1)
             is_alone = team.size == 1 and team.name != WORLD  # its group has no communication
             timing = measure(
-                (lambda: None) if is_alone else kind(team, mine, dtype).run,
+                (lambda: None) if is_alone else Operation(kind, team, mine, dtype).run,
                 self.watch,
                 self.ctx.groups,
                 budget_s=MEASURE_S,
