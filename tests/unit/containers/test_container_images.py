@@ -6,16 +6,16 @@ import json
 import os
 import re
 import shlex
-import stat
 import sys
 import threading
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_recordings import FakeCommands
 
 import hpcdist
 from hpcdist.containers.images import (
@@ -47,8 +47,6 @@ from hpcdist.errors import ImageError, UserMistake
 
 # --- `hpcdist image build`: command, checkout, and pinned packages
 
-LOCAL = Base(name="base:1", id="sha256:cd")
-
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
@@ -57,34 +55,22 @@ CHECKOUT = Path(__file__).resolve().parents[3]
     [
         (
             "docker",
-            Build(
-                checkout=Path("/src"),
-                tag="hpcdist",
-                base=Base(name="debian:12", digest="sha256:ab"),
-                revision="abc",
-                created="2026-11-20T08:00:00+00:00",
-            ),
+            Build(checkout=Path("/src"), tag="hpcdist", base=Base(name="debian:12", digest="sha256:ab"), revision="abc",
+                  created="2026-11-20T08:00:00+00:00"),
             "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
             " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
             " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src",
         ),
         (
             "buildah",
-            Build(
-                checkout=Path("/src"),
-                tag=default_tag("mlflow"),
-                base=LOCAL,
-                target="mlflow",
-                uid=0,
-                options=("--squash",),
-            ),
+            Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="base:1", id="sha256:cd"),
+                  target="mlflow", uid=0, options=("--squash",)),
             "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
             " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
             " --build-arg UID=0 --squash /src",
         ),
     ],
-    ids=["docker", "buildah"],
-)
+)  # fmt: skip
 def test_command_of_a_build(engine: Any, build: Build, command: str) -> None:
     assert shlex.join(build_argv(engine, build)) == command
 
@@ -141,66 +127,57 @@ def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.Cap
 
 ALL = ("docker", "podman", "buildah")
 
-Install = Callable[[str, str], None]
-
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Return a function that installs a script on an otherwise empty PATH."""
+def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
+    """Scripts that record their calls, the only programs on PATH besides the system's."""
     (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-
-    def install(name: str, script: str) -> None:
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-
-    return install
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    return FakeCommands(tmp_path / "bin")
 
 
 @pytest.mark.processes
-def test_first_working_engine_is_used(install: Install) -> None:
-    install("docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
-    install("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
-    install("buildah", "exit 0")
-    assert find_engine(None, ALL).name == "podman"
-    assert find_engine("buildah", ALL).name == "buildah"
-    install("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
-    assert find_engine(None, ALL).name == "docker"
-
-
-@pytest.mark.processes
-def test_error_has_the_problem_of_each_engine(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install("docker", "echo first >&2; echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
+    programs: FakeCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(programs.folder))  # the system may have an engine
+    down = "Cannot connect to the Docker daemon"
+    programs.add_script("docker", f"echo first >&2; echo '{down}' >&2; exit 1")
     with pytest.raises(UserMistake) as raised:
         find_engine(None, ALL)
     assert str(raised.value) == (
-        "no container engine to use here: docker is installed, but fails: Cannot connect to the Docker daemon;"
+        f"no container engine to use here: docker is installed, but fails: {down};"
         " podman is not installed; buildah is not installed"
     )
     with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
         find_engine("buildah", ALL[:2])
-    install("docker", "exec /bin/sleep 60")
+    programs.add_script("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
+    programs.add_script("buildah", "exit 0")
+    assert find_engine(None, ALL).name == "podman"
+    assert find_engine("buildah", ALL).name == "buildah"
+    programs.add_script("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
+    assert find_engine(None, ALL).name == "docker"
+    programs.add_script("docker", "exec /bin/sleep 60")
     monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
-    with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s; podman is not"):
-        find_engine(None, ALL)
+    with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s$"):
+        find_engine("docker", ALL)
 
 
 @pytest.mark.processes
-def test_daemon_says_whether_it_is_rootless(install: Install) -> None:
-    install("podman", "echo name=rootless")
+def test_daemon_says_whether_it_is_rootless(programs: FakeCommands) -> None:
+    programs.add_script("podman", "echo name=rootless")
     assert not Engine("podman").is_rootless_daemon()
     for options in ("[name=seccomp,profile=builtin name=rootless]", "[name=seccomp]"):
-        install("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
+        programs.add_script("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
         assert Engine("docker").is_rootless_daemon() == ("rootless" in options)
 
 
 @pytest.mark.processes
-def test_failed_command_has_its_last_error_line(install: Install) -> None:
-    install("podman", "echo; echo 'Error: no space left' >&2; exit 125")
+def test_failed_command_has_its_last_error_line(programs: FakeCommands) -> None:
+    programs.add_script("podman", "echo; echo 'Error: no space left' >&2; exit 125")
     with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
         Engine("podman").output("image", "rm", "x")
-    install("podman", "exit 3")
+    programs.add_script("podman", "exit 3")
     with pytest.raises(ImageError, match="failed: no error message"):
         Engine("podman").output("ps")
 
@@ -209,40 +186,10 @@ def test_failed_command_has_its_last_error_line(install: Install) -> None:
 
 DIGEST, ID = f"sha256:{'ab' * 32}", f"sha256:{'cd' * 32}"
 
-FAKE_ENGINE = """#!/bin/sh
-# A fake engine: `image inspect` shows DIR/store/NAME, `pull` copies DIR/registry/NAME there.
-echo "$@" >> DIR/calls
-name=$(echo "$3" | tr / _)
-case "$1" in
-  image) cat "DIR/store/$name" 2>/dev/null || { echo "Error: no such image $3" >&2; exit 125; } ;;
-  pull) cp "DIR/registry/$name" DIR/store/ 2>/dev/null || { echo "Error: dial tcp: lookup failed" >&2; exit 125; } ;;
-esac
-"""
 
-
-class FakeEngine:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        for name in ("store", "registry"):
-            (folder / name).mkdir()
-
-    def put(self, place: str, name: str, *digests: str) -> None:
-        text = json.dumps([{"Id": ID.removeprefix("sha256:"), "RepoDigests": list(digests)}])
-        (self._folder / place / name.replace("/", "_")).write_text(text)
-
-    def calls(self) -> list[str]:
-        file = self._folder / "calls"
-        return file.read_text().splitlines() if file.exists() else []
-
-
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    for name in ("podman", "docker", "buildah"):
-        script = tmp_path / name
-        script.write_text(FAKE_ENGINE.replace("DIR", str(tmp_path)))
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return FakeEngine(tmp_path)
+def image_with(*digests: str) -> str:
+    """Return a script of an engine with one image, whose registries have these digests."""
+    return f"echo '{json.dumps([{'Id': ID.removeprefix('sha256:'), 'RepoDigests': list(digests)}])}'"
 
 
 @pytest.mark.processes
@@ -254,45 +201,42 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         ("registry:5000/os/debian:12", f"registry:5000/os/debian@{DIGEST}"),
     ],
 )
-def test_local_image_has_the_digest_of_its_registry(engine: FakeEngine, name: str, listed: str) -> None:
-    engine.put("store", name, f"mirror.example/other@sha256:{'00' * 32}", listed)
+def test_local_image_has_the_digest_of_its_registry(programs: FakeCommands, name: str, listed: str) -> None:
+    programs.add_script("podman", image_with(f"mirror.example/other@sha256:{'00' * 32}", listed))
     found = look_up(Engine("podman"), name, pull=True)
     assert found == Base(name=name, digest=DIGEST)
     assert found.reference == f"{repository(name)}@{DIGEST}"
-    assert engine.calls() == [f"image inspect {name}"], "nothing is pulled"
+    assert programs.calls() == [f"podman image inspect {name}"], "nothing is pulled"
 
 
 @pytest.mark.processes
-def test_missing_image_is_pulled_unless_it_is_a_dry_run(engine: FakeEngine) -> None:
-    name = "docker.io/library/debian:12"
-    engine.put("registry", name, f"docker.io/library/debian@{DIGEST}")
-    problem = look_up(Engine("podman"), name, pull=False).problem
-    assert problem == "podman does not have it here, and a dry run pulls nothing"
-    assert look_up(Engine("podman"), name, pull=True).digest == DIGEST
-
-
-@pytest.mark.processes
-def test_image_without_registry_is_recorded_by_its_id(engine: FakeEngine) -> None:
-    engine.put("store", "localhost/base:1", f"localhost/base@{DIGEST}")
+def test_image_without_registry_is_recorded_by_its_id(programs: FakeCommands) -> None:
+    programs.add_script("podman", image_with(f"localhost/base@{DIGEST}"))
     found = look_up(Engine("podman"), "localhost/base:1", pull=True)
     assert found == Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
     assert found.reference == "localhost/base:1"
 
 
 @pytest.mark.processes
-def test_failed_pull_keeps_the_tag_and_the_reason(engine: FakeEngine) -> None:
-    found = look_up(Engine("podman"), "docker.io/library/debian:12", pull=True)
-    assert found.problem == "podman cannot pull it: Error: dial tcp: lookup failed"
-    assert (found.reference, found.digest, found.id) == ("docker.io/library/debian:12", "", "")
+def test_missing_image_is_pulled_unless_it_is_a_dry_run(programs: FakeCommands) -> None:
+    name = "docker.io/library/debian:12"
+    programs.add_script("podman", "echo 'Error: dial tcp: lookup failed' >&2; exit 125")
+    found = look_up(Engine("podman"), name, pull=True)
+    assert found == Base(name=name, problem="podman cannot pull it: Error: dial tcp: lookup failed")
+    assert found.reference == name
+    stored = image_with(f"docker.io/library/debian@{DIGEST}")
+    programs.add_script("podman", f"case $1 in pull) touch pulled;; *) [ -e pulled ] || exit 125; {stored};; esac")
+    problem = look_up(Engine("podman"), name, pull=False).problem
+    assert problem == "podman does not have it here, and a dry run pulls nothing"
+    assert look_up(Engine("podman"), name, pull=True).digest == DIGEST
 
 
-def test_name_with_digest_and_buildah_need_no_command(engine: FakeEngine) -> None:
+def test_name_with_digest_and_buildah_need_no_command() -> None:
     name = f"docker.io/library/debian@{DIGEST}"
     assert look_up(Engine("podman"), name, pull=True) == Base(name=name, digest=DIGEST)
     assert Base(name=name, digest=DIGEST).reference == name
     problem = "buildah reports no digests; docker and podman do"
     assert look_up(Engine("buildah"), "debian", pull=True).problem == problem
-    assert engine.calls() == []
 
 
 def test_default_base_is_read_from_the_dockerfile(tmp_path: Path) -> None:
@@ -317,27 +261,9 @@ FACTS = ImageFacts(
 )
 
 
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a folder on PATH for scripts that record their calls in the file `calls`."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
-
-
-def put(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n{script}\n')
-    (folder / name).chmod(0o755)
-
-
-def calls(folder: Path) -> list[str]:
-    return (folder / "calls").read_text().splitlines()
-
-
 @pytest.mark.processes
-def test_concurrent_conversions_write_the_file_once(programs: Path, tmp_path: Path) -> None:
-    put(programs, "enroot", 'echo squashed > "$3"')
+def test_concurrent_conversions_write_the_file_once(programs: FakeCommands, tmp_path: Path) -> None:
+    programs.add_script("enroot", 'echo squashed > "$3"')
     results: list[tuple[Path, bool]] = []
     threads = [
         threading.Thread(target=lambda: results.append(convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")))
@@ -351,32 +277,39 @@ def test_concurrent_conversions_write_the_file_once(programs: Path, tmp_path: Pa
     assert {path for path, _ in results} == {target}
     assert sorted(written for _, written in results) == [False, False, False, True]
     assert target.read_text() == "squashed\n"
-    (call,) = calls(programs)
+    (call,) = programs.calls()
     assert re.fullmatch(r"enroot import --output \S+/hpcdist-1.2.3-0123456789ab.sqsh dockerd://hpcdist", call)
 
 
-@pytest.mark.processes
-def test_failed_conversion_leaves_no_file(programs: Path, tmp_path: Path) -> None:
-    put(programs, "enroot", 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1')
-    with pytest.raises(ImageError, match=r"`enroot import` failed: \[ERROR\] disk quota exceeded"):
-        convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")
-    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.sqsh.lock"]
+SUMMARY = "tar: Exiting with failure status due to previous errors"
 
 
 @pytest.mark.processes
-def test_reason_of_tar_is_reported(programs: Path, tmp_path: Path) -> None:
-    put(programs, "podman", "case $1 in create) echo 42;; esac")
-    summary = "tar: Exiting with failure status due to previous errors"
-    put(programs, "tar", f'echo "tar: f: Cannot write: No space left on device" >&2; echo "{summary}" >&2; exit 2')
-    with pytest.raises(ImageError, match=r"unpacked: tar: f: Cannot write: No space left on device$"):
-        convert(Engine("podman"), FACTS, "dir", tmp_path / "images")
-    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.lock"]
+@pytest.mark.parametrize(
+    ("form", "scripts", "error"),
+    [
+        ("sqsh", {"enroot": 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1'},
+         r"`enroot import` failed: \[ERROR\] disk quota exceeded"),
+        ("dir", {"podman": "case $1 in create) echo 42;; esac",
+                 "tar": f"printf '%s\\n' 'tar: f: Cannot write: No space left on device' '{SUMMARY}' >&2; exit 2"},
+         "unpacked: tar: f: Cannot write: No space left on device$"),
+    ],
+)  # fmt: skip
+def test_failed_conversion_has_a_reason_and_leaves_no_file(
+    programs: FakeCommands, tmp_path: Path, form: Any, scripts: dict[str, str], error: str
+) -> None:
+    for name, script in scripts.items():
+        programs.add_script(name, script)
+    with pytest.raises(ImageError, match=error):
+        convert(Engine("podman"), FACTS, form, tmp_path / "images")
+    (lock,) = (tmp_path / "images").iterdir()
+    assert lock.suffix == ".lock"
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
-def test_files_of_other_users_are_neither_returned_nor_written(programs: Path, tmp_path: Path) -> None:
-    put(programs, "enroot", 'echo whole > "$3"')
+def test_files_of_other_users_are_neither_returned_nor_written(programs: FakeCommands, tmp_path: Path) -> None:
+    programs.add_script("enroot", 'echo whole > "$3"')
     (folder := tmp_path / "shared").mkdir()
     folder.chmod(0o1777)
     (mine := tmp_path / "mine").write_text("valuable")
@@ -398,10 +331,10 @@ def test_files_of_other_users_are_neither_returned_nor_written(programs: Path, t
 
 
 @pytest.mark.processes
-def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path: Path) -> None:
+def test_archive_for_apptainer_is_replaced_and_removed(programs: FakeCommands, tmp_path: Path) -> None:
     """podman does not overwrite the archive that a killed conversion has left."""
-    put(programs, "podman", '[ ! -e "$5" ] && touch "$5"')
-    put(programs, "apptainer", 'touch "$2"')
+    programs.add_script("podman", '[ ! -e "$5" ] && touch "$5"')
+    programs.add_script("apptainer", 'touch "$2"')
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
     target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
@@ -409,49 +342,45 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path:
     saved = (
         rf"podman save --format docker-archive --output {archive.parent}/\.hpcdist\S+/hpcdist-1.2.3-\w+.sif.tar hpcdist"
     )
-    assert re.fullmatch(saved, calls(programs)[0])
+    assert re.fullmatch(saved, programs.calls()[0])
     built = r"apptainer build (\S+\.sif) docker-archive:\1\.tar"
-    assert re.fullmatch(built, calls(programs)[1])
+    assert re.fullmatch(built, programs.calls()[1])
     assert target.exists()
     assert not archive.exists()
     target.unlink()
     convert(Engine("docker"), FACTS, "sif", tmp_path / "images")
-    assert calls(programs)[2].endswith(".sif docker-daemon:hpcdist")
+    assert programs.calls()[2].endswith(".sif docker-daemon:hpcdist")
 
 
-def test_missing_conversion_program_is_named(programs: Path, tmp_path: Path) -> None:
+def test_missing_conversion_program_is_named(programs: FakeCommands, tmp_path: Path) -> None:
     with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
 @pytest.mark.processes
-def test_podman_removes_the_container_of_enroot(programs: Path, tmp_path: Path) -> None:
+def test_podman_removes_the_container_of_enroot(programs: FakeCommands, tmp_path: Path) -> None:
     """enroot 4.1 calls `docker rm` for a container of podman, and ends with the exit code of docker."""
-    put(programs, "docker", "exit 1")
-    put(programs, "podman", "")
+    programs.add_script("docker", "exit 1")
+    programs.add_script("podman", "")
     script = '#!/bin/bash\nset -e\ntrap "docker rm -f -v enroot.x" EXIT\necho "enroot $4" >> "${0%/*}/calls"\n'
-    script += 'echo image > "$3"\n'
-    (programs / "enroot").write_text(script)
-    (programs / "enroot").chmod(0o755)
+    (programs.folder / "enroot").write_text(f'{script}echo image > "$3"\n')
+    (programs.folder / "enroot").chmod(0o755)
     target, _ = convert(Engine("podman"), FACTS, "sqsh", tmp_path)
     assert target.read_text() == "image\n"
-    assert calls(programs) == ["enroot podman://hpcdist", "podman rm -f -v enroot.x"]
+    assert programs.calls() == ["enroot podman://hpcdist", "podman rm -f -v enroot.x"]
 
 
 @pytest.mark.processes
-def test_directory_contains_the_image_variables(programs: Path, tmp_path: Path) -> None:
-    put(
-        programs,
-        "podman",
-        'case $1 in create) echo 42;; export) cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .;; esac',
-    )
+def test_directory_contains_the_image_variables(programs: FakeCommands, tmp_path: Path) -> None:
+    script = 'cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .'
+    programs.add_script("podman", f"case $1 in create) echo 42;; export) {script};; esac")
     target, written = convert(Engine("podman"), FACTS, "dir", tmp_path)
     assert written
     assert (target / "opt" / "f").exists()
     assert list((target / "dev").iterdir()) == []
     for place in ("ch", "etc"):
         assert (target / place / "environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
-    assert [call.split()[1] for call in calls(programs)] == ["create", "export", "rm"]
+    assert [call.split()[1] for call in programs.calls()] == ["create", "export", "rm"]
 
 
 # --- Image facts, and the check that an image fits this machine.
@@ -488,18 +417,12 @@ def test_missing_bill_of_materials_is_an_error(facts: ImageFacts) -> None:
     ("changes", "machine", "message"),
     [
         ({}, "aarch64", "is for amd64, this machine is arm64: build or pull it for arm64"),
-        (
-            {"labels": {}},
-            "x86_64",
-            "holds no hpcdist (its label 'org.opencontainers.image.title' does not name it): bu",
-        ),
-        (
-            {"labels": LABELS | {"org.opencontainers.image.version": "0.0.9"}},
-            "x86_64",
-            f"holds hpcdist 0.0.9, and this is {hpcdist.__version__}: build it again",
-        ),
+        ({"labels": {}}, "x86_64",
+         "holds no hpcdist (its label 'org.opencontainers.image.title' does not name it): bu"),
+        ({"labels": LABELS | {"org.opencontainers.image.version": "0.0.9"}}, "x86_64",
+         f"holds hpcdist 0.0.9, and this is {hpcdist.__version__}: build it again"),
     ],
-)
+)  # fmt: skip
 def test_image_must_fit_machine_and_version(
     facts: ImageFacts, changes: dict[str, Any], machine: str, message: str
 ) -> None:
@@ -521,20 +444,12 @@ def test_driver_must_support_the_cuda_version(facts: ImageFacts) -> None:
     )
 
 
-def install_podman(folder: Path, script: str) -> None:
-    (folder / "podman").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "podman").chmod(0o755)
-
-
 @pytest.mark.processes
-def test_missing_image_and_failing_engine_have_different_errors(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_image_and_failing_engine_have_different_errors(programs: FakeCommands) -> None:
     missing = "podman has no image 'x': `hpcdist image build` makes one here, `podman pull x` fetches one"
     locked = "podman cannot inspect image 'x': Error: database is locked"
-    monkeypatch.setenv("PATH", str(tmp_path))
     for error, message in (("Error: x: image not known", missing), ("Error: database is locked", locked)):
-        install_podman(tmp_path, f"echo '{error}' >&2; exit 125")
+        programs.add_script("podman", f"echo '{error}' >&2; exit 125")
         with pytest.raises(ImageError) as raised:
             inspect(Engine("podman"), "x")
         assert str(raised.value) == message
@@ -546,15 +461,11 @@ ODD = ["", "[7]", '[{"Id": 7}]', "\\377", "[" * 5000]
 
 @pytest.mark.processes
 @pytest.mark.parametrize("answer", ODD)
-def test_odd_answers_of_the_engine_are_one_clear_error(
-    answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: ImageFacts
-) -> None:
-    install_podman(tmp_path, f"printf '{answer}'")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
-        inspect(Engine("podman"), "x")
-    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
-        look_up(Engine("podman"), "x", pull=False)
+def test_odd_answers_of_the_engine_are_one_clear_error(answer: str, programs: FakeCommands, facts: ImageFacts) -> None:
+    programs.add_script("podman", f"printf '{answer}'")
+    for read in (inspect, partial(look_up, pull=False)):
+        with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
+            read(Engine("podman"), "x")
     with pytest.raises(ImageError, match=r"the self-test of image x gives no valid answer: "):
         _self_test(Engine("podman"), "x")
     assert _sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
