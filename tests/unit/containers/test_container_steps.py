@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from containers import SPEC
+from slurm_recordings import FakeCommands
 
 import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
@@ -95,14 +96,6 @@ slurmstepd-n2: error: Failed to invoke spank plugin stack
 """
 
 
-def install_podman(folder: Path, script: str) -> dict[str, str]:
-    """Install a script as podman and return the environment."""
-    tool = folder / "podman"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin"}
-
-
 # --- The Slurm steps that check images and remove containers
 
 
@@ -155,60 +148,48 @@ def test_files_of_killed_wrappers_are_removed(attempt: Attempt, tmp_path: Path) 
     assert [path.name for path in attempt.path.iterdir()] == ["rank-00001.log"]
 
 
-class FakeJob:
-    """A job whose srun and podman are scripts that record their calls."""
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """An srun on whose two nodes the image is complete, and a podman that has it; nothing else is on PATH."""
+    (tmp_path / "bin").mkdir()
+    found = FakeCommands(tmp_path / "bin")
+    found.add_script("srun", f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
+    found.add_script("podman", f"echo {'ab' * 32}")
+    monkeypatch.setenv("PATH", f"{found.folder}:/usr/bin:/bin")
+    return found
 
-    def __init__(self, folder: Path, srun: str) -> None:
-        self.log = folder / "calls"
-        for name, script in (("srun", srun), ("podman", f"echo {'ab' * 32}")):
-            tool = folder / name
-            tool.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.log}\n{script}\n')
-            tool.chmod(0o755)
-        self.env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "PYTHONPATH": "/host"}
 
-    def calls(self) -> list[str]:
-        return [text for text in self.log.read_text().splitlines() if text.startswith(("srun", "podman"))]
+def job_env(tools: FakeCommands, **more: str) -> dict[str, str]:
+    return {"PATH": f"{tools.folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "PYTHONPATH": "/host", **more}
 
 
 @pytest.mark.processes
-def test_each_attempt_removes_containers_and_the_first_checks_the_image(tmp_path: Path) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
+def test_each_attempt_removes_containers_and_the_first_checks_the_image(tools: FakeCommands, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    steps = ContainerSteps(SPEC, run, job.env)
-    env_before = os.environ.copy()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", job.env["PATH"])
-        steps.prepare(lambda: None)
-        steps.prepare(lambda: None)
-    assert os.environ == env_before
-    started = [call.split()[:8] for call in job.calls() if call.startswith("srun")]
+    steps = ContainerSteps(SPEC, run, job_env(tools))
+    steps.prepare(lambda: None)
+    steps.prepare(lambda: None)
+    started = [call for call in tools.calls() if call.startswith("srun")]
     assert len(started) == 3, "two remove containers, one checks the image"
     common = "srun --job-name=hpcdist-containers --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1"
-    common += " --cpus-per-task=1 --input=none"
-    assert started == [common.split()] * 3
-    assert "remove podman hpcdist.run=/runs/e/r" in job.calls()[0]
+    assert all(call.startswith(f"{common} --cpus-per-task=1 --input=none") for call in started)
+    assert "remove podman hpcdist.run=/runs/e/r" in started[0]
     assert read_json(run.container) == {
         "runtime": "podman",
         "image": IMAGE,
         "image_digest": f"sha256:{'ab' * 32}",
-        "hpcdist": hpcdist.__version__,
-        "python": "3.12.3",
-        "torch": "2.15.0",
-        "cuda": "13.2",
+        **{key: FACTS[key] for key in ("hpcdist", "python", "torch", "cuda")},
     }
 
 
 @pytest.mark.processes
 def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tools: FakeCommands, tmp_path: Path
 ) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
-    monkeypatch.setenv("PATH", job.env["PATH"])
-    spec = replace(SPEC, runtime="pyxis")
-    steps = ContainerSteps(spec, RunDir(tmp_path), {**job.env, "SLURM_JOB_ID": "7"})
+    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), job_env(tools, SLURM_JOB_ID="7"))
 
     def num_removals() -> int:
-        return sum(" remove pyxis 7" in call for call in job.calls())
+        return sum(" remove pyxis 7" in call for call in tools.calls())
 
     steps.prepare(lambda: None)
     assert num_removals() == 1, "an earlier supervisor may have been killed"
@@ -222,15 +203,11 @@ def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_s
 
 
 @pytest.mark.processes
-def test_each_component_of_a_heterogeneous_job_has_separate_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
-    monkeypatch.setenv("PATH", job.env["PATH"])
+def test_each_component_of_a_heterogeneous_job_has_separate_steps(tools: FakeCommands, tmp_path: Path) -> None:
     groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
-    spec = replace(SPEC, gpus="all")
-    ContainerSteps(spec, RunDir(tmp_path), job.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare(lambda: None)
-    calls = [call for call in job.calls() if call.startswith("srun")]
+    env = job_env(tools, SLURM_HET_SIZE="2", **groups)
+    ContainerSteps(replace(SPEC, gpus="all"), RunDir(tmp_path), env, het=True).prepare(lambda: None)
+    calls = [call for call in tools.calls() if call.startswith("srun")]
     expected = [{"--het-group=0", "--nodes=1", "--ntasks=1"}, {"--het-group=1", "--nodes=2", "--ntasks=2"}]
     assert all(words <= {*call.split()} for call, words in zip(calls, [*expected, *expected], strict=True))
     assert "gpu" not in "".join(calls), "some components have no GPUs"
@@ -238,12 +215,11 @@ def test_each_component_of_a_heterogeneous_job_has_separate_steps(
 
 @pytest.mark.processes
 def test_remaining_containers_are_logged_unless_the_job_is_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tools: FakeCommands, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for error in ("srun: error: Slurm job 12 has expired", "Error: no space"):
-        job = FakeJob(tmp_path, f"echo '{error}' >&2; exit 1")
-        monkeypatch.setenv("PATH", job.env["PATH"])
-        ContainerSteps(SPEC, RunDir(tmp_path), job.env).remove_containers()
+        tools.add_script("srun", f"echo '{error}' >&2; exit 1")
+        ContainerSteps(SPEC, RunDir(tmp_path), job_env(tools)).remove_containers()
     assert caplog.messages == ["containers may remain on a node: Error: no space"]
 
 
@@ -304,14 +280,9 @@ def test_configured_mount_replaces_the_default_one_and_system_folders_are_never_
 
 @pytest.mark.parametrize(
     ("setting", "device", "gpus", "expected"),
-    [
-        ("auto", "auto", 4, True),
-        ("auto", "cpu", 4, False),
-        ("auto", "auto", 0, False),
-        ("all", "cpu", 0, True),
-        ("none", "auto", 4, False),
-    ],
-)
+    [("auto", "auto", 4, True), ("auto", "cpu", 4, False), ("auto", "auto", 0, False), ("all", "cpu", 0, True),
+     ("none", "auto", 4, False)],
+)  # fmt: skip
 def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gpus: int, expected: bool) -> None:
     config = Config(
         launch=LaunchConfig(device=device),
@@ -324,13 +295,6 @@ def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gp
 # --- checks before submission
 def config(**container: Any) -> Config:
     return Config(name="x", runs_dir="/runs", container=ContainerConfig(**container))
-
-
-@pytest.fixture
-def rootfs(tmp_path: Path) -> Path:
-    for name in ("usr", "dev"):
-        (tmp_path / "image" / name).mkdir(parents=True)
-    return tmp_path / "image"
 
 
 NO_REFERENCE = (
@@ -346,23 +310,14 @@ NO_REFERENCE = (
         ("pyxis", "/no.sqsh", "no such file or folder: /no.sqsh"),
         ("pyxis", "/proc/self", "/proc/self is a folder, and pyxis needs a .sqsh file or an image reference"),
         *(("pyxis", image, NO_REFERENCE) for image in ("podman://hpcdist", "HPC", "registry#a#b")),
-        (
-            "apptainer",
-            "docker://hpcdist",
-            "docker://hpcdist would be fetched by every rank: convert it to a file first",
-        ),
+        ("apptainer", "docker://hpcdist",
+         "docker://hpcdist would be fetched by every rank: convert it to a file first"),
         ("charliecloud", "/proc/self", "/proc/self holds no root file system (no usr and dev in it)"),
-        *(
-            ("pyxis", image, None)
-            for image in (
-                "ada@registry.site:5000#team/hpcdist:0.1.0",
-                f"docker://nvcr.io/nvidia/pytorch@sha256:{'0a' * 32}",
-                "dockerd://localhost/Mine:1",
-                str(Path(__file__)),
-            )
-        ),
+        *(("pyxis", image, None) for image in (
+            "ada@registry.site:5000#team/hpcdist:0.1.0", f"docker://nvcr.io/nvidia/pytorch@sha256:{'0a' * 32}",
+            "dockerd://localhost/Mine:1", str(Path(__file__)))),
     ],
-)
+)  # fmt: skip
 def test_images_that_a_runtime_cannot_start_are_reported(
     tmp_path: Path, runtime: str, image: str, problem: str | None
 ) -> None:
@@ -379,8 +334,9 @@ def test_missing_mount_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_image_missing_in_the_local_store_is_reported(tmp_path: Path) -> None:
-    env = install_podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
+def test_image_of_the_local_store_is_checked(tools: FakeCommands, tmp_path: Path) -> None:
+    env = job_env(tools)
+    tools.add_script("podman", 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
     problem = (
         "container.image: localhost/typo is not in podman's store on this machine (inspecting object: localhost/typo:"
         " image not known): build or load it, or set container.check_image=false if only the nodes have it"
@@ -389,42 +345,37 @@ def test_image_missing_in_the_local_store_is_reported(tmp_path: Path) -> None:
     assert container_problems(config(**container), tmp_path, env) == [problem]
     assert container_problems(config(**container, check_image=False), tmp_path, env) == []
     assert container_problems(config(**container), tmp_path, {"PATH": "/nowhere"}) == []
-
-
-@pytest.mark.processes
-def test_image_of_another_version_is_reported(tmp_path: Path) -> None:
-    env = install_podman(tmp_path, f"[ $1 = image ] || echo '{probe_output(hpcdist='0.0.1')}'")
-    (problem,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
-    assert problem.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
-    env = install_podman(tmp_path, f"echo '{probe_output()}'")
-    assert container_problems(config(runtime="podman", image=IMAGE), tmp_path, env) == []
+    tools.add_script("podman", f"[ $1 = image ] || echo '{probe_output(hpcdist='0.0.1')}'")
+    (problem,) = container_problems(config(**container), tmp_path, env)
+    assert problem.startswith("container.image: localhost/typo has hpcdist 0.0.1, this is ")
+    tools.add_script("podman", f"echo '{probe_output()}'")
+    assert container_problems(config(**container), tmp_path, env) == []
 
 
 # --- mount points and digests
-def test_mount_points_are_created_in_an_unpacked_image(rootfs: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    file = Path(__file__)
-    target = Path("/srv/code")  # not below /tmp, which ch-run shares with the host
+def test_mount_points_are_created_in_an_unpacked_image(tmp_path: Path) -> None:
+    rootfs, file = tmp_path / "image", Path(__file__)
+    for name in ("usr", "dev"):
+        (rootfs / name).mkdir(parents=True)
     mounts = (
-        Mount(source=str(file.parent), target=str(target)),
+        Mount(source=str(file.parent), target="/srv/code"),  # not below /tmp, which ch-run shares with the host
         Mount(source=str(file), target="/etc/one.py"),
         Mount(source=str(tmp_path), target=str(tmp_path)),
     )
     spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=mounts)
     make_mount_points(spec)
     make_mount_points(spec)
-    assert (rootfs / str(target)[1:]).is_dir()
+    assert (rootfs / "srv/code").is_dir()
     assert [(rootfs / "etc" / name).is_file() for name in ("one.py", "hosts", "resolv.conf")] == [True] * 3
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
-
-
-def test_mount_points_are_created_at_submission(rootfs: Path, tmp_path: Path) -> None:
+    # A submission creates them, too.
     container = {"runtime": "charliecloud", "image": str(rootfs), "check_image": False}
     assert container_problems(config(**container, mounts=["/usr:/data/x"]), tmp_path, {"PATH": ""}) == []
     assert (rootfs / "data/x").is_dir()
-    (rootfs / "file").touch()
-    (problem,) = container_problems(config(**container, mounts=["/usr:/file/x"]), tmp_path, {"PATH": ""})
-    assert re.search(r"image has no mount point /file/x, and it cannot be created \(Not a .*\): ask the owner", problem)
+    (problem,) = container_problems(config(**container, mounts=["/usr:/etc/one.py/x"]), tmp_path, {"PATH": ""})
+    assert re.search(
+        r"image has no mount point /etc/one\.py/x, and it cannot be created \(Not a .*\): ask the owner", problem
+    )
 
 
 # --- The start of an image to read its versions, and errors of runtimes
@@ -445,16 +396,6 @@ def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
 
 
-@pytest.mark.parametrize("found", ["{]}", '{"python": "3.x"}'])
-def test_odd_answer_of_an_image_is_one_clear_problem(found: str) -> None:
-    known = {"hpcdist": hpcdist.__version__, "source": source_digest(str(Path(hpcdist.__file__).parent))}
-    if found != "{]}":
-        found = json.dumps(known | json.loads(found))
-    _, problem, may_pass = probe_outcome(SPEC, f"hpcdist-image {found}", "", "n2")
-    assert problem.startswith(f"{SPEC.image} gives no valid description of its Python on n2: ")
-    assert not may_pass
-
-
 def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
     assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
@@ -464,44 +405,35 @@ def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     }
 
 
+INVALID = f"{IMAGE} gives no valid description of its Python on n2: "
+
+
 @pytest.mark.parametrize(
     ("output", "errors", "message"),
     [
+        ("hpcdist-image {]}", "", INVALID),
+        (probe_output(python="3.x"), "", INVALID),
         (probe_output(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
-        (
-            probe_output(source="0123456789ab"),
-            "",
-            f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again",
-        ),
-        (
-            probe_output(hpcdist="0.0.9"),
-            "",
-            f"{IMAGE} has hpcdist 0.0.9, this is {hpcdist.__version__}: build it again, or install 0.0.9",
-        ),
+        (probe_output(source="0123456789ab"), "",
+         f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again"),
+        (probe_output(hpcdist="0.0.9"), "",
+         f"{IMAGE} has hpcdist 0.0.9, this is {hpcdist.__version__}: build it again, or install 0.0.9"),
         (probe_output(python="3.9.2"), "", f"{IMAGE} has Python 3.9.2; hpcdist needs 3.11 or newer"),
-        (
-            probe_output(driver="535.104.05"),
-            "",
-            f"{IMAGE} needs driver 580.65 or newer for its CUDA 13.2, found 535.104.05 on n2",
-        ),
+        (probe_output(driver="535.104.05"), "",
+         f"{IMAGE} needs driver 580.65 or newer for its CUDA 13.2, found 535.104.05 on n2"),
         ("", "hpcdist: podman is not installed on n2", "podman is not installed on n2"),
         ("", "Error: x: image not known", f"{IMAGE} is not on n2: Error: x: image not known"),
-        (
-            "",
-            "exec container process `/usr/bin/python3`: Exec format error",
-            f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})",
-        ),
-        (
-            "",
-            'Error: exec: "python3": executable file not found in $PATH',
-            f"{IMAGE} cannot be started on n2, or has no python3 in it:"
-            ' Error: exec: "python3": executable file not found in $PATH',
-        ),
+        ("", "exec container process `/usr/bin/python3`: Exec format error",
+         f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})"),
+        ("", 'Error: exec: "python3": executable file not found in $PATH',
+         f"{IMAGE} cannot be started on n2, or has no python3 in it:"
+         ' Error: exec: "python3": executable file not found in $PATH'),
     ],
-)
+)  # fmt: skip
 def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, message: str) -> None:
     _, problem, may_pass = probe_outcome(replace(SPEC, gpus="all"), output, errors, "n2")
-    assert (problem, may_pass) == (message, False)
+    assert problem == message or (message == INVALID and problem.startswith(message))
+    assert not may_pass
 
 
 ON_NODES = "docs/how-to/containers.md lists what the runtime needs on each node"
@@ -511,23 +443,15 @@ ON_NODES = "docs/how-to/containers.md lists what the runtime needs on each node"
 @pytest.mark.parametrize(
     ("runtime", "errors", "fix"),
     [
-        (
-            "docker",
-            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: error setting"
-            " rlimit type 8: operation not permitted: unknown.",
-            "its daemon lacks CAP_SYS_RESOURCE",
-        ),
-        (
-            "docker",
-            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock"
-            "\n\nRun 'docker run --help' for more information",
-            ON_NODES,
-        ),
+        ("docker", "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: error"
+         " setting rlimit type 8: operation not permitted: unknown.", "its daemon lacks CAP_SYS_RESOURCE"),
+        ("docker", "docker: permission denied while trying to connect to the Docker daemon socket at"
+         " unix:///run/docker.sock\n\nRun 'docker run --help' for more information", ON_NODES),
         ("apptainer", "FATAL:   squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied", ON_NODES),
         ("enroot", "mkdir: cannot create directory '/run/enroot': Permission denied", ON_NODES),
         ("enroot", "Usage: enroot start NAME|IMAGE\n\nStart a container\n --uts  Run it", "see container.extra_args"),
     ],
-)
+)  # fmt: skip
 def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
     _, problem, may_pass = probe_outcome(replace(SPEC, runtime=runtime), "", errors, "n2")
     first = " ".join(errors.splitlines()[0].split())
@@ -553,25 +477,19 @@ def test_equal_problems_of_nodes_are_merged() -> None:
         check_image_on_nodes(SPEC, ["n1", "n2"], passed, "")
     assert not isinstance(temporary.value, UserMistake)
     assert str(temporary.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
-
-
-def test_unlabelled_errors_of_pyxis_apply_to_all_nodes() -> None:
+    # Errors of pyxis without a label apply to all nodes.
     errors = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
-    with pytest.raises(HpcdistError) as raised:
-        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", errors)
     problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
-    assert str(raised.value) == problem
+    with pytest.raises(HpcdistError, match=re.escape(problem)):
+        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", errors)
 
 
 @pytest.mark.processes
-def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
-    env = install_podman(tmp_path, f"echo {'ab' * 32}")
-    assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
+def test_digest_comes_from_the_store_or_the_file_name(tools: FakeCommands, tmp_path: Path) -> None:
+    assert image_digest(SPEC, job_env(tools)) == f"sha256:{'ab' * 32}"
     assert image_digest(SPEC, {"PATH": "/nowhere"}) is None
-    assert (
-        image_digest(replace(SPEC, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif"), {})
-        == "sha256:0123456789ab"
-    )
+    named = replace(SPEC, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif")
+    assert image_digest(named, {}) == "sha256:0123456789ab"
     assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
     assert image_digest(replace(SPEC, runtime="charliecloud", image=str(tmp_path)), {}) is None
     # The size, the start and the end of a file count.
@@ -604,7 +522,7 @@ def test_failures_of_the_rank_are_not_those_of_the_runtime(runtime: str, code: i
 
 NO_FUSE = "[WARN] Something went wrong trying to read the squashfs image.\n[ERROR] Failed to mount: /i.sqsh"
 FAILED_MOUNT = (
-    "\x1b[31mFATAL:  \x1b[0m container creation failed: mount /nowhere->/nowhere error\nINFO:    Cleaning up image...\n"
+    "\x1b[31mFATAL:  \x1b[0m container creation failed: mount /nowhere error\nINFO:    Cleaning up image...\n"
 )
 CANCELED = (
     'docker: Error response from daemon: error mounting "/nowhere" to rootfs: no such file or directory.\n'
@@ -619,7 +537,7 @@ CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set i
     [
         ("podman", 125, "x\nError: no space\n", "Error: no space", ""),
         ("charliecloud", 1, "ch-run[7]: error: can't stat: /i", "ch-run[7]: error: can't stat: /i", ""),
-        ("apptainer", 255, FAILED_MOUNT, "FATAL: container creation failed: mount /nowhere->/nowhere error", ""),
+        ("apptainer", 255, FAILED_MOUNT, "FATAL: container creation failed: mount /nowhere error", ""),
         ("enroot", 1, NO_FUSE, " ".join(NO_FUSE.splitlines()), ""),
         ("docker", 125, CANCELED, CANCELED.splitlines()[0], ""),
         ("pyxis", 1, PYXIS_LOG, "pyxis: [ERROR] No such file", ""),
@@ -631,15 +549,10 @@ CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set i
         ("apptainer", 1, f"\x1b[91mERROR  : {CAPABILITIES}\n\x1b[0m", f"ERROR : {CAPABILITIES}", ": root lacks"),
         ("apptainer", 1, f"{UNKNOWN_FLAG}\n\nOptions for exec:\n  -u, --userns\n", UNKNOWN_FLAG, ": see contain"),
         ("docker", 125, "unknown flag: --frob\n\nUsage:  docker run\n", "unknown flag: --frob", ": see contain"),
-        (
-            "pyxis",
-            1,
-            PYXIS_DEVICES_LOG,
-            "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!",
-            ": only",
-        ),
+        ("pyxis", 1, PYXIS_DEVICES_LOG,
+         "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!", ": only"),
     ],
-)
+)  # fmt: skip
 def test_failures_of_the_runtime_name_the_reason_and_the_fix_if_no_retry_helps(
     runtime: str, code: int, log: str, error: str, fix: str | None
 ) -> None:
