@@ -50,6 +50,11 @@ def at(clock: str) -> float:
     return found
 
 
+def job(info: JobInfo | None) -> JobInfo:
+    assert info is not None
+    return info
+
+
 # --- scontrol, squeue and sacct
 
 
@@ -57,7 +62,7 @@ PARSERS = {"scontrol": parse_scontrol, "squeue": parse_squeue, "sacct": parse_sa
 
 
 @pytest.mark.parametrize(
-    ("release", "command", "section", "job", "sentence"),
+    ("release", "command", "section", "job_id", "sentence"),
     [
         ("22_05", "scontrol", "running", "1", "job 1 is RUNNING on n1"),
         ("22_05", "scontrol", "failed", "2", "job 2 ended as FAILED with exit code 3 on n1"),
@@ -94,74 +99,47 @@ PARSERS = {"scontrol": parse_scontrol, "squeue": parse_squeue, "sacct": parse_sa
         ),
     ],
 )
-def test_recorded_job(release: str, command: str, section: str, job: str, sentence: str | None) -> None:
-    info = PARSERS[command](recorded(command, section, release=release), job)
+def test_recorded_job(release: str, command: str, section: str, job_id: str, sentence: str | None) -> None:
+    info = PARSERS[command](recorded(command, section, release=release), job_id)
     assert (info.sentence() + "".join(f", after {state}" for state in info.earlier) if info else None) == sentence
     assert info is None or info.alive == ("waits" in info.sentence() or " is " in info.sentence())
 
 
 def test_requeued_job_of_scontrol() -> None:
-    info = parse_scontrol(recorded("scontrol", "requeued"), "8")
-    assert info == JobInfo(
-        id="8",
-        name="requeued",
-        state="PENDING",
-        reason="BeginTime",
-        submitted=at("08:00:57"),
-        started=at("08:02:58"),
-        ended=at("09:02:58"),
-        restarts=1,
-    )
+    info = job(parse_scontrol(recorded("scontrol", "requeued"), "8"))
+    times = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}
+    assert info == JobInfo(id="8", name="requeued", state="PENDING", reason="BeginTime", restarts=1, **times)
     assert info.describe(at("08:01:57")) == (
         "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"
     )
-    info = parse_scontrol(recorded("scontrol", "dependency"), "13")
-    assert info is not None
+    info = job(parse_scontrol(recorded("scontrol", "dependency"), "13"))
     assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
+    finished = JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
+    assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
 
 
 def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
     text = recorded("scontrol", "het").replace("JobState=PENDING", "JobState=RUNNING")
     first, second = (line.replace(" NodeList= ", f" NodeList=n{n} ") for n, line in enumerate(text.splitlines(), 1))
-    info = parse_scontrol(f"{first}\n{second}\n", "11")
-    assert info is not None
-    assert info.nodes == "n1,n2"
+    assert job(parse_scontrol(f"{first}\n{second}\n", "11")).nodes == "n1,n2"
 
 
 def test_memory_and_steps_of_sacct() -> None:
-    info = parse_sacct(recorded("sacct", "timeout"), "1")
-    assert info is not None
+    text = recorded("sacct", "timeout")
+    info = job(parse_sacct(text, "1"))
     assert (info.max_rss, info.step_states, info.out_of_memory) == ("3404K", ("CANCELLED",), False)
-    text = (
-        recorded("sacct", "timeout") + "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1|1.5G\n1.1|step|FAILED|1:0|x|x|x|n1|9M\n"
-    )
-    info = parse_sacct(text, "1")
-    assert info is not None
+    text += "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1|1.5G\n1.1|step|FAILED|1:0|x|x|x|n1|9M\n"
+    info = job(parse_sacct(text, "1"))
     assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
 
 
-def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
+def test_sizes_of_a_job_that_has_lost_a_node_are_one_start_with_its_begin() -> None:
     rows = [
         "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|",
         "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|",
     ]
-    info, first = parse_sacct("\n".join(rows), "7"), parse_sacct(rows[0], "7")
-    assert info is not None
-    assert first is not None
-    assert (info.restarts, info.earlier, info.state, info.started) == (0, (), "COMPLETED", first.started)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"state": "PENDING", "submitted": 100.0, "started": 900.0}, 50.0),
-        ({"state": "RUNNING", "submitted": 100.0, "started": 130.0}, 30.0),
-        ({"state": "COMPLETED", "submitted": 100.0, "started": 99.0}, 0.0),
-        ({"state": "CANCELLED", "submitted": 100.0}, None),
-    ],
-)
-def test_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> None:
-    assert JobInfo(id="1", **changes).queue_s(150.0) == expected
+    info = job(parse_sacct("\n".join(rows), "7"))
+    assert (info.restarts, info.earlier, info.state, info.started) == (0, (), "COMPLETED", at("06:00:05"))
 
 
 # --- other releases and damaged lines
@@ -169,15 +147,15 @@ def test_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> N
 
 def test_lines_of_another_format_are_ignored() -> None:
     assert parse_scontrol("", "1") is None
-    info = parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1")
-    assert info is not None
+    info = job(parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1"))
     assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
     assert parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
     assert parse_sacct("1\n1|a|b\n", "1") is None
     rows = "1|a|COMPLETED|0:0|x|x|x|n1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1.2.3K\n"
-    info = parse_sacct(rows, "1")
-    assert info is not None
-    assert info.max_rss == "1.2.3K"
+    assert job(parse_sacct(rows, "1")).max_rss == "1.2.3K"
+    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
+    assert partition.nodes == ()
+    assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
 
 
 # --- Values and records in the output of Slurm's commands.
@@ -189,14 +167,8 @@ def test_free_text_is_not_searched_for_keys() -> None:
         "JobId=1 JobName=a JobState=FAILED b UserId=ada(7) JobState=RUNNING NodeList=n1 NodeList=n9 Command=/x"
         " HetJobOffset=1 SubmitLine=sbatch ArrayTaskId=2 WorkDir=/tmp Comment=Restarts=9"
     )
-    assert parse_record(line) == {
-        "JobId": "1",
-        "JobName": "a JobState=FAILED b",
-        "UserId": "ada(7)",
-        "JobState": "RUNNING",
-        "NodeList": "n1",
-        "Command": "/x",
-    }
+    expected = {"JobId": "1", "JobName": "a JobState=FAILED b", "UserId": "ada(7)", "JobState": "RUNNING"}
+    assert parse_record(line) == expected | {"NodeList": "n1", "Command": "/x"}
 
 
 @pytest.mark.parametrize(
@@ -205,11 +177,10 @@ def test_free_text_is_not_searched_for_keys() -> None:
         (parse_text, {"n1": "n1", "(null)": "", "None assigned": "", "": "", None: ""}),
         (parse_count, {"12": 12, "UNLIMITED": None, "²": None, "9" * 5000: None, "": None}),
         (parse_time, {"Unknown": None, "N/A": None, "": None, None: None, "None": None}),
-        (parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "UNLIMITED": None}),
-        (parse_minutes, {"": None}),
+        (parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "": None}),
+        (parse_minutes, {"UNLIMITED": None}),
         (parse_seconds, {"30 sec": 30, "2 min": 120, "30": 30, "soon": None, "": None}),
-        (parse_memory_mb, {"2000": 2000, "64G": 65536, "64gb": 65536, "1T": 1048576, "2048K": 2, "0": 0}),
-        (parse_memory_mb, {"lots": None, "9" * 5000: None, "": None}),
+        (parse_memory_mb, {"2000": 2000, "64gb": 65536, "1T": 1048576, "2048K": 2, "0": 0, "lots": None, "": None}),
     ],
 )
 def test_values(parse: Callable[[Any], Any], values: dict[str | None, Any]) -> None:
@@ -246,11 +217,8 @@ def test_partitions_and_their_nodes() -> None:
         NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
     )
     assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
-    assert (gpu.allowed("Accounts"), gpu.allowed("Groups"), empty.allowed("Groups")) == (
-        ("ada", "bob"),
-        None,
-        ("staff",),
-    )
+    assert (gpu.allowed("Accounts"), gpu.allowed("Groups")) == (("ada", "bob"), None)
+    assert empty.allowed("Groups") == ("staff",)
     assert (gpu.denied("Qos"), empty.denied("Qos"), gpu.denied("Accounts")) == (("long",), (), ())
     assert (empty.name, empty.nodes) == ("empty", ())
 
@@ -278,12 +246,6 @@ def test_node_states_with_reason() -> None:
     assert two.since == parse_time("2026-11-20T14:50:00")
 
 
-def test_lines_and_numbers_of_another_format_are_ignored() -> None:
-    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
-    assert partition.nodes == ()
-    assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
-
-
 # --- the starts of a job, and the resources of its ranks
 
 
@@ -306,10 +268,7 @@ def test_each_start_of_a_job_is_read() -> None:
     ]
     assert parse_starts("", "41") == []
     assert [start.state for start in parse_starts(SACCT, "4")] == ["CANCELLED"]
-
-
-def test_time_in_the_queue_after_a_requeue_begins_at_the_end_of_the_start_before() -> None:
-    """Slurm submits the job again some seconds after its end, when its nodes are cleaned up."""
+    # Slurm submits a requeued job again some seconds after its end, when its nodes are cleaned up.
     late = SACCT.replace("41|train|2026-11-20T06:01:05", "41|train|2026-11-20T06:01:13")
     assert [start.queue_s for start in parse_starts(late, "41")] == [5.0, 120.0]
     other = late.replace("41|train|2026-11-20T06:01:13", "41|another|2026-11-20T06:01:13")
@@ -357,22 +316,18 @@ def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
     assert job_resources(config, [("n1", "n2")], damaged).nodes["n1"].allocated == 4
 
 
-def test_nodes_without_ranks_are_allocated_too() -> None:
+def test_nodes_without_ranks_and_unused_gpus_are_allocated_too() -> None:
     config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, spare_nodes=1))
     env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "2(x3)"}
     found = job_resources(config, [("n1", "n3")], env, ["n2"])
     assert found.nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
     assert (found.nodes["n3"].ranks, found.idle) == ([2, 3], ("n2",))
-    on_gpus = replace(config, cluster=replace(config.cluster, gpus_per_node=2))
-    assert job_resources(on_gpus, [("n1", "n3")], env, ["n2"]).nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
-
-
-def test_gpus_count_if_a_job_has_any() -> None:
-    config = Config(cluster=ClusterConfig(nodes=1, tasks_per_node=2, gpus_per_node=4))
-    found = job_resources(config, [("n1",)], {})
-    assert (found.unit, found.nodes) == ("GPU", {"n1": NodeShare(allocated=4, share=1, ranks=[0, 1])})
-    on_cpu = replace(config, launch=LaunchConfig(device="cpu"))
-    assert job_resources(on_cpu, [("n1",)], {}).nodes == {"n1": NodeShare(allocated=4, share=1, ranks=[])}
+    config = replace(config, cluster=replace(config.cluster, gpus_per_node=4))
+    found = job_resources(config, [("n1", "n3")], env, ["n2"])
+    assert (found.unit, found.nodes["n2"]) == ("GPU", NodeShare(allocated=4, share=1, ranks=[]))
+    assert found.nodes["n1"] == NodeShare(allocated=4, share=1, ranks=[0, 1])
+    on_cpu = job_resources(replace(config, launch=LaunchConfig(device="cpu")), [("n1", "n3")], env)
+    assert on_cpu.nodes["n1"] == NodeShare(allocated=4, share=1, ranks=[])
 
 
 @pytest.mark.parametrize("het", [True, False])
@@ -382,12 +337,8 @@ def test_roles_without_a_gpu_have_no_share(het: bool) -> None:
         roles={"agent": 2, "observer": 4}, cluster=ClusterConfig(nodes=3, tasks_per_node=2, roles=roles, het=het)
     )
     found = job_resources(config, [("g1",), ("n1", "n2")], {})
-    spare = 0 if het else 2
-    assert found.nodes == {
-        "g1": NodeShare(allocated=2, share=1, ranks=[0, 1]),
-        "n1": NodeShare(allocated=spare, share=min(1, spare), ranks=[]),
-        "n2": NodeShare(allocated=spare, share=min(1, spare), ranks=[]),
-    }
+    other = NodeShare(allocated=0 if het else 2, share=0 if het else 1, ranks=[])
+    assert found.nodes == {"g1": NodeShare(allocated=2, share=1, ranks=[0, 1]), "n1": other, "n2": other}
 
 
 def test_cores_of_a_heterogeneous_job() -> None:
