@@ -72,6 +72,8 @@ def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path)
     *queries, last = slurm.programs()
     assert (sorted(queries), last) == (["scontrol", "sinfo"], "sbatch"), "two concurrent queries, then sbatch"
     assert list(tmp_path.iterdir()) == [slurm.folder]
+    slurm.add_script("scontrol", "exit 1")  # without partitions only sbatch checks the request
+    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
 
 
 def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
@@ -117,12 +119,18 @@ def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommand
 
 def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
+    roles = {
+        "server": RoleRequest(partition="mian"),
+        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
+    }
     with pytest.raises(ConfigError) as caught:
-        check(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
-    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
-        "cluster.sbatch.time",
-        "trainer.target:",
-        "cluster.nodes=9:",
+        check(tmp_path, trainer=trainer, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
+    nodes, target, *requests = caught.value.problems
+    assert nodes.startswith("cluster.sbatch.nodes repeats a key of the config")
+    assert target.startswith("trainer.target: ")
+    assert requests == [
+        "cluster.partition=mian: no such partition, did you mean 'main'?",
+        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
     ]
     assert "sbatch" not in slurm.programs()
     config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
@@ -152,33 +160,9 @@ def test_ranks_with_the_python_of_the_submission_need_its_torch(
     (forced,) = check(tmp_path, force=True)[0]
     (provided,) = check(tmp_path, cluster={"setup": ["module load pytorch"]})[0]
     assert forced == provided
-    assert check(tmp_path, cluster={"env": {"PYTHONPATH": str(fake_torch(tmp_path))}})[0] == []
-
-
-def fake_torch(folder: Path) -> Path:
-    """Return a folder with a package torch."""
-    (folder / "packages" / "torch").mkdir(parents=True)
-    (folder / "packages" / "torch" / "__init__.py").touch()
-    return folder / "packages"
-
-
-def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
-    slurm.add_script("scontrol", "exit 1")
-    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
-
-
-def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
-    roles = {
-        "server": RoleRequest(partition="mian"),
-        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
-    }
-    with pytest.raises(ConfigError) as caught:
-        check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
-    assert caught.value.problems[1:3] == (
-        "cluster.partition=mian: no such partition, did you mean 'main'?",
-        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
-    )
-    assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
+    (tmp_path / "packages" / "torch").mkdir(parents=True)
+    (tmp_path / "packages" / "torch" / "__init__.py").touch()
+    assert check(tmp_path, cluster={"env": {"PYTHONPATH": str(tmp_path / "packages")}})[0] == []
 
 
 def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
@@ -269,27 +253,22 @@ def test_doubtful_request_is_a_warning() -> None:
     assert found(of(DefMemPerCPU="100"), cpus_per_task=2) == Findings(warnings=[line])
 
 
-def test_requested_partitions_default_and_unknown_names() -> None:
+def test_requested_partitions() -> None:
     findings = Findings()
     other = replace(GPU, name="other", facts={})
-    assert requested_partitions(ClusterConfig(), [other, GPU], findings) == [GPU]
+    assert requested_partitions(ClusterConfig(), [other, GPU], findings) == [GPU], "the default one"
     assert requested_partitions(ClusterConfig(partition="other,gpu"), [other, GPU], findings) == [other, GPU]
+    tight = of(MaxTime="00:30:00", MaxNodes="1")
+    check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)  # it must fit one of them
     assert findings == Findings()
-    assert requested_partitions(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
-    assert requested_partitions(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
+    check_partitions(ClusterConfig(nodes=2), [tight, of(MaxNodes="1")], findings)
+    for name in ("ohter", "cpu-long"):
+        assert requested_partitions(ClusterConfig(partition=name), [other, GPU], findings) == []
     assert findings.errors == [
+        "cluster.nodes=2: partition gpu allows 1 per job: lower it or choose another",
         "cluster.partition=ohter: no such partition, did you mean 'other'?",
         "cluster.partition=cpu-long: no such partition, the cluster has gpu, other",
     ]
-
-
-def test_request_must_fit_one_of_several_partitions() -> None:
-    tight = of(MaxTime="00:30:00", MaxNodes="1")
-    findings = Findings()
-    check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)
-    assert findings == Findings()
-    check_partitions(ClusterConfig(nodes=2), [tight, of(MaxNodes="1")], findings)
-    assert findings.errors == ["cluster.nodes=2: partition gpu allows 1 per job: lower it or choose another"]
 
 
 # --- The check that the nodes can see the runs folder.
@@ -317,22 +296,6 @@ def test_nodes_must_see_the_folder(folder: str, kind: str, nodes: set[str], erro
 # --- additional flags of sbatch and srun
 
 
-@pytest.fixture
-def fake_sbatch(commands: FakeCommands) -> FakeCommands:
-    """Commands with an sbatch that knows two flags."""
-    commands.add_script(
-        "sbatch",
-        """for option in "$@"; do case "$option" in
-    --mail-type=FAIL|--exclusive) ;;
-    --begin=*) echo 'Invalid time specification (pos=0): x' >&2; echo 'sbatch: error: Invalid --begin specification' >&2
-        exit 255 ;;
-    --help) exit 0 ;;
-    *) echo "sbatch: unrecognized option '$option'" >&2; echo 'Try "sbatch --help" for more' >&2; exit 255 ;;
-esac; done""",
-    )
-    return commands
-
-
 def test_flags_that_hpcdist_sets_are_rejected() -> None:
     cluster = ClusterConfig(
         sbatch={"nodes": "3", "time": "1", "output": "x", "N": "3", "mail-type": "FAIL", "ntasks_per_node": "2"},
@@ -348,10 +311,7 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
         "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
         "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit itself: remove it",
     ]
-
-
-def test_flags_of_runs_that_outlive_nodes_are_free_for_others() -> None:
-    flags = {"no-kill": "true", "mincpus": "2"}
+    flags = {"no-kill": "true", "mincpus": "2"}  # of runs that outlive nodes
     assert conflicting_flags(ClusterConfig(nodes=2, sbatch=flags)) == []
     assert conflicting_flags(ClusterConfig(nodes=2, spare_nodes=1, sbatch=flags)) == [
         "cluster.sbatch.no-kill repeats a key of the config: use cluster.min_nodes or cluster.spare_nodes"
@@ -359,14 +319,21 @@ def test_flags_of_runs_that_outlive_nodes_are_free_for_others() -> None:
     assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
 
 
-def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: FakeCommands) -> None:
+def test_flags_that_sbatch_rejects_are_reported(commands: FakeCommands) -> None:
+    commands.add_script(
+        "sbatch",
+        """for option in "$@"; do case "$option" in
+    --mail-type=FAIL|--exclusive) ;;
+    --begin=*) echo 'Invalid time specification (pos=0): x' >&2; echo 'sbatch: error: Invalid --begin specification' >&2
+        exit 255 ;;
+    --help) exit 0 ;;
+    *) echo "sbatch: unrecognized option '$option'" >&2; echo 'Try "sbatch --help" for more' >&2; exit 255 ;;
+esac; done""",
+    )
     assert rejected_flags("sbatch", {}) == []
     assert rejected_flags("sbatch", {"mail-type": "FAIL", "exclusive": "true", "mail-user": "false"}) == []
-    assert fake_sbatch.calls() == ["sbatch --mail-type=FAIL --exclusive --help"]
+    assert commands.calls() == ["sbatch --mail-type=FAIL --exclusive --help"]
     assert rejected_flags("srun", {"foo": "1"}) == [], "there is no srun"
-
-
-def test_each_rejected_flag_is_reported(fake_sbatch: FakeCommands) -> None:
     flags = {"mail-typ": "FAIL", "mail-type": "FAIL", "nodes": "3", "begin": "x"}
     why = "sbatch rejects it: Invalid time specification (pos=0): x; Invalid --begin specification"
     assert rejected_flags("sbatch", flags, options={"begin"}) == [
@@ -397,10 +364,10 @@ def hostile(seed: int) -> str:
 
 
 def tree_with(keys: list[str], value: object) -> dict[str, object]:
-    *above, leaf = keys
-    tree: dict[str, object] = {leaf: value}
-    for key in reversed(above):
+    tree = value
+    for key in reversed(keys):
         tree = {key: tree}
+    assert isinstance(tree, dict)
     return tree
 
 
@@ -421,13 +388,10 @@ def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     cases: list[tuple[str, dict[str, object]]] = []
-    for seed in range(4):
-        for key in TEXT_KEYS:
-            cases.append((key, tree_with(key.split("."), hostile(seed))))
-        for key in LIST_KEYS:
-            cases.append((key, tree_with(key.split("."), [hostile(seed)])))
-        for key in NAME_KEYS:
-            cases.append((key, tree_with([*key.split("."), hostile(seed)], 1)))
+    for text in map(hostile, range(4)):
+        cases += [(key, tree_with(key.split("."), text)) for key in TEXT_KEYS]
+        cases += [(key, tree_with(key.split("."), [text])) for key in LIST_KEYS]
+        cases += [(key, tree_with([*key.split("."), text], 1)) for key in NAME_KEYS]
     num_accepted = 0
     for number, (key, tree) in enumerate(cases):
         found = rendered(tmp_path / "run.yaml", tree)
@@ -440,13 +404,8 @@ def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
         tail = text.partition("# then:\n")[2]
         names = " ".join(f'"${name}"' for name in variables) or '""'
         script = f"{head}\n{tail}\nprintf '%s\\0' {names}\n"
-        done = subprocess.run(
-            ["bash", "--norc", "-c", script],
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            check=False,
-        )
+        shell, env = ["bash", "--norc", "-c", script], {"PATH": "/usr/bin:/bin"}
+        done = subprocess.run(shell, cwd=folder, env=env, capture_output=True, check=False)
         assert (done.returncode, done.stderr) == (0, b""), (key, tree)
         if variables:
             assert done.stdout.decode().split("\0")[:-1] == list(variables.values()), (key, tree)
@@ -480,12 +439,7 @@ def test_what_no_script_can_hold(override: str, problem: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_flag_of_a_submission_must_be_one_line() -> None:
-    with pytest.raises(
-        UserMistake, match=r"^--begin must be one line without control characters, got 'now\\ntouch x'$"
-    ):
+def test_other_texts_of_a_script() -> None:
+    with pytest.raises(UserMistake, match=r"^--begin must be one line .* characters, got 'now\\ntouch x'$"):
         submission_flags(load_config("ddp_digits"), None, "now\ntouch x")
-
-
-def test_every_line_of_a_comment_is_commented() -> None:
     assert submit.commented("srun 'a\nb'") == "# srun 'a\n# b'"
