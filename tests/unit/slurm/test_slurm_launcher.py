@@ -48,11 +48,8 @@ def test_nodes_by_component(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes_of(Config(), allocation) == [("n1", "n2", "n3")]
     assert nodes_of(roles(), allocation) == [("n1",), ("n2", "n3")]
     # In the batch step of a heterogeneous job SLURM_JOB_NODELIST contains only the first component's nodes.
-    het = {
-        "SLURM_JOB_NODELIST": "n2",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3-4]",
-    }
+    groups = {"": "n2", "_HET_GROUP_0": "n2", "_HET_GROUP_1": "n[3-4]"}
+    het = {f"SLURM_JOB_NODELIST{group}": nodes for group, nodes in groups.items()}
     assert nodes_of(roles(gpus_per_node=1), het) == [("n2",), ("n3", "n4")]
 
     def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -222,21 +219,34 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Files of this folder contain their output: `steps` that of squeue, `nodes` the node names, `ranks` the answers to
     the request to kill ranks, `booted` that of scontrol. Steps end when they are cancelled, unless `stubborn` exists.
     """
-    scripts = {
+    for name, text in {
         "squeue": "cat steps",
         "scancel": 'echo "$@" >> cancelled; if test ! -e stubborn; then echo "7.batch batch" > steps; fi',
-        "srun": 'case "$*" in *"node_steps kill"*) echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
+        "srun": f'{IF_KILL} echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
         "scontrol": "cat booted",
-    }
-    for name, text in scripts.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    }.items():
+        fake(tmp_path, name, text)
     outputs = {"steps": "7.batch batch\n", "nodes": alive("n1", "n2"), "ranks": surviving(n1=[], n2=[]), "booted": ""}
     for name, text in outputs.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return tmp_path
+
+
+IF_KILL = 'case "$*" in *"node_steps kill"*)'
+
+
+def fake(folder: Path, name: str, script: str) -> None:
+    """Let a command of Slurm run a script in the folder."""
+    (folder / name).write_text(f"#!/bin/sh\ncd {folder}\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def stay(slurm: Path) -> None:
+    """Let a step of an attempt not end when it is cancelled."""
+    (slurm / "stubborn").touch()
+    (slurm / "steps").write_text("7.0 attempt-001\n")
 
 
 @pytest.fixture
@@ -285,18 +295,13 @@ def test_no_ranks_start_while_an_old_step_remains(
     slurm: Path, runs_dir: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preflight(monkeypatch)
-    (slurm / "stubborn").touch()
-    (slurm / "steps").write_text("7.0 attempt-001\n")
+    stay(slurm)
     launcher = launcher_of(slurm, runs_dir)
     attempt = RunDir(runs_dir / "exp" / "first").new_attempt()
-    with (
-        launcher,
-        pytest.raises(
-            HpcdistError, match=r"^step 7\.0 \(attempt-001\) does not end, although none of its ranks is left$"
-        ),
-    ):
+    error = r"^step 7\.0 \(attempt-001\) does not end, although none of its ranks is left$"
+    with launcher, pytest.raises(HpcdistError, match=error):
         launcher.start(attempt)
-    (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    fake(slurm, "squeue", "exit 1")
     with launcher, pytest.raises(HpcdistError, match=r"^squeue: exit code 1$"):
         launcher.start(attempt)
     assert launcher.broken() == "squeue: exit code 1"
@@ -315,8 +320,7 @@ def test_no_ranks_start_while_an_old_step_remains(
 def test_step_that_does_not_end_is_a_reason_to_requeue(
     slurm: Path, runs_dir: Path, no_waiting: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
 ) -> None:
-    (slurm / "stubborn").touch()
-    (slurm / "steps").write_text("7.0 attempt-001\n")
+    stay(slurm)
     (slurm / "ranks").write_text(ranks)
     (slurm / "booted").write_text(f"NodeName=n1 BootTime=2026-11-22T01:00:00\nNodeName=n2 BootTime={booted}\n")
     launcher = launcher_of(slurm, runs_dir, spare)
@@ -330,12 +334,9 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
     slurm: Path, runs_dir: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks may have waited for a file system."""
-    (slurm / "stubborn").touch()
-    (slurm / "steps").write_text("7.0 attempt-001\n")
+    stay(slurm)
     (slurm / "ranks").write_text(surviving(n1=[0], n2=[]))
-    (slurm / "srun").write_text(
-        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *"node_steps kill"*) cat ranks; rm stubborn;; *) cat nodes;; esac\n'
-    )
+    fake(slurm, "srun", f"{IF_KILL} cat ranks; rm stubborn;; *) cat nodes;; esac")
     monkeypatch.setattr(client, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
 
@@ -343,8 +344,7 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
 def test_unreachable_controller_does_not_make_nodes_lost(slurm: Path, runs_dir: Path) -> None:
     """A restarted controller starts steps once its nodes have answered it."""
     for name, output, tries in (("squeue", "steps", 2), ("srun", "nodes", 4)):
-        text = f"#!/bin/sh\ncd {slurm}\necho {name} >> tries\ntest $(wc -l < tries) -gt {tries} && cat {output}\n"
-        (slurm / name).write_text(text)
+        fake(slurm, name, f"echo {name} >> tries\ntest $(wc -l < tries) -gt {tries} && cat {output}")
     assert launcher_of(slurm, runs_dir).broken() == ""
     assert (slurm / "tries").read_text().split()[:5] == ["squeue"] * 3 + ["srun"] * 2
 
@@ -357,8 +357,7 @@ def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     preflight(monkeypatch)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     then = "exit 1" if refuses else "exec sleep 1000"
-    script = f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac"
-    (slurm / "srun").write_text(f"#!/bin/sh\ncd {slurm}\n{script}\ncat nodes\n")
+    fake(slurm, "srun", f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac\ncat nodes")
     launcher = launcher_of(slurm, runs_dir)
     run = RunDir(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2), launch=LaunchConfig(init_timeout_s=0.5))
@@ -399,15 +398,9 @@ class FakeJob:
     ],
 )  # fmt: skip
 def test_lost_and_failing_nodes_are_avoided_if_replaceable(
-    slurm: Path,
-    runs_dir: Path,
-    answers: str,
-    failed_on: list[str],
-    spare: str,
-    why: str,
-    avoid: list[str],
+    slurm: Path, runs_dir: Path, answers: str, failed_on: list[str], spare: str, why: str, avoid: list[str],
     idle_only: bool,
-) -> None:
+) -> None:  # fmt: skip
     (slurm / "nodes").write_text(alive(*answers.split()))
     run = RunDir.create(runs_dir / "exp" / "first")
     for host in failed_on:
@@ -437,9 +430,7 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
 ) -> None:
     preflight(monkeypatch, FULL, failed=True, blamed=["n1"])
     (slurm / "ranks").write_text(surviving(n1=[]))
-    (slurm / "srun").write_text(
-        f'#!/bin/sh\ncase "$*" in *"node_steps kill"*) cat {slurm}/ranks;; *) echo "$@";; esac\n'
-    )
+    fake(slurm, "srun", f'{IF_KILL} cat ranks;; *) echo "$@";; esac')
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
     cast(FakeJob, launcher._job).id = "5_2"
     with launcher:
@@ -463,7 +454,7 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preflight(monkeypatch, HpcdistError("environment on n2: no answer"))
-    (slurm / "srun").write_text(f"#!/bin/sh\ncat {slurm}/ranks\n")
+    fake(slurm, "srun", "cat ranks")
     (slurm / "ranks").write_text(surviving(n1=[]))
     with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
         with pytest.raises(HpcdistError, match="no answer"):
@@ -475,17 +466,15 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preflight(monkeypatch)
-    (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    fake(slurm, "srun", 'echo "$@"')
     with launcher_of(slurm, runs_dir) as launcher:
         attempt = launcher._run.new_attempt()
         ranks = launcher.start(attempt)
         output = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)
         ranks.close()
-    options = (
-        "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
-    )
-    assert output.read_text() == f"{options} python -m look\n"
+    options = "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1"
+    assert output.read_text() == f"{options} --input=none python -m look\n"
 
 
 # --- exit codes of tasks from the messages of srun
@@ -506,8 +495,7 @@ def test_messages_of_srun_give_exit_codes_by_task(messages: str, expected: dict[
 
 
 def test_task_numbers_of_a_heterogeneous_step_are_offset_by_component() -> None:
-    messages = (
-        "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"  # ranks 3 and 0, of 1 and 4 tasks
-    )
+    # Ranks 3 and 0, of components with 1 and 4 tasks.
+    messages = "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"
     found = ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1})
     assert found == {3: ("n3", -signal.SIGKILL), 0: ("n1", -signal.SIGTERM)}
