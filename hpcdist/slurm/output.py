@@ -148,34 +148,32 @@ def count_nodes(groups: Iterable[NodeGroup]) -> int:
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Return the partitions of `scontrol show partition --oneliner` with their nodes, from PARTITION_FORMAT lines."""
-    groups = [group for line in nodes.splitlines() if (group := _node_group(line)) is not None]
-    found = []
-    for facts in parse_records(partitions):
-        if name := facts.get("PartitionName"):
-            own = tuple(group for group in groups if group.partition == name)
-            found.append(Partition(name=name, facts=facts, nodes=own))
-    return found
-
-
-def _node_group(line: str) -> NodeGroup | None:
-    """Return the nodes of a line of sinfo; None for a line of another form."""
-    if line.count("|") != 6:
-        return None
-    partition, count, cpus, memory, gres, state, names = line.split("|")
-    # sinfo prints `16+` if the nodes of one line differ.
-    counts = [parse_count(text.removesuffix("+")) for text in (count, cpus, memory)]
-    if None in counts:
-        return None
-    num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
-    return NodeGroup(
-        partition=partition,
-        num_nodes=num_nodes,
-        cpus=num_cpus,
-        memory_mb=memory_mb,
-        gpus=sum(map(int, _GRES_GPUS.findall(gres))),
-        usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
-        names=names,
-    )
+    groups = []
+    for line in nodes.splitlines():
+        if line.count("|") != 6:
+            continue  # a line of another format
+        partition, count, cpus, memory, gres, state, names = line.split("|")
+        # sinfo prints `16+` if the nodes of one line differ.
+        counts = [parse_count(text.removesuffix("+")) for text in (count, cpus, memory)]
+        if None in counts:
+            continue
+        num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
+        groups.append(
+            NodeGroup(
+                partition=partition,
+                num_nodes=num_nodes,
+                cpus=num_cpus,
+                memory_mb=memory_mb,
+                gpus=sum(map(int, _GRES_GPUS.findall(gres))),
+                usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
+                names=names,
+            )
+        )
+    return [
+        Partition(name=name, facts=facts, nodes=tuple(group for group in groups if group.partition == name))
+        for facts in parse_records(partitions)
+        if (name := facts.get("PartitionName"))
+    ]
 
 
 def parse_node_states(text: str) -> list[NodeState]:
@@ -223,6 +221,9 @@ _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.
 SQUEUE_FIELDS = "%i|%T|%r|%V|%S|%e|%N|%j"
 SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,MaxRSS"
+#: The same, with scontrol's names.
+_SQUEUE_KEYS = ("JobId", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "NodeList", "JobName")
+_SACCT_KEYS = ("JobId", "JobName", "JobState", "ExitCode", "SubmitTime", "StartTime", "EndTime", "NodeList", "MaxRSS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,20 +296,16 @@ def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
     if not records:
         return None
     first = records[0]
-    keys = ("JobName", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "ExitCode")
     nodes = ",".join(filter(None, (parse_text(record.get("NodeList")) for record in records)))
-    restarts = parse_count(first.get("Restarts", "0")) or 0
-    return _job_info(job_id, *(first.get(key, "") for key in keys), nodes=nodes, restarts=restarts)
+    return _job_info(job_id, first | {"NodeList": nodes}, restarts=parse_count(first.get("Restarts", "0")) or 0)
 
 
 def parse_squeue(text: str, job_id: str) -> JobInfo | None:
     """Return a job from lines of squeue with SQUEUE_FIELDS."""
     for line in text.splitlines():
-        if line.count("|") < 7:
-            continue  # a line of another format
-        found_id, state, reason, submitted, started, ended, nodes, name = line.split("|", 7)
-        if found_id in (job_id, f"{job_id}+0"):
-            return _job_info(job_id, name, state, reason, submitted, started, ended, "", nodes=nodes)
+        facts = dict(zip(_SQUEUE_KEYS, line.split("|", 7), strict=False))  # fewer in a line of another format
+        if facts["JobId"] in (job_id, f"{job_id}+0") and len(facts) == len(_SQUEUE_KEYS):
+            return _job_info(job_id, facts)
     return None
 
 
@@ -316,16 +313,14 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     """Return a job from `sacct --duplicates`: its last start, the final states of earlier ones, and its steps."""
     starts: list[tuple[dict[str, str], list[dict[str, str]]]] = []
     for line in text.splitlines():
-        fields = SACCT_FIELDS.split(",")
-        if line.count("|") < len(fields) - 1:
-            continue  # a line of another format
-        row = dict(zip(fields, line.split("|"), strict=False))
-        found_id, dot, _ = row["JobID"].partition(".")
-        if found_id not in (job_id, f"{job_id}+0"):
+        row = dict(zip(_SACCT_KEYS, line.split("|"), strict=False))  # fewer in a line of another format
+        found_id, dot, _ = row["JobId"].partition(".")
+        if found_id not in (job_id, f"{job_id}+0") or len(row) < len(_SACCT_KEYS):
             continue
-        if not dot and starts and starts[-1][0]["State"].startswith("RESIZING"):
+        row["JobState"] = (row["JobState"].split() or ["UNKNOWN"])[0].rstrip("+")  # without `by UID`, and `CANCELLED+`
+        if not dot and starts and starts[-1][0]["JobState"] == "RESIZING":
             # The job has lost a node: each size has a row, but it is one start.
-            starts[-1] = ({**row, "Start": starts[-1][0]["Start"]}, starts[-1][1])
+            starts[-1] = ({**row, "StartTime": starts[-1][0]["StartTime"]}, starts[-1][1])
         elif not dot:
             starts.append((row, []))
         elif starts:
@@ -333,55 +328,35 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     if not starts:
         return None
     row, steps = starts[-1]
-    texts = (row[key] for key in ("Submit", "Start", "End", "ExitCode"))
     return _job_info(
         job_id,
-        row["JobName"],
-        _parse_state(row["State"]),
-        "",
-        *texts,
-        nodes=row["NodeList"],
+        row,
         restarts=len(starts) - 1,
-        max_rss=max((step.get("MaxRSS", "") for step in steps), key=_num_bytes, default=""),
-        earlier=tuple(_parse_state(start["State"]) for start, _ in starts[:-1]),
-        step_states=tuple(_parse_state(step["State"]) for step in steps),
+        max_rss=max((step["MaxRSS"] for step in steps), key=_num_bytes, default=""),
+        earlier=tuple(start["JobState"] for start, _ in starts[:-1]),
+        step_states=tuple(step["JobState"] for step in steps),
     )
 
 
-def _job_info(
-    job_id: str,
-    name: str,
-    state: str,
-    reason: str,
-    submitted: str,
-    started: str,
-    ended: str,
-    exit_code: str,
-    *,
-    nodes: str,
-    **more: Any,
-) -> JobInfo:
+def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
+    """Return a job from facts with scontrol's names."""
+    state, reason = facts.get("JobState", ""), facts.get("Reason", "")
     # A cancelled or completed job keeps the reason that it was pending for.
     has_reason = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS)
-    codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", exit_code)
+    codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", facts.get("ExitCode", ""))
     return JobInfo(
         id=job_id,
-        name=name,
+        name=facts.get("JobName", ""),
         state=state or "UNKNOWN",
         reason=parse_text(reason) if has_reason else "",
-        submitted=parse_time(submitted),
-        started=parse_time(started),
-        ended=parse_time(ended),
+        submitted=parse_time(facts.get("SubmitTime")),
+        started=parse_time(facts.get("StartTime")),
+        ended=parse_time(facts.get("EndTime")),
         exit_code=int(codes[1]) if codes else 0,
         signal=int(codes[2]) if codes else 0,
-        nodes=parse_text(nodes),
+        nodes=parse_text(facts.get("NodeList")),
         **more,
     )
-
-
-def _parse_state(text: str) -> str:
-    """Return CANCELLED for `CANCELLED by 1000` and `CANCELLED+`."""
-    return text.split()[0].rstrip("+") if text.split() else "UNKNOWN"
 
 
 def _num_bytes(text: str) -> float:

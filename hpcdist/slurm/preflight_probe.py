@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -151,21 +151,7 @@ def test_checkpoint_folder(request: ProbeRequest, node: str) -> dict[str, Any]:
 
 
 def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
-    async def resolve(name: str) -> str:
-        if name in request.addresses:
-            return request.addresses[name]
-        return await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
-
-    mesh = Mesh(
-        request.nodes,
-        node,
-        port=request.port,
-        token=request.token,
-        mode=request.mode,
-        resolve=resolve,
-        bind=request.addresses.get(node),
-        deadline_s=request.deadline_s,
-    )
+    mesh = Mesh(request, node)
     asyncio.run(mesh.run())
     found: dict[str, Any] = {
         "addresses": sorted(mesh.addresses),
@@ -366,29 +352,18 @@ STALL_S, EXCHANGES_S = 8.0, 20.0
 
 
 class Mesh:
-    """One node's connections to the others; it listens on all interfaces, or on the address `bind`."""
+    """One node's connections to the others; it listens on all interfaces, or on the address in the request."""
 
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        node: str,
-        *,
-        port: int,
-        token: str,
-        mode: str = "quick",
-        resolve: Callable[[str], Awaitable[str]],
-        bind: str | None = None,
-        deadline_s: float = 30.0,
-    ) -> None:
-        self._port, self._token = port, token
-        self._resolve, self._bind = resolve, bind
+    def __init__(self, request: ProbeRequest, node: str) -> None:
+        self._request, self._node = request, node
         self._began = time.monotonic()
-        self._until = self._began + deadline_s
+        self._until = self._began + request.deadline_s
+        nodes = request.nodes
         me = nodes.index(node)
         partners = {own for turn in tournament(len(nodes), ALL_PAIRS - 1) if (own := turn[me]) is not None}
         self.peers = {nodes[number]: Peer(nodes[number]) for number in sorted(partners)}
         #: Bytes that this node sends to each peer in one exchange.
-        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES[mode] // max(1, len(self.peers)))
+        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES[request.mode] // max(1, len(self.peers)))
         #: Error of listening on the port; empty without one.
         self.port_problem = ""
         #: This node's addresses on its connections.
@@ -415,11 +390,11 @@ class Mesh:
                     await asyncio.gather(*map(self._part, self.peers.values()))
 
     async def _listen(self) -> None:
-        for port in (self._port, 0):
+        options: dict[str, Any] = {"family": socket.AF_INET, "backlog": MAX_UNKNOWN, "limit": MAX_HELLO_BYTES}
+        bind = self._request.addresses.get(self._node)
+        for port in (self._request.port, 0):
             try:
-                server = await asyncio.start_server(
-                    self._accept, self._bind, port, family=socket.AF_INET, backlog=MAX_UNKNOWN, limit=MAX_HELLO_BYTES
-                )
+                server = await asyncio.start_server(self._accept, bind, port, **options)
             except OSError as error:
                 if port == 0:
                     raise
@@ -440,7 +415,7 @@ class Mesh:
     async def _serve(self, link: Link) -> None:
         with contextlib.suppress(UnknownPeerError, OSError, EOFError), contextlib.closing(link):
             try:
-                hello = await link.handshake(self._token, self._hello, connecting=False)
+                hello = await link.handshake(self._request.token, self._hello, connecting=False)
             finally:
                 self._unknown.pop(link, None)
             if (peer := self.peers.get(hello["node"])) is not None:  # not this node itself, through a wrong name
@@ -452,7 +427,7 @@ class Mesh:
         while True:
             tried = time.monotonic()
             try:
-                address = await self._resolve(peer.name)
+                address = await self.address_of(peer.name)
             except OSError as error:
                 peer.status, peer.detail = "unresolved", error.strerror or str(error)
                 known = self._began
@@ -475,12 +450,18 @@ class Mesh:
                 return
             await asyncio.sleep(RETRY_S)
 
+    async def address_of(self, name: str) -> str:
+        """Return the address of a node. Raises OSError."""
+        if name in self._request.addresses:
+            return self._request.addresses[name]
+        return await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
+
     async def _connect(self, peer: Peer, address: str) -> str:
         """Connect to a peer; return the status of a port of the ephemeral range. Raises UnknownPeerError or OSError."""
-        sock = await connected(address, self._port, CONNECT_S)
+        sock = await connected(address, self._request.port, CONNECT_S)
         link = Link(*await asyncio.open_connection(sock=sock))
         try:
-            hello = await link.handshake(self._token, self._hello, connecting=True)
+            hello = await link.handshake(self._request.token, self._hello, connecting=True)
             if hello["node"] != peer.name:
                 raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} resolves")
         except UnknownPeerError:

@@ -219,18 +219,19 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
 
 @pytest.mark.parametrize(("proof_s", "num_kept"), [(2.0 * LIMIT_S, mesh.MAX_UNKNOWN), (0.05, 0)])
 def test_connections_without_a_proof_are_limited_in_number_and_time(
-    monkeypatch: pytest.MonkeyPatch, proof_s: float, num_kept: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof_s: float, num_kept: int
 ) -> None:
     monkeypatch.setattr(mesh, "HELLO_S", proof_s)
     leave = Future[None]()
 
-    async def resolve(name: str) -> str:
-        await asyncio.wrap_future(leave)
-        raise OSError(name)
+    class Waiting(Mesh):
+        async def address_of(self, name: str) -> str:
+            await asyncio.wrap_future(leave)
+            raise OSError(name)
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
-    tested = Mesh(("n1", "n2"), "n1", port=address[1], token="t", resolve=resolve, bind=address[0], deadline_s=0.0)
+    request = replace(request_for(tmp_path, 2), deadline_s=0.0)
+    address = request.addresses["n1"], request.port
+    tested = Waiting(request, "n1")
     running = threading.Thread(target=lambda: asyncio.run(tested.run()))
     running.start()
     with ExitStack() as opened:
@@ -259,14 +260,10 @@ def test_dropped_packets_are_a_timeout_and_not_a_refusal() -> None:
         asyncio.run(connected(address, port, limit_s=5.0))
 
 
-async def nowhere(name: str) -> str:
-    raise OSError(name)
-
-
-def test_other_program_that_ends_before_the_deadline_is_still_reported() -> None:
+def test_other_program_that_ends_before_the_deadline_is_still_reported(tmp_path: Path) -> None:
     """A probe that starts last finds the wrong node, and then nobody: the others have left."""
-    with socket.create_server(("127.0.0.3", 0)) as server:
-        port = server.getsockname()[1]
+    request = replace(request_for(tmp_path, 2), deadline_s=1.0)
+    with socket.create_server((request.addresses["n2"], request.port)) as server:
 
         def greet_once() -> None:
             connection, _ = server.accept()
@@ -275,12 +272,9 @@ def test_other_program_that_ends_before_the_deadline_is_still_reported() -> None
                 connection.sendall(b"220 ready when you are\r\n")
             server.close()
 
-        async def address(_: str) -> str:
-            return "127.0.0.3"
-
         greeting = threading.Thread(target=greet_once)
         greeting.start()
-        late = Mesh(("n1", "n2"), "n1", port=port, token="t", resolve=address, bind="127.0.0.2", deadline_s=1.0)
+        late = Mesh(request, "n1")
         asyncio.run(late.run())
         greeting.join()
     peer = late.peers["n2"]
@@ -288,7 +282,9 @@ def test_other_program_that_ends_before_the_deadline_is_still_reported() -> None
 
 
 @pytest.mark.parametrize("answered_bytes", [0, mesh.LARGE_BYTES])
-def test_data_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch, answered_bytes: int) -> None:
+def test_data_that_does_not_arrive_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered_bytes: int
+) -> None:
     """The peer answers requests up to a size, as if the network lost or delayed larger ones."""
 
     async def serve(link: mesh.Link, finished: asyncio.Event) -> None:
@@ -298,31 +294,26 @@ def test_data_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch, 
             if num_bytes <= answered_bytes:
                 link._writer.write(mesh._ANSWER.pack(time.time()))
 
-    async def address(name: str) -> str:
-        return {"n1": "127.0.0.2", "n2": "127.0.0.3"}[name]
-
     async def meet() -> list[Mesh]:
-        nodes = ("n1", "n2")
-        found = [Mesh(nodes, n, port=port, token="t", resolve=address, bind=await address(n)) for n in nodes]
+        found = [Mesh(request, node) for node in request.nodes]
         await asyncio.gather(*(one.run() for one in found))
         return found
 
     monkeypatch.setattr(mesh, "STALL_S", 0.2)
     monkeypatch.setattr(mesh.Link, "serve", serve)
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
+    request = request_for(tmp_path, 2)
     for one in asyncio.run(meet()):
         (peer,) = one.peers.values()
         assert (peer.status, peer.stalled) == ("ok", answered_bytes == 0)
         assert peer.exchange_s == (None if answered_bytes == 0 else mesh.STALL_S)
 
 
-def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -> None:
-    nodes = [f"n{number}" for number in range(151)]
-    peers = {node: set(Mesh(nodes, node, port=1, token="t", resolve=nowhere).peers) for node in nodes}
-    assert all(node in peers[other] for node in nodes for other in peers[node])
+def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions(tmp_path: Path) -> None:
+    request = request_for(tmp_path, 151)
+    peers = {node: set(Mesh(request, node).peers) for node in request.nodes}
+    assert all(node in peers[other] for node in request.nodes for other in peers[node])
     assert all(ALL_PAIRS - 3 < len(others) < ALL_PAIRS for others in peers.values())
-    near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in nodes]
+    near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in request.nodes]
     assert max(near) < ALL_PAIRS / 2, "not only neighbours, which may share a switch"
 
 
