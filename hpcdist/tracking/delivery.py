@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,11 @@ class Delivery:
         failures: list[TrackingError] = []
         if config.tracking.commands:
             with _collected(failures):
-                self._obey_command(mlflow, config.tracking.commands, state)
+                if self._command is None:
+                    from hpcdist.tracking.command_tag import CommandTag  # with modules that no other run needs
+
+                    self._command = CommandTag(self.run)
+                self._command.update(mlflow, config.tracking.commands, state)
         num_points = self.ship_records(state)
         last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
         try:
@@ -143,13 +147,6 @@ class Delivery:
             self._sent.complete = mark_of(state)
             self._sent.save(self.run.journal)
         return num_points
-
-    def _obey_command(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
-        if self._command is None:
-            from hpcdist.tracking.command_tag import CommandTag  # with modules that no other run needs
-
-            self._command = CommandTag(self.run)
-        self._command.update(mlflow, allowed, state)
 
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.
@@ -229,12 +226,13 @@ class Delivery:
 
     def _ship_status(self, state: State) -> None:
         if self._status != mark_of(state):
-            status = pages.MLFLOW_STATUS.get(state.status, "RUNNING")
-            ended = state.ended if state.ended is not None else time.time()
-            # MLflow's duration is the difference of end and start: without pauses, it is the running time.
-            running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
-            end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
-            self.open_run().set_status(status, end_ms if state.status in ENDED else None)
+            end_ms = None
+            if state.status in ENDED:
+                # MLflow's duration is the difference of end and start: without pauses, it is the running time.
+                running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
+                ended = state.ended if state.ended is not None else time.time()
+                end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
+            self.open_run().set_status(pages.MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
             if self._sweep_run is not None:
                 self._sweep_run.refresh()
             self._status = mark_of(state)
@@ -511,14 +509,14 @@ class ReportWriter:
         ended, mark = state.status in ENDED, mark_of(state)
         if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
             return False
-        self._tried, is_written = mark, False
-        began = time.monotonic()
+        self._tried, began = mark, time.monotonic()
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 
             write_report(self._run, read_series(self._run))
-            is_written = True
         except Exception:  # a report must not stop the upload of the metrics
             log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
-        self._next = time.monotonic() + max(REPORT_INTERVAL_S, COST_FACTOR * (time.monotonic() - began))
-        return is_written
+            return False
+        finally:
+            self._next = time.monotonic() + max(REPORT_INTERVAL_S, COST_FACTOR * (time.monotonic() - began))
+        return True

@@ -321,13 +321,8 @@ class MlflowRun:
             if found is None:  # also if `mlflow.json` names a run of another store
                 experiment, uid = self._experiment(), saved["run_uid"]
                 same = self.client.search_runs([experiment], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
-                found = (
-                    same[0]
-                    if same
-                    else self.client.create_run(
-                        experiment, start_time=int(began_of(run) * 1000), tags={UID_TAG: uid}, run_name=run.name
-                    )
-                )
+                start_ms, tags = int(began_of(run) * 1000), {UID_TAG: uid}
+                found = same[0] if same else self.client.create_run(experiment, start_ms, tags, run_name=run.name)
             self.start_ms = int(found.info.start_time or 0)
             self.run_id = require_id(found.info.run_id, "a run")
             self.experiment_id = require_id(found.info.experiment_id, "a run's experiment")

@@ -75,20 +75,20 @@ def read_config(run: RunDir) -> StoredConfig:
         raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
 
 
-def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values as text; lists are JSON."""
-    for key, value in flat(tree).items():
-        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
 def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
-    return dict(flatten(parameters(run, stored)))
+    return _texts(parameters(run, stored))
+
+
+def _texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as text by their dotted keys; lists are JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in flat(tree).items()
+    }
 
 
 def names(run: RunDir, stored: StoredConfig) -> list[tuple[str, str]]:
     """Return the keys of parameters and user tags, each with its name in MLflow."""
-    own = stored.config.tracking.tags
-    return [(key, clean_name(key)) for tree in (parameters(run, stored), own) for key, _ in flatten(tree)]
+    return [(key, clean_name(key)) for key in [*flat(parameters(run, stored)), *flat(stored.config.tracking.tags)]]
 
 
 def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
@@ -106,7 +106,7 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         facts["container"] = container
     if rank_environment := read_json(run.rank_environment):
         facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
-    tags = {f"hpcdist.{key}": text for key, text in flatten(facts)} | {
+    tags = {f"hpcdist.{key}": text for key, text in _texts(facts).items()} | {
         "hpcdist.folder": str(run.path),
         "mlflow.runName": run_name(run, stored),
         "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
@@ -191,8 +191,6 @@ class RunPage:
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
             sent: digest of the page in MLflow. If nothing has changed since, no request is made.
-
-        Raises TrackingError if MLflow fails or the run folder cannot be read.
         """
         now = time.monotonic()
         status = (state.status, state.reason, state.attempt)
@@ -228,11 +226,7 @@ def _readable() -> Iterator[None]:
 
 
 def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
-    """Set the description of an MLflow run below the text that a user has written there.
-
-    Args:
-        own_note: text above the description if the run has none yet.
-    """
+    """Set the description of an MLflow run below the text of its user: what is there in MLflow, else `own_note`."""
     current = opened.current().data.tags.get(NOTE_TAG, "")
     above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
@@ -400,12 +394,7 @@ def _view(
     }
 
 
-def _metric(key: str) -> str:
-    return f"metrics.`{key}`"
-
-
-def _tag(key: str) -> str:
-    return f"tags.`{key}`"
+_metric, _tag = "metrics.`{}`".format, "tags.`{}`".format
 
 
 def _widths(**pixels: int) -> dict[str, int]:
@@ -509,7 +498,6 @@ def _newest(keys: Mapping[str, str | None], own: Iterable[str]) -> dict[str, Any
 
 def _read(text: str) -> dict[str, Any]:
     """Return the content of one of hpcdist's views, with defaults for a missing or damaged one, which is replaced."""
-    empty: dict[str, Any] = {"state": None, "createdAt": None, "monitors": {}, "axes": []}
     try:
         found = json.loads(text)
         state = json.loads(zlib.decompress(base64.b64decode(found["state"].removeprefix(_PREFIX))))
@@ -521,4 +509,4 @@ def _read(text: str) -> dict[str, Any]:
             "axes": [str(key) for key in own["axes"]],
         }
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error, RecursionError):
-        return empty
+        return {"state": None, "createdAt": None, "monitors": {}, "axes": []}

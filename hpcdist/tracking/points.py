@@ -72,7 +72,11 @@ class Batches:
         if not repeated:
             sent.closing = self._nodes.complete(chunks, tail.times, tail.behind, over=over)
             sent.intent = {name: chunk.offset for name, chunk in chunks.items()}
-            sent.flushing = not chunks and over and (bool(sent.closing) or self._budget.is_holding)
+            sent.flushing = (
+                not chunks
+                and over
+                and (bool(sent.closing) or any(series.get("held") for series in sent.series.values()))
+            )
             if not sent.is_sending:
                 return None
             sent.save(self._folder)
@@ -449,10 +453,6 @@ class PointBudget:
                 selected += _release(point.key, series)
         self.num_thinned += len(points) - len(selected)
         return selected
-
-    @property
-    def is_holding(self) -> bool:
-        return any(series.get("held") for series in self._series.values())
 
     def flush(self) -> list[Point]:
         """Return the points of all open buckets, at the end of a run: the last point of every metric is sent."""

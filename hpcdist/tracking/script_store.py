@@ -1,5 +1,12 @@
 """MLflow for the code of a rank: a tracking store, an artifact repository and logged models that write to the run
-folder, which the shipper uploads.
+folder, which the shipper uploads. `mlflow.log_metric` and all loggers built on it write to the journal.
+
+MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme `hpcdist`; the worker of a rank sets
+`MLFLOW_TRACKING_URI`. The store has one experiment with one run, which the shipper uploads:
+
+- `start_run` and `create_run` join this run. A nested run becomes a prefix, `child/loss`, of its names.
+- Another experiment is accepted with a warning. The end of the run in a script does not end the run of hpcdist.
+- Searches and reads answer from what was logged in the rank, earlier attempts included.
 """
 
 from __future__ import annotations
@@ -10,7 +17,8 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,21 +41,10 @@ from hpcdist.tracking import rank_records
 from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
 from hpcdist.tracking.rank_records import SCHEME, RankRecords, run_id_of
 
+log = logging.getLogger(__name__)
+EXPERIMENT_ID = "0"
 MODEL_FILE, FILES = "model.json", "files"
 _STATUS = {"READY": entities.LoggedModelStatus.READY, "FAILED": entities.LoggedModelStatus.FAILED}
-
-# MLflow's tracking store for the code of a rank: `mlflow.log_metric` and all loggers built on it write to the journal.
-#
-# MLflow loads it by the entry point `mlflow.tracking_store` for the scheme `hpcdist`; the worker of a rank sets
-# `MLFLOW_TRACKING_URI`. The store has one experiment with one run, which the shipper uploads:
-#
-# - `start_run` and `create_run` join this run. A nested run becomes a prefix, `child/loss`, of its names.
-# - Another experiment is accepted with a warning. The end of the run in a script does not end the run of hpcdist.
-# - Searches and reads answer from what was logged in the rank, earlier attempts included.
-
-log = logging.getLogger(__name__)
-
-EXPERIMENT_ID = "0"
 
 
 @dataclass
@@ -148,18 +145,17 @@ class RankStore(AbstractStore):
 
     def get_run(self, run_id: str) -> entities.Run:
         run, records = self._joined(run_id), self._records
-        skip = len(run.prefix)
-        data = entities.RunData(
-            [
-                entities.Metric(key[skip:], value.value, value.time_ms, value.step)
-                for key, value in records.latest().items()
-                if key.startswith(run.prefix)
-            ],
-            [entities.Param(key[skip:], value) for key, value in records.params.items() if key.startswith(run.prefix)],
-            [entities.RunTag(key[skip:], value) for key, value in records.tags.items() if key.startswith(run.prefix)]
-            + [entities.RunTag(MLFLOW_RUN_NAME, run.name)]
-            + [entities.RunTag(MLFLOW_PARENT_RUN_ID, run.parent)] * bool(run.parent),
-        )
+
+        def own(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key.removeprefix(run.prefix): it for key, it in values.items() if key.startswith(run.prefix)}
+
+        # `latest` comes first: it loads the parameters and tags of earlier attempts, too.
+        metrics = [entities.Metric(key, *value) for key, value in own(records.latest()).items()]
+        tags = own(records.tags) | {MLFLOW_RUN_NAME: run.name}
+        if run.parent:
+            tags[MLFLOW_PARENT_RUN_ID] = run.parent
+        params = [entities.Param(*item) for item in own(records.params).items()]
+        data = entities.RunData(metrics, params, [entities.RunTag(*item) for item in tags.items()])
         info = entities.RunInfo(
             run.run_id,
             EXPERIMENT_ID,
@@ -275,17 +271,12 @@ class RankStore(AbstractStore):
         model_type: str | None = None,
     ) -> entities.LoggedModel:
         model_id = f"m-{uuid.uuid4().hex}"
-        self._models[model_id] = {
-            "name": name or "model",
-            "type": model_type,
-            "run": source_run_id,
-            "created": int(time.time() * 1000),
-            "status": "PENDING",
-            "step": 0,
-            "tags": {tag.key: tag.value for tag in tags or ()},
-            "params": {param.key: param.value for param in params or ()},
-        }
-        self._save(model_id)
+        self._models[model_id] = {}
+        with self._changed(model_id) as model:
+            model |= {"name": name or "model", "type": model_type, "run": source_run_id, "status": "PENDING", "step": 0}
+            model["created"] = int(time.time() * 1000)
+            model["tags"] = {tag.key: tag.value for tag in tags or ()}
+            model["params"] = {param.key: param.value for param in params or ()}
         return self.get_logged_model(model_id)
 
     def get_logged_model(self, model_id: str, allow_deleted: bool = False) -> entities.LoggedModel:
@@ -318,28 +309,26 @@ class RankStore(AbstractStore):
         return PagedList(SearchLoggedModelsUtils.sort(found, order_by)[:max_results], None)
 
     def finalize_logged_model(self, model_id: str, status: Any) -> entities.LoggedModel:
-        self._model(model_id)["status"] = (
-            status.value if isinstance(status, entities.LoggedModelStatus) else str(status)
-        )
-        self._save(model_id)
+        with self._changed(model_id) as model:
+            model["status"] = status.value if isinstance(status, entities.LoggedModelStatus) else str(status)
         return self.get_logged_model(model_id)
 
     def set_logged_model_tags(self, model_id: str, tags: Sequence[entities.LoggedModelTag]) -> None:
-        self._model(model_id)["tags"].update({tag.key: tag.value for tag in tags})
-        self._save(model_id)
+        with self._changed(model_id) as model:
+            model["tags"].update({tag.key: tag.value for tag in tags})
 
     def delete_logged_model_tag(self, model_id: str, key: str) -> None:
-        if self._model(model_id)["tags"].pop(key, None) is not None:
-            self._save(model_id)
+        with self._changed(model_id) as model:
+            model["tags"].pop(key, None)
 
     def log_logged_model_params(self, model_id: str, params: Sequence[entities.LoggedModelParameter]) -> None:
-        self._model(model_id)["params"].update({param.key: param.value for param in params})
-        self._save(model_id)
+        with self._changed(model_id) as model:
+            model["params"].update({param.key: param.value for param in params})
 
     def log_outputs(self, run_id: str, models: Sequence[entities.LoggedModelOutput]) -> None:
         for output in models:
-            self._model(output.model_id).update(step=output.step, output=True)
-            self._save(output.model_id)
+            with self._changed(output.model_id) as model:
+                model.update(step=output.step, output=True)
 
     def record_logged_model(self, run_id: str, mlflow_model: Any) -> None:
         """Do nothing: MLflow 3 records a model as a logged model, not as a tag of the run."""
@@ -352,15 +341,16 @@ class RankStore(AbstractStore):
             self._models[model_id] = saved
         return self._models[model_id]
 
-    def _save(self, model_id: str) -> None:
-        """Write the model's file; once the model is complete, record an event for the shipper."""
-        if not self._records.is_main:
-            return
-        folder = self._records.run.logged_models / model_id
-        (folder / FILES).mkdir(parents=True, exist_ok=True)
-        write_json(folder / MODEL_FILE, self._models[model_id])
-        if self._models[model_id]["status"] == "READY":
-            self._records.record("model", model_id)
+    @contextmanager
+    def _changed(self, model_id: str) -> Iterator[dict[str, Any]]:
+        """Yield a model, then write its file; once the model is complete, record an event for the shipper."""
+        yield (model := self._model(model_id))
+        if self._records.is_main:
+            folder = self._records.run.logged_models / model_id
+            (folder / FILES).mkdir(parents=True, exist_ok=True)
+            write_json(folder / MODEL_FILE, model)
+            if model["status"] == "READY":
+                self._records.record("model", model_id)
 
 
 class RankArtifacts(LocalArtifactRepository):
