@@ -188,7 +188,7 @@ class RunningScript:
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
-            self._commands.refuse_save(NO_SAVE)  # it was due at the step before
+            self._commands.saving(step, refused=NO_SAVE)()  # it was due at the step before
         return stop
 
     def should_save(self, step: int) -> bool:

@@ -156,19 +156,16 @@ class LiveCommands:
     def save_is_due(self) -> bool:
         return self.stop.newest_save > self._last_save
 
-    def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
-        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
+    def saving(self, step: int, path: Path | None = None, *, refused: str = "") -> Callable[[], None]:
+        """Note that a checkpoint of this step is being saved, or why it is `refused`.
+
+        Returns a function that reports this to the new commands `save`; call it once the checkpoint is on disk.
+        """
         saved = path or self.run.checkpoints / folder_name(step)
-        return self._obey_saves(CommandResult(step=step, path=str(saved.relative_to(self.run.path))))
-
-    def refuse_save(self, error: str) -> None:
-        self._obey_saves(CommandResult(error=error))()
-
-    def _obey_saves(self, result: CommandResult) -> Callable[[], None]:
-        """Count the new commands `save` as obeyed, and return a function that reports the result of each."""
-        numbers = range(self._last_save + 1, self.stop.newest_save + 1)
+        result = CommandResult(step=step, path=str(saved.relative_to(self.run.path)))
+        numbers = range(self._last_save + 1, self.stop.newest_save + 1) if self.rank == 0 else range(0)
         self._last_save = self.stop.newest_save
-        return partial(self._report_saves, numbers if self.rank == 0 else range(0), result)
+        return partial(self._report_saves, numbers, CommandResult(error=refused) if refused else result)
 
     def _report_saves(self, numbers: range, result: CommandResult) -> None:
         for number in numbers:

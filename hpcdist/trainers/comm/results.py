@@ -184,11 +184,7 @@ class Change:
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether the median is 20 % slower and above the earlier p99, and the fastest iteration is 20 % slower too.
-
-        The earlier p99 shows the normal outliers, and the fastest iteration shows whether the earlier speed is still
-        reachable.
-        """
+        """Whether the median is 20 % slower and above the normal outliers, and the earlier speed is not reached."""
         limit_s = MIN_SLOWDOWN * self.before.min_s
         return self.ratio > MIN_SLOWDOWN and self.now.median_s > self.before.p99_s and self.now.min_s > limit_s
 

@@ -239,30 +239,27 @@ class TableShard:
         """Load this server's rows from shards of any number of servers, one at a time, until it has all rows."""
         missing = {table: len(span) for table, span in self._spans.items()}
         for shard in filter(None, shards):
-            for table in self._spans:
-                missing[table] -= self._load_table(table, shard)
+            for table, span in self._spans.items():
+                name = weight_name(table)
+                rows = shard["model"][name]
+                first, total = map(int, shard["rows"][name])
+                if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
+                    size = f"{total} × {rows.shape[1]}"
+                    raise CheckpointError(f"the checkpoint's table {table!r} has another size: {size}")
+                begin, end = max(span.start, first), min(span.stop, first + len(rows))
+                if begin >= end:
+                    continue
+                here, there = slice(begin - span.start, end - span.start), slice(begin - first, end - first)
+                self.table_rows(table)[here] = rows[there]
+                for key, matrix in self.optimizer.state.items():
+                    self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
+                missing[table] -= end - begin
             self.optimizer.step = shard["trainer"]["step"]
             if not any(missing.values()):
                 return
         for table, count in missing.items():
             if count:
                 raise CheckpointError(f"the checkpoint lacks {count} rows of table {table!r}")
-
-    def _load_table(self, table: str, shard: Mapping[str, Any]) -> int:
-        """Load the rows of a table that the shard has of this server's; return their number."""
-        name, span = weight_name(table), self._spans[table]
-        rows = shard["model"][name]
-        first, total = map(int, shard["rows"][name])
-        if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
-            raise CheckpointError(f"the checkpoint's table {table!r} has another size: {total} × {rows.shape[1]}")
-        begin, end = max(span.start, first), min(span.stop, first + len(rows))
-        if begin >= end:
-            return 0
-        here, there = slice(begin - span.start, end - span.start), slice(begin - first, end - first)
-        self.table_rows(table)[here] = rows[there]
-        for key, matrix in self.optimizer.state.items():
-            self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
-        return end - begin
 
 
 def weight_name(table: str) -> str:

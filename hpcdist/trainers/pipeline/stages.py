@@ -6,6 +6,7 @@ The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
@@ -132,22 +133,18 @@ def cut_evenly(units: Sequence[str], costs: Sequence[float], num_stages: int) ->
     """Return the stages with the smallest maximum cost. Raises ConfigError if there are more stages than units."""
     if num_stages > len(units):
         raise ConfigError([f"roles.stage={num_stages}: the model can be split into {len(units)} stages at most"])
-    # best[n][e]: the maximum cost of n stages over the first e units, and the first unit of the last stage.
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for count in range(1, num_stages + 1):
-        best.append(
-            {
-                end: min((max(best[-1][begin][0], sum(costs[begin:end])), begin) for begin in best[-1] if begin < end)
-                for end in range(count, len(units) + 1)
-            }
-        )
-    stages: list[tuple[str, ...]] = []
-    end = len(units)
-    for count in range(num_stages, 0, -1):
-        begin = best[count][end][1]
-        stages.insert(0, tuple(units[begin:end]))
-        end = begin
-    return stages
+
+    @functools.cache
+    def best(count: int, end: int) -> tuple[float, list[int]]:
+        """Return the maximum cost of `count` stages over the first units, up to `end`, and the bounds of the stages."""
+        if count == 0:
+            return 0.0, [0]
+        begins = range(count - 1, end) if count > 1 else [0]
+        found = ((max(best(count - 1, begin)[0], sum(costs[begin:end])), begin) for begin in begins)
+        cost, begin = min(found)
+        return cost, [*best(count - 1, begin)[1], end]
+
+    return [tuple(units[begin:end]) for begin, end in pairwise(best(num_stages, len(units))[1])]
 
 
 def measure_units(model: nn.Module, images: Tensor, *, repeats: int = 3) -> list[float]:
@@ -211,24 +208,19 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
 # as soon as its loss is known, in the thread that computes anyway. `benchmarks/pipeline.py` measures the difference.
 
 
-class Action(NamedTuple):
-    """A forward or backward pass of one micro-batch."""
+def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[str, int]]:
+    """Return the passes, `forward` or `backward`, with their micro-batches, each backward pass as early as possible.
 
-    kind: Literal["forward", "backward"]
-    micro_batch: int
-
-
-def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """Return each backward pass as early as possible: stage k of K holds the activations of K - k micro-batches.
+    Stage k of K then holds the activations of K - k micro-batches.
 
     Source: Narayanan et al. 2019 (PipeDream, arXiv:1806.03377), with a flush after each step as in Megatron-LM
     (arXiv:2104.04473): all micro-batches of a step use the same weights.
     """
     num_ahead = min(num_stages - stage - 1, num_micro_batches)
-    actions = [Action("forward", m) for m in range(num_ahead)]
+    actions = [("forward", m) for m in range(num_ahead)]
     for done in range(num_micro_batches - num_ahead):
-        actions += [Action("forward", num_ahead + done), Action("backward", done)]
-    return actions + [Action("backward", m) for m in range(num_micro_batches - num_ahead, num_micro_batches)]
+        actions += [("forward", num_ahead + done), ("backward", done)]
+    return actions + [("backward", m) for m in range(num_micro_batches - num_ahead, num_micro_batches)]
 
 
 def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
@@ -261,13 +253,11 @@ class Inbox:
             self._tensors[kind, number] = (tensor, event)
             self._changed.notify()
 
-    def wait_for(self, kind: str, number: int, timeout_s: float) -> bool:
+    def take(self, kind: str, number: int, timeout_s: float) -> tuple[Tensor, torch.cuda.Event | None] | None:
+        """Return a tensor and the event after which its content is complete; None if it does not arrive in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
-
-    def pop(self, kind: str, number: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a received tensor and the event after which its content is complete."""
-        return self._tensors.pop((kind, number))
+            self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
+            return self._tensors.pop((kind, number), None)
 
 
 class Wire:
@@ -301,11 +291,11 @@ class Wire:
         number = self._num_received[kind]
         self._num_received[kind] += 1
         began = time.perf_counter()
-        while not self._inbox.wait_for(kind, number, CHECK_INTERVAL_S):
+        while (arrived := self._inbox.take(kind, number, CHECK_INTERVAL_S)) is None:
             self._check_deliveries()
             self._rpc.call(rank, "check_alive").result()
         self.waited_s += time.perf_counter() - began
-        tensor, event = self._inbox.pop(kind, number)
+        tensor, event = arrived
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)

@@ -73,7 +73,7 @@ def train(ctx: Context, cfg: Config) -> None:
     trainer_group = dist.new_group(trainers, timeout=timeout)  # every rank has to take part
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
-    vocab_size = _broadcast(corpus and corpus.tokenizer.size)
+    vocab_size = ctx.groups.broadcast(corpus.tokenizer.size if corpus else 0)
     # A call may wait in its thread for those of the other trainers.
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": 16 + CALLS_OF_TRAINER * len(trainers)}
     if ctx.role == SERVER:
@@ -82,7 +82,8 @@ def train(ctx: Context, cfg: Config) -> None:
             rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.shard())})
         return
     assert isinstance(trainer_group, dist.ProcessGroup)
-    texts = _broadcast((corpus.train, corpus.held_out) if corpus else None, trainer_group)
+    texts: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
+    dist.broadcast_object_list(texts, src=0, group=trainer_group)
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
@@ -96,7 +97,7 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def train_lstm(
-    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, texts: tuple[Tensor, Tensor], saved: Restored | None
+    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, texts: Sequence[Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
@@ -336,13 +337,6 @@ class Learner:
 
 
 # Set-up: LSTM of a trainer, rows of a server.
-
-
-def _broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank 0 on all ranks of the group."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
 
 
 def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:

@@ -110,7 +110,7 @@ def test_schedule_has_each_pass_once_and_holds_activations_of_few_micro_batches(
     for stage in range(4):
         actions = one_f_one_b(stage, 4, 8)
         for kind in ("forward", "backward"):
-            assert [action.micro_batch for action in actions if action.kind == kind] == list(range(8))
+            assert [micro_batch for each, micro_batch in actions if each == kind] == list(range(8))
         held.append(max(accumulate(1 if kind == "forward" else -1 for kind, _ in actions)))
     assert held == [4, 3, 2, 1]
     assert ideal_bubble(4, 8) == pytest.approx(3 / 11)
