@@ -91,10 +91,7 @@ class RpcGroup:
         return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
 
     def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
-        """Send a command from rank 0 to other ranks, by default to all; does not wait for its execution.
-
-        `command` is a key of the mapping that the receiver passes to `serve`.
-        """
+        """Send a command of the receivers' `serve` from rank 0, by default to all; do not wait for its execution."""
         for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
             future.result()
 

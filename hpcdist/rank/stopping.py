@@ -133,8 +133,7 @@ ENDED_BEFORE = "the ranks ended before the profile began"
 class LiveCommands:
     """Obeys commands that do not end the attempt on one rank: `save` and `profile` (`run/commands.py`).
 
-    Rank 0 finds the command files. The agreement on a stop tells all ranks the numbers of the newest commands at the
-    same step boundary, so that all ranks save at the same step.
+    `StopAgreement` tells all ranks the numbers of the newest commands at the same step boundary.
     """
 
     run: RunDir

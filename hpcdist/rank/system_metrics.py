@@ -99,10 +99,8 @@ POWERCAP = Path("/sys/class/powercap")
 class EnergyMeter:
     """The energy that sensors have counted since this object was created.
 
-    Args:
-        gpu_uuid: the GPU of this rank, as NVML writes it (`GPU-…`), if any; its counter includes other programs.
-        env: environment of the process; None to leave out the CPU packages, of which one process per node is enough.
-        powercap: folder of the RAPL counters.
+    `gpu_uuid` is the GPU of this rank, as NVML writes it (`GPU-…`), if any; its counter includes other programs. `env`
+    is None to leave out the CPU packages, of which one process per node is enough.
     """
 
     def __init__(self, gpu_uuid: str | None, env: Mapping[str, str] | None, *, powercap: Path = POWERCAP) -> None:

@@ -186,10 +186,7 @@ class OperationKind:
 class Operation:
     """One operation on this rank: buffers, call and expected result.
 
-    Args:
-        count: number of elements of all data, the parts of all ranks together as in nccl-tests; a multiple of the
-            group's size if the kind `has_parts`.
-        root: index in the group of the rank that sends or receives all data.
+    `count` is the number of elements of all data, the parts of all ranks together; `root` is an index in the group.
     """
 
     def __init__(

@@ -53,11 +53,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measurement of an operation at one size. The time of an iteration is that of the slowest rank.
-
-    `algbw` and `busbw` are defined as in nccl-tests,
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; None if no data is moved (barrier).
-    """
+    """Measurement of an operation at one size: the time of the slowest rank, bandwidths as in nccl-tests."""
 
     operation: str  #: for a reduction, its sum
     group: str  #: `world`, or the partition into groups that communicate at the same time: `halves`, `even and odd`, …
@@ -68,7 +64,7 @@ class Row:
     median_s: float
     p99_s: float
     min_s: float
-    algbw: float | None
+    algbw: float | None  #: None if no data is moved (barrier)
     busbw: float | None
 
     @property

@@ -232,11 +232,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 
 
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
-    """Let DDP choose now in which order it adds gradients.
-
-    Otherwise it chooses after the first steps of each attempt, and a resumed run is rounded differently. The sum of two
-    ranks does not depend on the order.
-    """
+    """Let DDP choose now in which order it adds gradients, see `settle_buckets`; two ranks have only one order."""
     batch_size = cfg.data.batch_size
     if cfg.data.global_batch_size is not None:
         batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
@@ -252,10 +248,7 @@ def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model:
 
 @torch.no_grad()
 def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> dict[str, float]:
-    """Return loss and accuracy over the test set, each sample counted once, equal on all ranks.
-
-    With at most MAX_CLASSES classes, the confusion matrix becomes a figure of the report.
-    """
+    """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
     for buffer in module.buffers():
         # Running statistics differ between ranks unless the run is elastic; the checkpoint holds those of rank 0.
         if ctx.world_size > 1:

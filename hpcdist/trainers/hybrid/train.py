@@ -276,11 +276,7 @@ def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layou
 
 
 def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return the training samples and the test samples of consecutive shares.
-
-    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
-    once.
-    """
+    """Return the training samples of equal shares, which leave out up to `num_shares` - 1, and the test samples."""
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
     num_train = (len(source) - num_test) // num_shares
@@ -354,10 +350,6 @@ class ClickModel(nn.Module):
 
     The input is float64 [B, num_numeric + tables × bag_size] (exact for ids up to 2^53): numeric features, then the
     ids of each table, padded with -1. The output is the probability of a click, [B].
-
-    Args:
-        tables: number of rows by name.
-        bag_size: maximum number of ids of a sample in one table.
     """
 
     def __init__(
@@ -381,9 +373,9 @@ class ClickModel(nn.Module):
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve of scores and labels, [N] each; ties count half.
+    """Return the area under the ROC curve of scores and labels, [N] each, from ranks (Mann and Whitney, 1947).
 
-    It is NaN if all labels are equal. Computed from ranks (Mann and Whitney, 1947).
+    Ties count half. It is NaN if all labels are equal.
     """
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     counts = counts.double()

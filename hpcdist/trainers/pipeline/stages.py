@@ -48,15 +48,11 @@ def unit_module(model: nn.Module, unit: str) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """Consecutive units of a ResNet. Its state dict is a part of the whole model's, with the same names.
+    """Consecutive `units` of a ResNet, whose parameters it shares. Its state dict is a part of the whole model's.
 
     Each forward pass in training mode normalises by the statistics of its micro-batch and updates the running ones.
-
-    Args:
-        model: a torchvision ResNet; the stage shares its parameters.
-        units: consecutive elements of `unit_names(model)`.
-        checkpointing: keep only the input of each unit for the backward pass, which recomputes the rest
-            (Chen et al. 2016, arXiv:1604.06174). Running statistics are still updated once.
+    `checkpointing` keeps only the input of each unit for the backward pass, which recomputes the rest (Chen et al.
+    2016, arXiv:1604.06174). Running statistics are still updated once.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str], *, checkpointing: bool = False) -> None:
@@ -111,10 +107,7 @@ def use_onednn_for_pointwise(model: nn.Module) -> None:
 
 
 def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the stages that end with the named units or layers (`layer2`, `layer3.1`), and the last stage.
-
-    Raises ConfigError for an unknown unit and for an empty stage.
-    """
+    """Return the stages that end with the named units or layers (`layer2`, `layer3.1`), and the last stage."""
     ends = []
     for name in last_units:
         found = [index for index, unit in enumerate(units) if unit == name or unit.startswith(f"{name}.")]
@@ -326,11 +319,8 @@ class RpcEngine:
     def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
         """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
 
-        Args:
-            images: [B, 3, H, W], for the first stage; None elsewhere.
-            labels: int64 [B], for the last stage; None elsewhere.
-
-        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same `num_micro_batches`.
+        The first stage has the images [B, 3, H, W], the last stage has the labels, int64 [B], and returns the loss; the
+        others return zero. Every stage calls it with the same `num_micro_batches`.
         """
         image_parts = () if images is None else images.chunk(num_micro_batches)
         label_parts = () if labels is None else labels.chunk(num_micro_batches)

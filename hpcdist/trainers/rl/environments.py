@@ -78,10 +78,9 @@ class Problem:
         )
 
     def to_env(self, chosen: NDArray[Any]) -> NDArray[Any]:
-        """Return actions in the environment's units.
+        """Return actions, int64 [n] or floats [n, num_outputs] from -1 to 1, in the environment's units.
 
-        Args:
-            chosen: int64 [n], or floats [n, num_outputs] from -1 to 1; for an unbounded dimension they are unchanged.
+        An unbounded dimension is unchanged.
         """
         if self.is_discrete:
             return chosen + self.first_action if self.first_action else chosen

@@ -23,11 +23,8 @@ class Policy(nn.Module):
     """Separate networks for actions (`actor`) and state values (`critic`).
 
     `forward` takes observations [n, num_inputs] and returns the logits of discrete actions [n, num_outputs], or the
-    means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations.
-
-    Args:
-        activation: of the hidden layers, `tanh` or `relu`.
-        normalize: scale observations by the running statistics that `observe` keeps.
+    means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations. With
+    `normalize`, observations are scaled by the running statistics that `observe` keeps.
     """
 
     def __init__(
@@ -94,11 +91,8 @@ class Policy(nn.Module):
 def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the log-probability (or log-density) of each action [n], and the entropy: [n], or one for box actions.
 
-    torch.distributions are not used: building one costs more than a step of CartPole.
-
-    Args:
-        outputs: of `Policy.forward`, [n, num_outputs].
-        actions: int64 [n]; with `log_std` float [n, num_outputs], before clipping to -1 to 1.
+    Actions are int64 [n]; with `log_std` float [n, num_outputs], before clipping to -1 to 1. torch.distributions are
+    not used: building one costs more than a step of CartPole.
     """
     if log_std is None:
         log_probs = F.log_softmax(outputs, dim=-1)

@@ -97,10 +97,7 @@ def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
 
 
 def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
-    """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total.
-
-    Raises ConfigError if a pattern matches no file or a file cannot be read.
-    """
+    """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total."""
     found: set[Path] = set()
     for pattern in patterns:
         files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
@@ -130,25 +127,15 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive rows of all columns. With the embedding rows of `ids`, `rows[inverse]` are those of the inputs.
+    """Consecutive rows of all columns. With the embedding rows of `ids`, `rows[inverse]` are those of the inputs."""
 
-    Attributes:
-        ids: different input tokens, sorted, int64 [u].
-        inverse: index of each input in `ids`, int64 [steps, columns].
-        targets: next tokens, int64 [steps * columns].
-    """
-
-    ids: Tensor
-    inverse: Tensor
-    targets: Tensor
+    ids: Tensor  #: different input tokens, sorted, int64 [u]
+    inverse: Tensor  #: index of each input in `ids`, int64 [steps, columns]
+    targets: Tensor  #: next tokens, int64 [steps * columns]
 
 
 class Columns:
-    """A rank's share of a stream of tokens [n]: its columns, in batches of `bptt` rows.
-
-    Args:
-        part: index of the rank and number of ranks that share the stream.
-    """
+    """A rank's share of a stream of tokens [n], in batches of `bptt` rows; `part`: index and number of the ranks."""
 
     def __init__(self, stream: Tensor, num_columns: int, bptt: int, part: tuple[int, int] = (0, 1)) -> None:
         index, parts = part

@@ -75,12 +75,9 @@ def row_bounds(vocab_size: int, num_servers: int) -> list[int]:
 
 
 class VocabularyServer:
-    """Rows of embedding and decoder, and their optimizers. Trainers call its methods, in threads of RPC.
+    """Rows of embedding [rows, embedding] and decoder [rows, hidden] from row `start` on, with their optimizers.
 
-    Args:
-        encoder: rows of the embedding, [rows, embedding].
-        weight: rows of the decoder, [rows, hidden].
-        start: index of the first row in the whole vocabulary.
+    Trainers call its methods, in threads of RPC.
     """
 
     def __init__(
