@@ -30,7 +30,6 @@ from hpcdist.trainers.comm.operations import (
     WORLD,
     Operation,
     OperationKind,
-    Reduction,
     Works,
     check,
     make_teams,
@@ -90,7 +89,7 @@ def check_and_measure(here: Rank, path: Path) -> dict[str, Any]:
     teams = make_teams(NODES, CPU, timedelta(seconds=60), with_groups=True)
     world = teams[WORLD]
 
-    def check_operation(kind: OperationKind, reduction: Reduction | None, team: str, dtype: str) -> CheckResult:
+    def check_operation(kind: OperationKind, reduction: str | None, team: str, dtype: str) -> CheckResult:
         return check(kind, reduction, teams[team], dtype, groups, node=NODES[here.rank])
 
     def check_faulty(name: str, call: Callable[[Operation, bool], Works], dtype: str) -> CheckResult:

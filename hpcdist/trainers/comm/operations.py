@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,7 @@ from hpcdist.trainers.comm.results import CheckResult
 # All values, and all partial sums and products in any order, are exact in all dtypes, so that results can be compared
 # without a tolerance.
 
-Reduction = Literal["sum", "product", "max", "min"]
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
-_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
@@ -57,13 +55,13 @@ def _steps(count: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=128)
-def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+def reduced(reduction: str, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
     given = (contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
-    return functools.reduce(_COMBINE[reduction], given).to(dtype)
+    return functools.reduce(REDUCTIONS[reduction], given).to(dtype)
 
 
-def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+def contribution(reduction: str, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the contribution of a rank to a reduction, int64 numbers that `dtype` can represent."""
     place = torch.arange(count)
     # Multiplicative hashing: without it the sums over all ranks would be equal at every index.
@@ -86,7 +84,7 @@ Works = list[dist.Work | None]
 WORLD = "world"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Team:
     """The group of this rank in one partition of all ranks."""
 
@@ -132,25 +130,15 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
 
 def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *, with_groups: bool) -> dict[str, Team]:
     """Create the process groups and return this rank's team of each partition. Call it on every rank."""
-    backend, everyone = dist.get_backend(), list(range(len(nodes)))
-
-    def make(ranks: list[int]) -> dist.ProcessGroup | None:
-        # `new_group` must be called on every rank for every group.
-        made = dist.new_group(ranks, backend=backend, timeout=timeout) if len(ranks) > 1 else None
-        return made if isinstance(made, dist.ProcessGroup) else None
-
-    teams = {}
-    for name, groups in ({WORLD: [everyone]} | (cuts(nodes) if with_groups else {})).items():
-        made = [dist.group.WORLD if name == WORLD else make(ranks) for ranks in groups]
-        mine = next(index for index, ranks in enumerate(groups) if dist.get_rank() in ranks)
-        teams[name] = Team(
-            name=name,
-            ranks=tuple(groups[mine]),
-            largest=max(map(len, groups)),
-            group=made[mine],
-            device=device,
-            backend=backend,
-        )
+    backend = dist.get_backend()
+    teams = {WORLD: Team(WORLD, tuple(range(len(nodes))), len(nodes), dist.group.WORLD, device, backend)}
+    for name, groups in (cuts(nodes) if with_groups else {}).items():
+        for ranks in groups:
+            # `new_group` must be called on every rank for every group.
+            made = dist.new_group(ranks, backend=backend, timeout=timeout) if len(ranks) > 1 else None
+            if dist.get_rank() in ranks:
+                assert made is None or isinstance(made, dist.ProcessGroup)
+                teams[name] = Team(name, tuple(ranks), max(map(len, groups)), made, device, backend)
     return teams
 
 
@@ -179,7 +167,7 @@ class OperationKind:
         """Return the number of consecutive operations in one call."""
         return n if self.name == "send_recv" else 1
 
-    def title(self, reduction: Reduction | None) -> str:
+    def title(self, reduction: str | None) -> str:
         return f"{self.name}[{reduction}]" if reduction else self.name
 
 
@@ -197,7 +185,7 @@ class Operation:
         dtype: torch.dtype,
         *,
         root: int = 0,
-        reduction: Reduction = "sum",
+        reduction: str = "sum",
     ) -> None:
         self.kind, self.team, self.count, self.dtype = kind, team, count, dtype
         self.root, self.reduction = root, reduction
@@ -335,7 +323,7 @@ _serial = itertools.count()
 
 
 def check(
-    kind: OperationKind, reduction: Reduction | None, team: Team, dtype: str, groups: Groups, *, node: str
+    kind: OperationKind, reduction: str | None, team: Team, dtype: str, groups: Groups, *, node: str
 ) -> CheckResult:
     """Compare the result of an operation with the exact expected result. Call it on every rank; `node` is its node."""
     wrong, unsupported, serial, title = "", "", next(_serial), kind.title(reduction)
@@ -363,7 +351,7 @@ def check(
     return CheckResult(operation=title, group=team.name, dtype=dtype, ok=ok, error=text)
 
 
-def _cases(kind: OperationKind, reduction: Reduction, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
+def _cases(kind: OperationKind, reduction: str, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
     for count in _COUNTS[:1] if kind.name == "barrier" else _COUNTS:
         # The total does not grow with the world size: checks of a thousand ranks would take minutes.
         whole = max(1, count // team.size) * team.size if kind.has_parts else count

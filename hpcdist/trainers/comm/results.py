@@ -443,13 +443,14 @@ def comparison(now: Results, before: Results, name: str, width: int) -> Renderab
     """Return a table of times relative to an earlier benchmark, and the slowdowns."""
     found = changes(now, before)
     sizes = _choose(sorted({change.now.size for changed in found.values() for change in changed}), (width - 34) // 10)
-    table = _table(map(amount, sizes))
+    rows = []
     for changed in found.values():
         slow = slower(changed)
         if changed[0].now.size:  # a barrier has none
             ratios = {one.now.size: f"{one.ratio:.2f}" for one in changed}
             ratios |= {one.now.size: f"[bold red]{one.ratio:.2f} ![/]" for one in slow}
-            _add_row(table, changed[0].now.label, ratios, sizes)
+            rows.append((changed[0].now.label, ratios))
+    table = _table({size: amount(size) for size in sizes}, rows)
     title = _line(f"time relative to {name}; ! slower beyond noise", "bold")
     return Group(title, table, *(_line(f"compared with {name}: {line}") for line in sentences(found)))
 
@@ -486,10 +487,10 @@ def _checks(results: Results) -> Iterator[str]:
 
 
 def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Callable[[Row], str]) -> Group:
-    table = _table(map(amount, sizes))
-    for operation in dict.fromkeys(row.operation for row in rows):
-        _add_row(table, operation, {row.size: cell(row) for row in rows if row.operation == operation}, sizes)
-    return Group(_line(title, "bold"), table)
+    cells: dict[str, dict[int, str]] = defaultdict(dict)
+    for row in rows:
+        cells[row.operation][row.size] = cell(row)
+    return Group(_line(title, "bold"), _table({size: amount(size) for size in sizes}, cells.items()))
 
 
 def _time(row: Row) -> str:
@@ -507,12 +508,12 @@ def _pairs(results: Results) -> Iterator[Group]:
     if not speeds or results.world_size > MATRIX_RANKS:
         return
     places = RankNames(results)
-    ranks = sorted({rank for link in speeds for rank in link})
-    table = _table(map(places.name, ranks))
-    for source in ranks:
-        of_row = {target: rate(speed) for (one, target), speed in speeds.items() if one == source}
-        _add_row(table, places.name(source), of_row, ranks)
-    yield Group(_line("bandwidth of pairs, from row to column", "bold"), table)
+    names = {rank: places.name(rank) for rank in sorted({rank for link in speeds for rank in link})}
+    rows = [
+        (name, {target: rate(speed) for (one, target), speed in speeds.items() if one == source})
+        for source, name in names.items()
+    ]
+    yield Group(_line("bandwidth of pairs, from row to column", "bold"), _table(names, rows))
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -520,13 +521,12 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
-def _table(columns: Iterable[str]) -> Table:
-    right = [Column(escape(name), justify="right", no_wrap=True) for name in columns]
-    return Table(Column("", no_wrap=True), *right, box=box.SIMPLE_HEAD)
-
-
-def _add_row(table: Table, name: str, cells: Mapping[int, str], columns: Iterable[int]) -> None:
-    table.add_row(escape(name), *(cells.get(column, "") for column in columns))
+def _table(columns: Mapping[int, str], rows: Iterable[tuple[str, Mapping[int, str]]]) -> Table:
+    right = [Column(escape(name), justify="right", no_wrap=True) for name in columns.values()]
+    table = Table(Column("", no_wrap=True), *right, box=box.SIMPLE_HEAD)
+    for name, cells in rows:
+        table.add_row(escape(name), *(cells.get(column, "") for column in columns))
+    return table
 
 
 def _choose(sizes: Sequence[int], most: int) -> list[int]:
