@@ -96,6 +96,11 @@ def save(nodes: ElasticNodes, step: int) -> None:
 def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.begin()
+    assert not nodes.end_ranks(nodes._run.new_attempt())
+    assert (nodes.abandoned, nodes.replace_lost()) == (set(), ""), "all nodes answer: they do not explain a failure"
+    slurm.alive()
+    assert not nodes.end_ranks(nodes._run.attempt(1))
+    assert nodes.replace_lost() == "", "the controller does not answer"
     slurm.alive("n1", "n2", "n4")
     attempt = nodes._run.new_attempt()
     (slurm.folder / "surviving").write_text("1")
@@ -104,7 +109,7 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     nodes.begin()
     (slurm.folder / "surviving").write_text("")
     assert nodes.end_ranks(attempt)
-    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes", "hpcdist-containers"}
+    assert nodes.abandoned == {"attempt-002", "hpcdist-nodes", "hpcdist-containers"}
     assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
     assert nodes.replace_lost() == "no answer from n3: continuing on 3 of 4 nodes"
     assert nodes.pool.used == ("n1", "n2", "n4")
@@ -112,8 +117,16 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     slurm.alive("n1")
     nodes.begin()
     assert nodes.end_ranks(attempt)
-    assert slurm.asked == ["n1,n2,n3,n4"] * 2 + ["n1,n2,n4"]
+    assert slurm.asked == ["n1,n2,n3,n4"] * 4 + ["n1,n2,n4"]
     assert nodes.replace_lost() == "", "too few nodes are left"
+
+
+def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
+    slurm.alive("n1", "n3", "n4")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert nodes.replace_lost() == "no answer from n2: n4 takes over"
+    assert nodes.pool.used == ("n1", "n3", "n4")
 
 
 def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
@@ -126,15 +139,6 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
-def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
-    nodes = of(slurm, runs_dir, min_nodes=2)
-    assert not nodes.end_ranks(nodes._run.new_attempt())
-    assert (nodes.abandoned, nodes.replace_lost()) == (set(), "")
-    slurm.alive()  # the controller does not answer
-    assert not nodes.end_ranks(nodes._run.attempt(1))
-    assert nodes.replace_lost() == ""
-
-
 def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
@@ -142,14 +146,6 @@ def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, 
     assert (nodes.pool.used, nodes.pool.present, nodes.pool.fit) == (("n1", "n2"), ("n1", "n2", "n4"), ("n1", "n2"))
     assert nodes.abandoned == {"preflight", "hpcdist-nodes", "hpcdist-containers"}
     assert not nodes.drop_rejected(["n2"])
-
-
-def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
-    nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
-    slurm.alive("n1", "n3", "n4")
-    assert nodes.end_ranks(nodes._run.new_attempt())
-    assert nodes.replace_lost() == "no answer from n2: n4 takes over"
-    assert nodes.pool.used == ("n1", "n3", "n4")
 
 
 def test_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm, runs_dir: Path) -> None:
@@ -327,11 +323,8 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
 # --- The choice of nodes for each attempt: losses, spare nodes, returns, and nodes that are not fit.
 
 
-FOUR = ("n1", "n2", "n3", "n4")
-
-
 def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None:
-    pool = NodePool(FOUR, most=8, least=2, spare=1)
+    pool = NodePool(NODES, most=8, least=2, spare=1)
     assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
     assert pool.drop_silent(["n4"])
     assert pool.used == ("n1", "n2", "n3")
@@ -351,15 +344,9 @@ def test_job_is_partly_requeued_if_its_leader_is_pending_and_others_run() -> Non
         assert is_partly_requeued([{"JobState": state} for state in states.split()]) == expected, states
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[2-4]"}, True),
-        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[1,3-4]"}, False),
-        ({"JobState": "PENDING", "BatchHost": "n1", "NodeList": "n[2-4]"}, False),
-        ({"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "(null)"}, False),
-    ],
-)
-def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes(record: dict[str, str], expected: bool) -> None:
-    assert has_lost_batch_host([record]) == expected
+def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes() -> None:
+    lost = {"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[2-4]"}
+    assert has_lost_batch_host([lost])
+    for change in ({"NodeList": "n[1,3-4]"}, {"JobState": "PENDING"}, {"NodeList": "(null)"}):
+        assert not has_lost_batch_host([lost | change])
     assert not has_lost_batch_host([])
