@@ -49,14 +49,15 @@ def build(
     checkout = building.find_checkout(Path.cwd())
     found = find_engine(engine, ("docker", "podman", "buildah"))
     revision, created = building.revision_of(checkout)
-    named = base or default_base(building.dockerfile_of(checkout, target))
+    dockerfile, default_tag = building.TARGETS[target]
+    named = base or default_base(checkout / dockerfile)
     looked_up = look_up(found, named, pull=not dry_run)
     if looked_up.problem:
         kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
         say(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", error=True)
     wanted = building.Build(
         checkout=checkout,
-        tag=tag or building.default_tag(target),
+        tag=tag or default_tag,
         target=target,
         base=looked_up,
         uid=uid,

@@ -265,7 +265,12 @@ def _digest_of(found: Mapping[str, Any]) -> str:
 # `hpcdist image build`: build hpcdist's images from a checkout.
 
 Target = Literal["default", "slim", "mlflow"]
-_DOCKERFILES = {"default": "Dockerfile", "slim": "Dockerfile", "mlflow": "mlflow.Dockerfile"}
+#: The Dockerfile and the default tag of each target.
+TARGETS: dict[Target, tuple[str, str]] = {
+    "default": ("docker/Dockerfile", "hpcdist"),
+    "slim": ("docker/Dockerfile", "hpcdist:slim"),
+    "mlflow": ("docker/mlflow.Dockerfile", "hpcdist-mlflow"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,14 +294,6 @@ def find_checkout(start: Path) -> Path:
     raise UserMistake(f"no docker/Dockerfile of hpcdist in {start} or above: run this command in a checkout")
 
 
-def dockerfile_of(checkout: Path, target: Target) -> Path:
-    return checkout / "docker" / _DOCKERFILES[target]
-
-
-def default_tag(target: Target) -> str:
-    return {"default": "hpcdist", "slim": "hpcdist:slim", "mlflow": "hpcdist-mlflow"}[target]
-
-
 def revision_of(checkout: Path) -> tuple[str, str]:
     """Return the commit, marked `-dirty` if files differ, and its time, for the labels; empty without git."""
     found = []
@@ -313,7 +310,7 @@ def build_argv(engine: EngineName, build: Build) -> list[str]:
     command: list[str] = [engine, "build"]
     if engine != "docker":
         command += ["--format", "docker"]  # the OCI format has no health checks
-    command += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
+    command += ["--file", str(build.checkout / TARGETS[build.target][0]), "--tag", build.tag]
     if build.target != "mlflow":
         command += ["--target", build.target]
     arguments = {
@@ -400,25 +397,21 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
         _run(["apptainer", "build", str(part), source], {})
     else:
         part.mkdir()
-        _unpack(engine, facts, part)
+        command = ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", f"--directory={part}"]
+        # A container that is never started; some images name no command.
+        container = engine.output("create", facts.name, "true").strip()
+        try:
+            with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as exported:
+                done = subprocess.run(command, stdin=exported.stdout, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode or exported.returncode:
+                raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
+        finally:
+            engine.output("rm", container)
         # The image's variables for `ch-run --set-env` and enroot, and the folders that bind mounts need.
         for name in ("ch", "etc", "dev", "proc", "sys", "tmp", "mnt", "home"):
             (part / name).mkdir(exist_ok=True)
         for name in ("ch", "etc"):
             (part / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
-
-
-def _unpack(engine: Engine, facts: ImageFacts, root: Path) -> None:
-    """Unpack the file system of a container that is created but never started."""
-    command = ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", f"--directory={root}"]
-    container = engine.output("create", facts.name, "true").strip()  # some images name no command
-    try:
-        with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
-            done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode or source.returncode:
-            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
-    finally:
-        engine.output("rm", container)
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:

@@ -81,29 +81,24 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     The controller forgets a job a few minutes after its end. Accounting, if the cluster has it, knows older ones, and
     for `history` also memory, steps and earlier starts.
     """
-    controller_error: SlurmError | None = None
-    current = past = None
+    controller_error = current = past = None
     try:
         current = output.parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
     except SlurmError as error:
         controller_error = error
     if current is not None and not history:
         return current
-    try:
+    with suppress(SlurmError):  # a cluster without accounting: only the controller's answer counts
         text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
         past = output.parse_sacct(text, job_id)
-    except SlurmError:
-        pass  # a cluster without accounting: only the controller's answer counts
-    if current is not None:
-        if past is None:
-            return current
+    if current is not None and past is not None:
         return replace(current, max_rss=past.max_rss, earlier=past.earlier, step_states=past.step_states)
-    if controller_error is None:
-        # A job that the controller does not know has ended, even if accounting has not received its end.
-        return past if past is not None and not past.alive else None
-    if past is None:
+    if current is not None:
+        return current
+    if past is None and controller_error is not None:
         raise controller_error
-    return past
+    # A job that the controller does not know has ended, even if accounting has not received its end.
+    return None if past is None or (controller_error is None and past.alive) else past
 
 
 def accounted_starts(job_id: str) -> list[AccountedStart]:

@@ -411,8 +411,7 @@ class RankStep:
         for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if rank not in self.exits:
-                code = self._launcher.containers.exit_code(self._attempt, rank, host, code)
-            self.exits.setdefault(rank, code)
+                self.exits[rank] = self._launcher.containers.exit_code(self._attempt, rank, host, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
         began = time.monotonic()

@@ -19,6 +19,7 @@ from slurm_recordings import FakeCommands
 
 import hpcdist
 from hpcdist.containers.images import (
+    TARGETS,
     Base,
     Build,
     Engine,
@@ -28,7 +29,6 @@ from hpcdist.containers.images import (
     build_argv,
     convert,
     default_base,
-    default_tag,
     find_checkout,
     find_engine,
     inspect,
@@ -63,7 +63,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
         ),
         (
             "buildah",
-            Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="base:1", id="sha256:cd"),
+            Build(checkout=Path("/src"), tag=TARGETS["mlflow"][1], base=Base(name="base:1", id="sha256:cd"),
                   target="mlflow", uid=0, options=("--squash",)),
             "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
             " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
