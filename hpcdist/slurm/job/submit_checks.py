@@ -168,23 +168,16 @@ def runs_dir_problems(
 
 # Additional flags of sbatch and srun (`cluster.sbatch`, `cluster.srun`).
 
-_NUM_TASKS = "cluster.nodes and cluster.tasks_per_node"
 #: Flags that hpcdist sets from a key of the config, with that key.
 _SBATCH_KEYS = {
+    **{key: f"cluster.{key}" for key in ("nodes", "partition", "account", "qos", "mem", "constraint", "exclude")},
     "job-name": "name",
     "time": "cluster.time_limit_min",
-    "nodes": "cluster.nodes",
-    "ntasks": _NUM_TASKS,
+    "ntasks": "cluster.nodes and cluster.tasks_per_node",
     "ntasks-per-node": "cluster.tasks_per_node",
     "cpus-per-task": "cluster.cpus_per_task",
     "gpus-per-node": "cluster.gpus_per_node",
     "gpus": "cluster.gpus_per_node",
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "mem": "cluster.mem",
-    "constraint": "cluster.constraint",
-    "exclude": "cluster.exclude",
     "signal": "cluster.signal_lead_s",
     "no-requeue": "cluster.max_requeues=0",
     "no-kill": "cluster.min_nodes or cluster.spare_nodes",

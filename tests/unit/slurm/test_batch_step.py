@@ -70,25 +70,6 @@ def supervised(run: RunDir, job: FakeJob, launcher: Any = None, **cluster: Any) 
     return SupervisedJob(run, ClusterConfig(**cluster), cast(CurrentJob, job), launcher)
 
 
-def after(
-    run: RunDir,
-    job: FakeJob,
-    status: Status,
-    cause: Cause | None = None,
-    avoid: tuple[str, ...] = (),
-    max_requeues: int = 2,
-) -> State:
-    """Return the state after an attempt that ended with `status` on a request."""
-    if cause is not None:
-        run.attempt(1).send_request(StopRequest(cause=cause))
-    state = State(status=status, attempt=1, reason="a reason", ended=7.0)
-    before = run.read_state()
-    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
-    after = supervised(run, job, launcher, max_requeues=max_requeues).end_or_requeue(state)
-    assert run.read_state() == before, "a run that continues is never recorded as ended"
-    return after
-
-
 @pytest.mark.parametrize(
     ("job", "status", "cause", "avoid", "after_it", "requeues"),
     [
@@ -119,7 +100,13 @@ def test_run_is_queued_again_unless_it_has_ended(
     requeues: list[list[str]],
 ) -> None:
     fake = FakeJob(**job)
-    state = after(run, fake, status, cause, avoid)
+    if cause is not None:
+        run.attempt(1).send_request(StopRequest(cause=cause))
+    before = run.read_state()
+    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
+    ended = State(status=status, attempt=1, reason="a reason", ended=7.0)
+    state = supervised(run, fake, launcher, max_requeues=2).end_or_requeue(ended)
+    assert run.read_state() == before, "a run that continues is never recorded as ended"
     more = "; cluster.max_requeues=2 is reached" if job.get("restart_count") == 2 else ""
     more += f"; Slurm does not requeue the job ({job['error']})" if "error" in job else ""
     assert (state.status, state.reason, fake.requeues) == (after_it, f"a reason{more}", requeues)
@@ -136,11 +123,8 @@ def test_allocation_ends_the_ranks_before_the_job(run: RunDir) -> None:
 
 
 def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    assert [supervised(run, FakeJob(ending=ending)).is_ending() for ending in (False, None, True)] == [
-        False,
-        False,
-        True,
-    ]
+    found = [supervised(run, FakeJob(ending=ending)).is_ending() for ending in (False, None, True)]
+    assert found == [False, False, True]
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
 
 

@@ -29,15 +29,8 @@ def config(counts: dict[str, int], requests: dict[str, dict[str, Any]] | None = 
 
 
 def part(*roles: str, **changes: Any) -> JobComponent:
-    values: dict[str, Any] = {
-        "nodes": 1,
-        "tasks_per_node": 1,
-        "gpus_per_node": 0,
-        "cpus_per_task": 1,
-        "mem": None,
-        "partition": None,
-        "constraint": None,
-    }
+    values: dict[str, Any] = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1}
+    values |= dict.fromkeys(("mem", "partition", "constraint"))
     return JobComponent(roles=roles, **values | changes)
 
 
@@ -74,9 +67,7 @@ def test_adjacent_roles_without_requests_share_a_component() -> None:
 @pytest.mark.parametrize(
     ("request_", "shape"),
     [
-        ({}, (2, 3)),
-        ({"tasks_per_node": 2}, (3, 2)),
-        ({"tasks_per_node": 12}, (1, 6)),
+        *(({}, (2, 3)), ({"tasks_per_node": 2}, (3, 2)), ({"tasks_per_node": 12}, (1, 6))),
         ({"nodes": 1, "tasks_per_node": 6}, (1, 6)),
     ],
 )
@@ -152,13 +143,10 @@ def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_request
     )
 
 
-def test_single_allocation_requests_the_maximum_memory() -> None:
+def test_single_allocation_requests_the_maximum_memory_and_the_nodes_of_each_constraint() -> None:
     maxima = {(None, None): None, (None, "1G"): "1G", ("1T", "1000G"): "1T", ("5000", "4G"): "5000", ("1G", "0"): "0"}
     for (one, other), maximum in maxima.items():
         assert merged([part("a", mem=one), part("b", mem=other)]).mem == maximum
-
-
-def test_single_allocation_counts_the_nodes_of_each_constraint() -> None:
     assert merged([part("a", constraint="x"), part("b", constraint="x")]).constraint == "x"
     assert merged([part("a"), part("b", constraint="x", nodes=3)]).constraint == "[x*3]"
     three = [part("a", constraint="x"), part("b", constraint="y"), part("c", constraint="x", nodes=2)]
@@ -204,25 +192,19 @@ def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[st
         components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))
 
 
-def test_nodes_are_assigned_in_order() -> None:
+def test_nodes_are_assigned_in_order_and_by_feature() -> None:
     assert assign_nodes(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
     alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
     assert assign_nodes(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
     assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
-
-
-def test_nodes_are_assigned_by_feature() -> None:
     requests = [part("server"), part("worker", constraint="b", nodes=2)]
     assert assign_nodes(requests, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
     assert assign_nodes(requests[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
     other = [part("server", constraint="b"), part("worker", constraint="a", nodes=2)]
     assert assign_nodes(other, ["n1", "n2", "n3"], KINDS) == [("n3",), ("n1", "n2")]
-
-
-def test_too_few_nodes_with_a_feature_are_an_error() -> None:
-    requests = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
+    few = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
     with pytest.raises(HpcdistError) as caught:
-        assign_nodes(requests, ["n1", "n2"], KINDS)
+        assign_nodes(few, ["n1", "n2"], KINDS)
     assert str(caught.value) == "worker and helper need 2 nodes × 1, b, but only 1 of n1, n2 are left and match"
 
 
