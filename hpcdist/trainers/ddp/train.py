@@ -202,9 +202,6 @@ def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Ten
     return torch.tensor(list(sampler))
 
 
-# Model and evaluation.
-
-
 def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
     """Return the model on this rank's device; call it on every rank."""
     module = build_model(

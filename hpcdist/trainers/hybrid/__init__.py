@@ -9,8 +9,6 @@ from typing import Literal
 from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
 from hpcdist.config.schema import Config, Trainer
 
-# The config section of trainer `hybrid`.
-
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(ConfigSection):

@@ -397,9 +397,6 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
     pool.shutdown()
 
 
-# The trainer's side of the exchange.
-
-
 @dataclass
 class Lookup:
     """The bags of a batch as units of the servers. Units are numbered across the servers."""

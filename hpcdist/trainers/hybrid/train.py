@@ -333,9 +333,6 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
     ctx.export_model(whole, samples.example)
 
 
-# A click model: embedding bags of categorical features, numeric features, and an MLP on top.
-
-
 def dense_part(num_inputs: int, hidden: Sequence[int]) -> nn.Sequential:
     """Return an MLP with ReLU that maps pooled embeddings and numeric features [B, num_inputs] to [B, 1]."""
     layers: list[nn.Module] = []
@@ -386,8 +383,6 @@ def auc(scores: Tensor, labels: Tensor) -> float:
         return float("nan")
     return float((rank[clicks].sum() - num * (num + 1) / 2) / (num * others))
 
-
-# Figure of trainer `hybrid` in the report of a run.
 
 NUM_BINS = 10
 

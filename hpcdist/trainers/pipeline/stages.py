@@ -103,9 +103,6 @@ def use_onednn_for_pointwise(model: nn.Module) -> None:
             part.dilation = (2, 2)
 
 
-# --- split points
-
-
 def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the stages that end with the named units or layers (`layer2`, `layer3.1`), and the last stage."""
     ends = []

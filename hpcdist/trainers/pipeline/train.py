@@ -275,9 +275,6 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
     return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
 
 
-# A stage's part of a checkpoint: weights, running statistics and optimizer states under the whole model's names.
-
-
 def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
     names = [name for name, _ in stage.named_parameters()]
     states = optimizer.state_dict()["state"]

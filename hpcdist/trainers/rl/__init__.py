@@ -8,8 +8,6 @@ from typing import Any, Literal
 from hpcdist.config.launch_schema import ConfigSection, number
 from hpcdist.config.schema import Trainer
 
-# The config section of trainer `rl`.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig(ConfigSection):

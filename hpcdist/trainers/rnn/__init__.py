@@ -8,8 +8,6 @@ from typing import Literal
 from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
 from hpcdist.config.schema import Trainer
 
-# The config section of trainer `rnn`.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RnnConfig(ConfigSection):

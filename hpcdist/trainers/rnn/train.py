@@ -371,8 +371,6 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     return server
 
 
-# A recurrent language model in one process, and the initial values of its tables.
-
 #: Rows are drawn in blocks of this size, so that their values do not depend on the number of shards.
 _BLOCK = 1024
 _BOUND = 0.1
