@@ -297,9 +297,10 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
         patch = git_output(root, "diff", "--binary", *options)
         patch, left_out = clean_patch(patch, names, lambda name: root / name in ignored)
-    (run.path / "code.patch").unlink(missing_ok=True)
     if patch:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
+    else:
+        (run.path / "code.patch").unlink(missing_ok=True)
     new = set(git_paths(root, *UNTRACKED)) if root and copied else set()
     kept: list[Path] = []
     if copied:

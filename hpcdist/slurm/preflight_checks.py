@@ -83,10 +83,14 @@ def _versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             name = {"source": "the code of hpcdist", "nccl": "NCCL"}.get(key, key)
             others = "the first node has" if num_usual == 1 else f"the other {num_usual} nodes have"
             is_patch = key == "python" and text.split(".")[:2] == usual.split(".")[:2]
-            text = f"{name} {text or 'is missing'}, {others} {usual or 'none'}"
-            fix = f"install {name.removeprefix('the code of ')} as on the others on {node},"
-            fix += f" or exclude it (cluster.exclude={node})"
-            yield Check(name="version", level="warning" if is_patch else level, text=text, fix=fix, node=node)
+            yield Check(
+                name="version",
+                level="warning" if is_patch else level,
+                text=f"{name} {text or 'is missing'}, {others} {usual or 'none'}",
+                fix=f"install {name.removeprefix('the code of ')} as on the others on {node},"
+                f" or exclude it (cluster.exclude={node})",
+                node=node,
+            )
 
 
 def _usual_value(values: Iterable[Any]) -> Any:
@@ -102,7 +106,7 @@ def _software(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> It
     if "versions" not in answer:
         text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
-        yield (failure if request.gpus_per_node else warning)("driver", text, fix)
+        yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
     elif request.gpus_per_node:
         yield from machine.driver_checks(answer["versions"])
 
@@ -125,7 +129,7 @@ def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
         silent = not answer["gpus"] and answer.get("gpu_device_files", 0)
         text = f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else "")
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
-        yield (failure if request.backend == "nccl" else warning)("gpu", text, fix)
+        yield Check(name="gpu", level="failure" if request.backend == "nccl" else "warning", text=text, fix=fix)
     for gpu in answer["gpus"]:
         for check in machine.gpu_checks(gpu):
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")
@@ -265,10 +269,15 @@ def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for node, answer in answers.items():
         found = answer["network"]
         if problem := found.get("port_problem"):
-            fix = f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
-            fix += " each attempt uses another port"
-            report = failure if node == request.nodes[0] else warning  # only rank 0 listens on it
-            yield report("port", f"port {request.port} is in use: {found.get('listener') or problem}", fix, node=node)
+            yield Check(
+                name="port",
+                # Only rank 0 listens on it.
+                level="failure" if node == request.nodes[0] else "warning",
+                text=f"port {request.port} is in use: {found.get('listener') or problem}",
+                fix=f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
+                " each attempt uses another port",
+                node=node,
+            )
 
 
 def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
@@ -372,9 +381,13 @@ def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     usual = median(healthy.values() or [usual])
     for node in nodes:
         own = median(rates[pair] for pair in slow if node in pair)
-        text = f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes"
-        fix = f"check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})"
-        yield (failure if own * CRAWLING <= usual else warning)("network", text, fix, node=node)
+        yield Check(
+            name="network",
+            level="failure" if own * CRAWLING <= usual else "warning",
+            text=f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes",
+            fix=f"check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})",
+            node=node,
+        )
     for rate, (one, other) in sorted((rate, pair) for pair, rate in healthy.items())[:_SHOWN]:
         alone = rate / len(answers[one]["network"]["peers"])
         usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
@@ -408,9 +421,13 @@ def _skewed(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             continue
         fatal = abs(skew) >= FATAL_SKEW_S
         why = "a live run could be considered dead" if fatal else "logs and metrics of the nodes cannot be aligned"
-        text = f"its clock is {abs(skew):,.1f} s {'ahead of' if skew > 0 else 'behind'} the others: {why}"
-        fix = f"see `chronyc tracking` or `timedatectl` on {node}"
-        yield (failure if fatal else warning)("clock", text, fix, node=node)
+        yield Check(
+            name="clock",
+            level="failure" if fatal else "warning",
+            text=f"its clock is {abs(skew):,.1f} s {'ahead of' if skew > 0 else 'behind'} the others: {why}",
+            fix=f"see `chronyc tracking` or `timedatectl` on {node}",
+            node=node,
+        )
 
 
 def _summary(request: ProbeRequest, answers: Answers) -> Check:

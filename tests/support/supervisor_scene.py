@@ -33,7 +33,7 @@ from io_faults import Fault, Preloaded
 import hpcdist.supervisor.local as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
-from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
+from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.host import retry
 from hpcdist.run import lease
@@ -118,6 +118,7 @@ class Scene:
         self.run = run
         self.report = Recorder()
         self.launch: dict[str, Any] = {}
+        self.notify: dict[str, Any] = {}
         self.tracking: dict[str, Any] = {}
         self.trainer: dict[str, Any] = {}
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
@@ -140,6 +141,7 @@ class Scene:
             trainer=TrainerConfig(**self.trainer),
             roles=self.roles,
             launch=LaunchConfig(**self.launch),
+            notify=NotifyConfig(**self.notify),
             tracking=TrackingConfig(**self.tracking),
         )
         self.config = config

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,7 +106,13 @@ def test_clean_tree_has_no_patch_even_with_runs_and_other_new_files(project: Pat
     assert not (run.path / "code.patch").exists()
     write(project, train="2")
     assert take(config(run), run, project).git_dirty
-    assert (run.path / "code.patch").exists()
+    before = (run.path / "code.patch").read_bytes()
+    write(project, train="4")
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(snapshot, "write_atomic", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            take(config(run), run, project)
+    assert (run.path / "code.patch").read_bytes() == before  # that of the code in the run folder
     write(project, train="1", new="3")
     code = take(config(run), run, project)
     assert (code.git_dirty, code.untracked) == (False, ["new.py"])
