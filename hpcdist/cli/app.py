@@ -21,18 +21,13 @@ from hpcdist.host.log_files import say
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
 #: The standard error of these commands is a log file, which receives the traceback.
-_LOGGED = ("supervise", "worker", "in-job")
+_LOGGED = ("supervise", "in-job")
 
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Start runs": {"run": ("run", "submit", "resume", "config", "worker", "supervise", "in-job")},
-    "Watch runs": {
-        "runs": ("runs", "status", "logs", "follow", "stop", "cancel", "save", "profile"),
-    },
-    "Review": {
-        "review": ("ui", "report", "sync", "compare", "cost", "export"),
-        "rerun": ("rerun",),
-    },
+    "Start runs": {"run": ("run", "submit", "resume", "config", "supervise", "in-job")},
+    "Watch runs": {"runs": ("runs", "status", "logs", "follow", "stop", "cancel", "save", "profile")},
+    "Review": {"review": ("ui", "report", "sync", "compare", "cost", "export"), "rerun": ("rerun",)},
     "Diagnose": {"doctor": ("explain", "doctor"), "bench": ("bench",)},
     "Images": {"image": ("image",)},
     "Development": {"devcluster": ("devcluster",)},

@@ -185,20 +185,17 @@ SweepAxes = Annotated[
     option("--sweep", "KEY=V1,V2", "Values of a key to sweep over; repeat the option for a grid.", keys),
 ]
 Cluster = Annotated[
-    str | None,
-    option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", profiles),
+    str | None, option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", profiles)
 ]
 #: Commands that read a config: these options are short forms of overrides, see `with_options`.
 RunsDirKey = Annotated[
     Path | None, option("--runs-dir", "DIR", "Folder of the runs; short for runs_dir=DIR.", callback=_expanded)
 ]
 ExperimentKey = Annotated[
-    str | None,
-    option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", experiments),
+    str | None, option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", experiments)
 ]
 TrackingUriKey = Annotated[
-    str | None,
-    option("--tracking-uri", "URI", "MLflow store; short for tracking.uri=URI.", callback=_into_environment),
+    str | None, option("--tracking-uri", "URI", "MLflow store; short for tracking.uri=URI.", callback=_into_environment)
 ]
 
 # --- Existing runs

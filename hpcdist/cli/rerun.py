@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,42 +35,35 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-RecordedName = Annotated[
-    str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", options.runs)
-]
-
-Steps = Annotated[
-    int | None,
-    option("--steps", "N", "Save and stop after step N; the schedule stays that of the whole run.", min=1),
-]
-Here = Annotated[bool, flag("--here", "Run on this machine, also if the run was submitted to Slurm.")]
-WithCurrentCode = Annotated[
-    bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
-]
-Repository = Annotated[Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")]
-Yes = Annotated[bool, flag("--yes", "Execute what MLflow has recorded, without asking.")]
-Compare = Annotated[bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")]
-Ignore = Annotated[
-    list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
-]
-Tolerance = Annotated[
-    float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
-]
-
 
 @app.command()
 def rerun(
-    run: RecordedName,
+    run: Annotated[
+        str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", options.runs)
+    ],
     overrides: options.Overrides = None,
-    steps: Steps = None,
+    steps: Annotated[
+        int | None,
+        option("--steps", "N", "Save and stop after step N; the schedule stays that of the whole run.", min=1),
+    ] = None,
     dry_run: options.DryRun = False,
-    here: Here = False,
-    with_current_code: WithCurrentCode = False,
-    repository: Repository = None,
-    yes: Yes = False,
-    compare: Compare = False,
-    ignore: Ignore = None,
-    tolerance: Tolerance = 0.0,
+    here: Annotated[bool, flag("--here", "Run on this machine, also if the run was submitted to Slurm.")] = False,
+    with_current_code: Annotated[
+        bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
+    ] = False,
+    repository: Annotated[
+        Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")
+    ] = None,
+    yes: Annotated[bool, flag("--yes", "Execute what MLflow has recorded, without asking.")] = False,
+    compare: Annotated[
+        bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")
+    ] = False,
+    ignore: Annotated[
+        list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
+    ] = None,
+    tolerance: Annotated[
+        float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
+    ] = 0.0,
     follow: options.Follow = True,
     wait: options.Wait = False,
     dependency: options.Dependency = None,
@@ -160,47 +153,34 @@ def rerun(
 def _config(
     recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, on_slurm: bool
 ) -> tuple[Config, list[str]]:
-    """Return the config of the rerun, and the overrides that change the config of the run."""
+    """Return the config of the rerun, and the overrides of the run's config with which it repeats what the run did."""
     from hpcdist.config.loading import load_run_config
     from hpcdist.run.records import kept
 
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
-    changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), on_slurm=on_slurm)
+    config = load_run_config(recorded.config, [], env, require_secrets=False)
+    changes: dict[str, Any] = {}
+    if config.tracking.register_as is not None:
+        changes["tracking.register_as"] = None  # a rerun is no new version of the model
+    if on_slurm:
+        if config.container.runtime in DETACHED and recorded.image_digest.startswith("sha256:"):
+            changes["container.image"] = recorded.image_digest  # the name may mean another image now
+    else:
+        if recorded.world_size and not config.roles and config.launch.num_ranks != recorded.world_size:
+            changes["launch.num_ranks"] = recorded.world_size
+        cores, was_local = recorded.environment.get("cores"), recorded.environment.get("launcher") != "slurm"
+        if was_local and type(cores) is int and cores != num_cores() and not config.launch.num_threads:
+            # The number of threads determines the order of sums.
+            changes["launch.num_threads"] = max(1, cores // max(1, recorded.world_size))
     if steps is not None:
         changes["stop.pause_at_step"] = steps
     stem = re.sub(r"-rerun-[0-9a-f]{4}$", "", recorded.name)
     place = {"name": f"{stem}-rerun-{secrets.token_hex(2)}", "runs_dir": str(runs_dir.absolute())}
     if recorded.uri and not os.environ.get("HPCDIST_TRACKING_URI"):
         place["tracking.uri"] = recorded.uri
-    changed = [*_words(changes), *overrides]
-    return load_run_config(recorded.config, [*_words(place), *changed], env), changed
-
-
-def _words(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
-def _changes(recorded: RecordedRun, config: Config, *, on_slurm: bool) -> dict[str, Any]:
-    """Return the values that differ from the run's config so that the rerun repeats what the run did."""
-    found: dict[str, Any] = {}
-    if config.tracking.register_as is not None:
-        found["tracking.register_as"] = None  # a rerun is no new version of the model
-    if on_slurm:
-        if config.container.runtime in DETACHED and recorded.image_digest.startswith("sha256:"):
-            found["container.image"] = recorded.image_digest  # the name may mean another image now
-        return found
-    if recorded.world_size and not config.roles and config.launch.num_ranks != recorded.world_size:
-        found["launch.num_ranks"] = recorded.world_size
-    cores = recorded.environment.get("cores")
-    if (
-        recorded.environment.get("launcher") != "slurm"
-        and type(cores) is int
-        and cores != num_cores()
-        and not config.launch.num_threads
-    ):
-        # The number of threads determines the order of sums.
-        found["launch.num_threads"] = max(1, cores // max(1, recorded.world_size))
-    return found
+    places, changed = ([f"{key}={json.dumps(value)}" for key, value in one.items()] for one in (place, changes))
+    changed += overrides
+    return load_run_config(recorded.config, [*places, *changed], env), changed
 
 
 def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *, on_slurm: bool) -> list[str]:
@@ -292,12 +272,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
         beat = made.attempt(facts.state.attempt).read_beat(0) if facts.state.attempt else None
         until = (beat or {}).get("step") or max((step for points in after.values() for step in points), default=0)
     values = compare_values(
-        recorded.values(),
-        after,
-        until=until,
-        exact=recorded.folder is not None,
-        tolerance=tolerance,
-        ignore=ignore,
+        recorded.values(), after, until=until, exact=recorded.folder is not None, tolerance=tolerance, ignore=ignore
     )
     notes = data_differences(recorded.datasets, facts.datasets)
     if recorded.image_digest and facts.image_digest not in ("", recorded.image_digest):

@@ -187,12 +187,9 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
     return code, counts
 
 
-ComparedRuns = Annotated[list[str], argument("RUN", "Names of two or more runs, or their folders.", options.runs)]
-
-
 @app.command()
 def compare(
-    runs: ComparedRuns,
+    runs: Annotated[list[str], argument("RUN", "Names of two or more runs, or their folders.", options.runs)],
     as_json: options.Json = False,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
@@ -201,9 +198,16 @@ def compare(
     Example:  hpcdist compare ddp-2026a ddp-2026b
     """
     from hpcdist.review.comparison import compare
+    from hpcdist.run.lookup import resolve_run
     from hpcdist.tracking.points import read_series
 
-    named = _labelled(runs, runs_dir)
+    chosen = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in runs)}.values()
+    if len(chosen) < 2:
+        raise UserMistake(f"only {next(iter(chosen)).name} is given: name a second run to compare it with")
+    for label in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
+        named = {label(run): run for run in chosen}
+        if len(named) == len(chosen):
+            break
     found = compare(named, {label: read_series(run) for label, run in named.items()})
     if as_json:
         say(json.dumps({"runs": list(named), "differences": found}, indent=2))
@@ -214,36 +218,19 @@ def compare(
         say("the runs do not differ")
 
 
-def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
-    """Return the named runs by their shortest unique label. Raises UserMistake for fewer than two runs."""
-    from hpcdist.run.lookup import resolve_run
-
-    found = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in names)}
-    if len(found) < 2:
-        (run,) = found.values()
-        raise UserMistake(f"only {run.name} is given: name a second run to compare it with")
-    for label in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
-        labelled = {label(run): run for run in found.values()}
-        if len(labelled) == len(found):
-            break
-    return labelled
-
-
 # `hpcdist cost`: GPU-hours and core-hours of runs by cause.
-
-_Name = Annotated[
-    str | None,
-    argument(
-        "RUN|EXPERIMENT",
-        "Name of a run, a sweep or an experiment; by default the newest run, with --by all runs.",
-        options.runs,
-    ),
-]
 
 
 @app.command()
 def cost(
-    name: _Name = None,
+    name: Annotated[
+        str | None,
+        argument(
+            "RUN|EXPERIMENT",
+            "Name of a run, a sweep or an experiment; by default the newest run, with --by all runs.",
+            options.runs,
+        ),
+    ] = None,
     by: Annotated[str | None, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = None,
     as_csv: Annotated[bool, flag("--csv", "Print CSV with all causes, in hours.")] = False,
     runs_dir: options.RunsDir = options.RUNS,

@@ -242,13 +242,7 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
 
 
 def supervise_here(
-    run: RunDir,
-    config: Config,
-    plan: Plan,
-    tracking_uri: str,
-    *,
-    follow: bool,
-    show: Callable[[], None] = lambda: None,
+    run: RunDir, config: Config, plan: Plan, tracking_uri: str, *, follow: bool, show: Callable[[], None] = lambda: None
 ) -> int:
     """Supervise a run in this process, or without `follow` in a background process. Returns the exit code.
 
@@ -545,14 +539,6 @@ def show_config(
         words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
         loaded = load_config(config, words, cluster=cluster)
         say(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))
-
-
-@app.command(hidden=True)
-def worker(run_dir: Path) -> None:
-    """Run one rank of a run folder; its rank and the world size come from the environment."""
-    from hpcdist.rank.worker import main as work
-
-    work([str(run_dir)])
 
 
 @app.command(hidden=True)

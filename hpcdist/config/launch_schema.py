@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
+from hpcdist.errors import shown
+
 # Checks that several sections use. Each returns a list with one line per mistake.
 
 #: Valid names of shell variables.
@@ -54,7 +56,7 @@ class ConfigSection:
 
 def variables(section: object, name: str) -> list[str]:
     return [
-        f"{name}: {_short(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
+        f"{name}: {shown(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
         for key in getattr(section, name)
         if not _VARIABLE.fullmatch(str(key))
     ]
@@ -63,7 +65,7 @@ def variables(section: object, name: str) -> list[str]:
 def flags(section: object, *names: str) -> list[str]:
     """Return the names that are not options of Slurm, which would change the meaning of a script or command."""
     return [
-        f"{name}: {_short(key)} is not an option: use its long name, such as mail-type"
+        f"{name}: {shown(key)} is not an option: use its long name, such as mail-type"
         for name in names
         for key in getattr(section, name)
         if not _FLAG.fullmatch(str(key))
@@ -80,15 +82,10 @@ def one_line(section: object, *names: str) -> list[str]:
         else:
             texts += [(name, text) for text in (value if isinstance(value, list) else [value])]
     return [
-        f"{key} must be one line without control characters, got {_short(str(text))}"
+        f"{key} must be one line without control characters, got {shown(str(text))}"
         for key, text in texts
         if _CONTROL.search(str(text))
     ]
-
-
-def _short(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 80 else f"{shown[:77]}…"
 
 
 S = TypeVar("S")

@@ -32,15 +32,7 @@ from hpcdist.config.document import (
     read_text,
 )
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
-from hpcdist.config.schema import (
-    Config,
-    SecretTexts,
-    Trainer,
-    TrainerConfig,
-    find_trainer,
-    to_tree,
-    unused_sections,
-)
+from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree, unused_sections
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
 

@@ -197,18 +197,6 @@ def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.processes
-def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
-    code = (
-        "import sys\n"
-        "from hpcdist.cli import run\n"
-        "from hpcdist.slurm.job import submit as submission\n"
-        "submission.submit = lambda *_: sys.exit('rich' in sys.modules)\n"
-        "run.enqueue(None, None, {}, follow=True)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 #: They run in ranks, in containers and on nodes where nothing else is installed, or start quickly.
 STANDARD_LIBRARY = """
 errors host.files host.retry host.network config.redaction config.schema config.topology run.folder

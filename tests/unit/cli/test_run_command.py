@@ -9,7 +9,6 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,15 +95,11 @@ def test_detached_run_prints_the_follow_command(
     assert "run" not in supervised
 
 
-def test_hidden_commands_supervise_a_run_folder_and_run_one_rank(
-    hpcdist: Cli, make: Make, supervised: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_command_supervises_a_run_folder(hpcdist: Cli, make: Make, supervised: Seen) -> None:
     run = make("first", "seed=7")
     supervised["ends"] = State(status="failed", reason="a reason")
     assert hpcdist("supervise", str(run.path)).code == 1
     assert (supervised["run"].path, supervised["config"].seed) == (run.path, 7)
-    monkeypatch.setitem(sys.modules, "hpcdist.rank.worker", SimpleNamespace(main=lambda words: sys.exit(len(words))))
-    assert hpcdist("worker", str(run.path)).code == 1
 
 
 # --- `hpcdist resume`
