@@ -90,7 +90,7 @@ def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
     if not isinstance(found, dict) or not isinstance(found.get("seconds"), dict):
         return None
     numbers = [found.get("began"), found.get("until"), *found["seconds"].values()]
-    if not all(_is_time(number) for number in numbers) or not {found.get("cause"), *found["seconds"]} <= set(CAUSES):
+    if not all(map(_is_time, numbers)) or not all(one in CAUSES for one in (found.get("cause"), *found["seconds"])):
         return None
     return RankAccount(
         began=found["began"],

@@ -24,7 +24,7 @@ PREFLIGHT_STEP = "preflight"
 WATCHDOG_STEP = "job-watchdog"
 #: The processes that fork the ranks of all attempts, one on each node.
 PARENTS_STEP = "rank-parents"
-#: The module of the watchdog.
+#: The module of the watchdog and of the search for ranks.
 NODE_STEPS = "hpcdist.slurm.job.node_steps"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)

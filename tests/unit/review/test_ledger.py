@@ -47,7 +47,7 @@ def test_every_second_of_a_local_run_has_one_cause(run: RunDir) -> None:
 
 def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
     full, killed = account(1, 61), account(11, 41, closed=False)
-    damaged = {"seconds": None}, {"seconds": {"lunch": 1.0}}, {"seconds": {"data": -1.0}}, {"cause": "lunch"}
+    damaged = {"seconds": None}, {"seconds": {"lunch": 1.0}}, {"seconds": {"data": -1.0}}, {"cause": ["lunch"]}
     clocks = [account(31, 91), account(-99, 31), {**full, "seconds": {}}, {**full, "seconds": {"data": 1e9}}]
     # It reports seldom: until it is killed it continues, and ranks without reports do as rank 0.
     script = [{**account(1, 21, closed=False), "seconds": {"start": 5.0, "redone": 10.0, "compute": 5.0}}, None]
