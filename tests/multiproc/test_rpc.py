@@ -28,14 +28,16 @@ from spawn import Rank, spawn_ranks
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
-from hpcdist.config.schema import Config, StopConfig
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
 from hpcdist.errors import ConfigError, HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import guard_gloo
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
@@ -333,6 +335,9 @@ def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: P
 
 
 SHORT = StopConfig(max_steps=4, max_epochs=99)
+RNN = RnnConfig(
+    tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5, num_sample_tokens=0
+)
 CONFIGS = {
     "rl": Config(
         roles={"agent": 1, "observer": 2},
@@ -344,6 +349,21 @@ CONFIGS = {
         roles={"trainer": 2, "parameter_server": 2},
         sections={"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
         checkpoint=CheckpointConfig(monitor="eval/auc"),
+        stop=SHORT,
+    ),
+    "rnn": Config(
+        roles={"trainer": 2, "parameter_server": 2},
+        sections={"rnn": RNN},
+        optim=OptimConfig(max_grad_norm=0.05),
+        checkpoint=CheckpointConfig(monitor="eval/loss"),
+        stop=SHORT,
+    ),
+    "pipeline": Config(
+        roles={"stage": 2},
+        sections={"pipeline": PipelineConfig()},
+        model=ModelConfig(name="resnet18", channels_last=True),
+        data=DataConfig(name="synthetic", image_size=16, num_samples=64, batch_size=16),
+        checkpoint=CheckpointConfig(monitor="eval/loss"),
         stop=SHORT,
     ),
 }
@@ -373,7 +393,9 @@ def final_weights(folder: Path, trainer: str, launch: LaunchConfig) -> dict[str,
     return load_weights(newest.path)
 
 
-@pytest.mark.parametrize("trainer", ["rl", pytest.param("hybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trainer", ["rl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "rnn", "pipeline"))]
+)
 def test_both_transports_train_the_same_weights(tmp_path: Path, trainer: str) -> None:
     default = final_weights(tmp_path / "zmq", trainer, LaunchConfig())
     other = final_weights(tmp_path / "torch", trainer, TORCH.launch)
