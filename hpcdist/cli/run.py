@@ -229,15 +229,13 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
     """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here."""
     from hpcdist.environments.rank_environment import require_torch
     from hpcdist.host.machine import require_compiler
-    from hpcdist.supervisor.plan import Machine, make_plan, note_on_fewer_ranks
+    from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
     require_torch(config, os.environ, on_slurm=False)
     plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
     if config.model.compile and not config.trainer.script:
         require_compiler(plan.device, {**os.environ, **config.launch.env})
-    if note := note_on_fewer_ranks(config, plan):
-        say(note)
     return plan, uri
 
 
@@ -396,14 +394,9 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
-    from hpcdist.run import records
     from hpcdist.slurm.job import submit as job_submit
 
-    try:
-        job_id = job_submit.submit(config, run, flags)
-    except UserMistake:  # Slurm has rejected the job
-        records.restore_config(run)
-        raise
+    job_id = job_submit.submit(config, run, flags)
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     # The job does not wait for these imports.
     from hpcdist.cli.run_views import follow_to_end
@@ -435,7 +428,7 @@ def resume(
 ) -> int:
     """Continue a run from its newest valid checkpoint, in the same MLflow run.
 
-    A run of Slurm is submitted again. Changed keys are kept once a step has completed with them.
+    A run of Slurm is submitted again. Changed keys also hold for later resumes.
 
     Examples:
         hpcdist resume

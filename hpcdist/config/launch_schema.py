@@ -385,10 +385,8 @@ class LaunchConfig(ConfigSection):
 class NotifyConfig(ConfigSection):
     """The webhook or the command that receives the events of a run."""
 
-    webhook_file: str = field(default="", metadata=IS_PATH)
-    """File with mode 0600 that holds the URL to which events are posted as JSON; empty for none."""
     webhook: str = ""
-    """The URL instead of a file, as '${oc.env:MY_WEBHOOK}'; it is a secret and is shown as `***`."""
+    """URL to which events are posted as JSON, as '${oc.env:MY_WEBHOOK}'; it is a secret and is shown as `***`."""
     command: str = field(default="", metadata=IS_PATH)
     """Executable file that is called with event, run and status, and reads the JSON from its standard input."""
 
@@ -396,8 +394,8 @@ class NotifyConfig(ConfigSection):
         problems = []
         if self.webhook and not self.webhook.startswith(("http://", "https://", "***")):
             problems.append("webhook must be an address that begins with https:// or http://")  # without the secret
-        if sum(map(bool, (self.webhook_file, self.webhook, self.command))) > 1:
-            problems.append("webhook_file, webhook and command exclude each other: set one of them")
+        if self.webhook and self.command:
+            problems.append("webhook and command exclude each other: set one of them")
         return problems
 
 

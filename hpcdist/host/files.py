@@ -236,9 +236,6 @@ def read_if_valid(kind: type[T], path: Path) -> T | None:
 
 # Files that hold passwords or tokens: readable by their owner alone.
 
-#: Such a file holds one line or a few; more is a mistake, such as the path of a log.
-MAX_BYTES = 64 * 1024
-
 
 def require_private(path: Path) -> None:
     """Raise UserMistake when group or others may read or write a file, or when it belongs to another user."""
@@ -253,20 +250,6 @@ def require_private(path: Path) -> None:
             f"{path} has mode {stat.S_IMODE(about.st_mode):04o}, so that other users can"
             f" {'read' if mode & 0o044 else 'change'} the credentials in it: `chmod 600 {shlex.quote(str(path))}`"
         )
-
-
-def read_private(path: Path) -> str:
-    """Return the text of a private file without surrounding white space. Raises UserMistake."""
-    require_private(path)
-    try:
-        text = read_regular(path, MAX_BYTES).decode(errors="replace").strip()
-    except OSError as error:
-        raise UserMistake(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError:
-        raise UserMistake(f"{path} is larger than 64 KiB: it must hold one secret") from None
-    if not text:
-        raise UserMistake(f"{path} is empty: it must hold one secret")
-    return text
 
 
 def write_private(path: Path, text: str) -> None:

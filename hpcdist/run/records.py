@@ -23,8 +23,8 @@ from hpcdist.config.written import StoredConfig, flat_values, read_stored, run_y
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host import files as host_files
 from hpcdist.host import retry
-from hpcdist.host.files import fill, fsync_folder, read_if_valid, read_json, write_atomic, write_json, write_private
-from hpcdist.run.folder import Attempt, RunDir, State
+from hpcdist.host.files import fill, read_if_valid, read_json, write_atomic, write_json, write_private
+from hpcdist.run.folder import Attempt, RunDir
 
 log = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
 
 
 # A resume with changed keys replaces `config.yaml` and keeps the old config in the folder of the last attempt, which
-# ran with it. If the run fails before a step is completed with the changed keys, the old config is restored.
+# ran with it.
 
 
 def check(run: RunDir, config: Config) -> None:
@@ -462,51 +462,12 @@ def check(run: RunDir, config: Config) -> None:
 
 def change_config(run: RunDir, config: Config) -> None:
     """Make `config` the config of the next attempt. The caller holds the run's lease."""
-    keep(run, {**kept(run), **secrets_of(config)})  # those of the old config may be needed again
+    keep(run, {**kept(run), **secrets_of(config)})  # a crash may keep the old config
     if read_stored(run.config).values == flat_values(config):
         return
-    if (attempts := run.attempts()) and _old_config(run) is None:
+    if (attempts := run.attempts()) and not retry.exists(attempts[-1].config):
         write_atomic(attempts[-1].config, run.config.read_bytes(), durable=True)
     write_atomic(run.config, run_yaml(config), durable=True)
-
-
-def restore_config(run: RunDir) -> str:
-    """Undo the change of a config with which no step was completed. Returns the first changed keys; empty without."""
-    if (old := _old_config(run)) is None:
-        return ""
-    try:
-        keys = _differing(read_stored(old).values, read_stored(run.config).values)
-    except HpcdistError:
-        keys = ["config"]
-    retry.rename(old, run.config)
-    retry.retry(lambda: fsync_folder(run.path), run.path)
-    return ", ".join(keys[:3]) + " …" * (len(keys) > 3)
-
-
-def with_restored_config(run: RunDir, state: State) -> State:
-    if state.status != "failed" or not (keys := restore_config(run)):
-        return state
-    why = f"config.yaml was restored, because no step was completed with the changed {keys}"
-    return replace(state, reason=f"{state.reason}; {why}")
-
-
-def _old_config(run: RunDir) -> Path | None:
-    """Return the config before the last change; None if a step was completed since, or if nothing was changed."""
-    attempts = run.attempts()
-    for number, attempt in reversed([*enumerate(attempts, 1)]):
-        if retry.exists(attempt.config):
-            return None if any(map(_has_stepped, attempts[number:])) else attempt.config
-    return None
-
-
-def _has_stepped(attempt: Attempt) -> bool:
-    """Return whether an attempt has completed a step; the first output of a plain script counts as one."""
-    times, training, beat = read_times(attempt), read_training(attempt), attempt.read_beat(0)
-    if times is not None and not times.measured and attempt.log(0).is_file() and attempt.log(0).stat().st_size:
-        return True
-    steps = [beat["step"] if beat is not None else 0]
-    steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
-    return max(steps) > (training.first_step if training is not None else 0)
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -123,8 +123,6 @@ def import_roots(top: Path, files: Collection[Path]) -> list[str]:
 # left out. The copy of the code stays in the run folder. Files with secrets are left out of it, except Python modules,
 # because the run would fail without them.
 
-#: Read at the top of the code, in the syntax of `.gitignore`.
-IGNORE_FILE = ".hpcdistignore"
 #: Names of files that usually hold secrets; compared in lower case.
 _SECRET_FILES = (
     ".env", ".env.*", "*.env", "*.pem", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.key", "*.ppk",
@@ -207,20 +205,16 @@ def _first_secret(path: Path) -> int | None:
     return next((number for number, line in enumerate(lines, 1) if holds_secret(line, code=code)), None)
 
 
-def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]) -> tuple[str, list[str]]:
+def clean_patch(patch: str, names: Sequence[str]) -> tuple[str, list[str]]:
     """Return a patch without hunks that hold a likely secret, and the locations of these: `name` or `name:line`.
 
-    Args:
-        patch: output of `git diff --binary --no-renames` for the files `names`.
-        ignored: returns whether a file is left out without a message.
+    `patch` is the output of `git diff --binary --no-renames` for the files `names`.
     """
     head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
     if len(parts) != len(names):  # for example during a merge
         return "", ["code.patch (files that are not merged yet)"]
     kept, left_out = [head], []
     for name, part in zip(names, parts, strict=True):
-        if ignored(name):
-            continue
         if is_secret_file(name):
             left_out.append(name)
             continue
@@ -280,23 +274,22 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
     The code is the git work tree that holds the trainer, without ignored files, else all files below `cwd`, without
-    hidden files and those that `.gitignore` excludes. `.hpcdistignore` applies in both cases. Likely secrets are left
-    out and logged, and so are runs and virtual environments. Links in the copy lead to everything else. The code of a
-    shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
+    hidden files and those that `.gitignore` excludes. Likely secrets are left out and logged, and so are runs and
+    virtual environments. Links in the copy lead to everything else. The code of a shipped trainer is copied only if
+    hpcdist itself is in the tree of `cwd`.
 
     Args:
         folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
     """
     top, root, copied = find_tree(config, cwd) if folder is None else (folder, folder, True)
     commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
-    ignored = _ignored(top, in_git=root is not None) if copied or root else set()
     patch = ""
     left_out: list[str] = []
     if root is not None and commit:
         options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
         names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
         patch = git_output(root, "diff", "--binary", *options)
-        patch, left_out = clean_patch(patch, names, lambda name: root / name in ignored)
+        patch, left_out = clean_patch(patch, names)
     if patch:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     else:
@@ -308,7 +301,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         # git also lists deleted files, and submodules as folders.
         listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
         files = [path for path in listed if path.is_symlink() or path.is_file()]  # a link may be dangling
-        wanted = [path for path in files if path not in ignored and not is_foreign(path)]
+        wanted = [path for path in files if not is_foreign(path)]
         kept, secret = without_secrets(top, wanted, new if root else set(wanted))
         left_out = list(dict.fromkeys([*left_out, *secret]))
         _copy(top, kept, run.code, config)
@@ -370,23 +363,14 @@ def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
     return list(dict.fromkeys(live))
 
 
-def _ignored(top: Path, *, in_git: bool) -> set[Path]:
-    own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
-    if in_git:
-        if not own:
-            return set()
-        # Unlike `.gitignore`, `.hpcdistignore` also excludes tracked files, which git lists in a separate call.
-        return {*git_paths(top, "--cached", "--ignored", *own), *git_paths(top, "--others", "--ignored", *own)}
-    if not own and not (top / ".gitignore").is_file():
-        return set()
-    if shutil.which("git") is None:
-        if own:
-            raise UserMistake(f"{top / IGNORE_FILE} needs git to be read: install git, or remove the file")
+def _ignored(top: Path) -> set[Path]:
+    """Return the files that the `.gitignore` of a folder outside of git excludes."""
+    if not (top / ".gitignore").is_file() or shutil.which("git") is None:
         return set()
     with tempfile.TemporaryDirectory() as folder:
         git_output(Path(folder), "init", "--quiet")
         place = ("--git-dir", f"{folder}/.git", "--work-tree", str(top))
-        return set(git_paths(top, "--others", "--ignored", "--exclude-standard", *own, place=place))
+        return set(git_paths(top, "--others", "--ignored", "--exclude-standard", place=place))
 
 
 def code_state(run: RunDir) -> CodeState:
@@ -461,7 +445,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
-    files = []
+    files, ignored = [], _ignored(top)
     for folder, subfolders, names in os.walk(top):
         here = Path(folder)
         shown = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
@@ -469,7 +453,7 @@ def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
         # os.walk lists links to folders among the subfolders, and does not follow them.
         links = [name for name in subfolders if (here / name).is_symlink()]
         files += [here / name for name in names + links if not name.startswith(".")]
-    return files
+    return [path for path in files if path not in ignored]
 
 
 def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
@@ -483,8 +467,8 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
         largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in three)
         raise UserMistake(
             f"the code under {top} has {total / MB:.1f} MB, more than launch.code_max_mb={config.launch.code_max_mb:g}"
-            f" (largest: {largest}): name data and outputs in .gitignore or {IGNORE_FILE} (the copy then has links to"
-            " them), or raise the limit"
+            f" (largest: {largest}): name data and outputs in .gitignore (the copy then has links to them), or raise"
+            " the limit"
         )
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -380,8 +380,6 @@ def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]
 MAX_RANKS = 64
 #: Limit of the locations and hosts in the sentence.
 _NAMED = 3
-#: A runnable process that got less than this share of a core is starved.
-_STARVED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,28 +401,20 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     groups = dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[1])))
     absent, collectives = compare_calls({rank: snapshot.calls for rank, snapshot in by_rank.items()})
     suspects = _suspects(by_rank, groups, absent)
-    apart = []
-    starved = {
-        rank: one.cpu_s / one.over_s
-        for rank, one in by_rank.items()
-        if one.process.state == psutil.STATUS_RUNNING and one.cpu_s < _STARVED * one.over_s
-    }
-    if len(starved) > len(by_rank) / 2:  # they do not hang
-        share = f"at most {max(starved.values()):.0%} of a core: other processes use their CPUs"
-        apart.append(f"{ranks_text(starved)} get{'s' * (len(starved) == 1)} {share}")
+    unseen = []
     if missing_ranks:
         hosts = sorted(set(missing_ranks.values()))
         listed = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
-        apart.append(f"no snapshot of {ranks_text(missing_ranks)} ({listed})")
+        unseen = [f"no snapshot of {ranks_text(missing_ranks)} ({listed})"]
     where = _sentence(groups, suspects, all_seen=not missing_ranks)
-    sentence = "; ".join([*filter(None, [where]), *collectives[:1], *apart])
+    sentence = "; ".join([*filter(None, [where]), *collectives[:1], *unseen])
     group_of = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -group_of[rank], rank)))
     lines = [sentence, "", "locations of the ranks:"]
     lines += _first([f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()], " locations")
     if collectives:
         lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
-    lines += ["", "; ".join(apart)] if apart else []
+    lines += ["", *unseen] if unseen else []
     processes = [f"  rank {rank} on {by_rank[rank].host}: {by_rank[rank].state_text()}" for rank in odd_first]
     lines += ["", "processes:", *_first(processes)]
     return Summary(

@@ -127,19 +127,6 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     )
 
 
-def note_on_fewer_ranks(config: Config, plan: Plan) -> str:
-    requested = config.launch.num_ranks
-    if plan.roles is not None or plan.num_ranks >= requested:
-        return ""
-    effect = (
-        "" if config.data.global_batch_size is not None else "; without data.global_batch_size a step has less data"
-    )
-    return (
-        f"{plan.num_ranks} GPUs are visible: {plan.num_ranks} ranks instead of launch.num_ranks={requested}"
-        f" (elastic.min_ranks={config.elastic.min_ranks}){effect}"
-    )
-
-
 def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
     """Return variables that must be set before a rank starts; `launch.env` overrides them."""
     env = {

@@ -211,8 +211,6 @@ MIN_SHARE = 0.05
 OVER_S = 60.0
 #: Minimum duration of a window; windows are longer with many ranks.
 WINDOW_S = 10.0
-#: A straggler is reported again after this time, or when its excess has doubled.
-AGAIN_S = 600.0
 
 
 class Part(NamedTuple):
@@ -288,11 +286,10 @@ class StragglerEvent:
 
 @dataclass
 class _History:
-    """Recent windows of one node or rank, and its last report."""
+    """Recent windows of one node or rank, and whether it was reported as a straggler."""
 
     windows: deque[Window] = field(default_factory=deque)  #: of the last minute: all slow, or none
-    reported: float | None = None  #: the last reported excess; None while it is not a straggler
-    reported_at: float = 0.0
+    is_reported: bool = False
 
     def add(self, window: Window) -> str | None:
         windows = self.windows
@@ -303,14 +300,10 @@ class _History:
             windows.popleft()
         if len(windows) < 2 or window.until - windows[0].since < OVER_S:
             return None
-        if not window.is_slow:
-            event, self.reported = "over" if self.reported is not None else None, None
-            return event
-        excess = _excess(windows)
-        if self.reported is not None and excess < 2 * self.reported and window.until - self.reported_at < AGAIN_S:
+        if window.is_slow == self.is_reported:
             return None
-        self.reported, self.reported_at = excess, window.until
-        return "slow"
+        self.is_reported = window.is_slow
+        return "slow" if window.is_slow else "over"
 
 
 class Stragglers:

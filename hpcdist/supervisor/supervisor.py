@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Literal, Protocol
 
@@ -27,9 +26,9 @@ from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
-from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, RunFolderError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import read_json, read_private, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
 from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, explain_replacement, require_same
@@ -121,10 +120,6 @@ class Supervisor:
                 failure, rejected = error, isinstance(error, UserMistake)
                 why = error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
-            try:
-                state = records.with_restored_config(self.folder, state)  # not after a requeue
-            except (OSError, RunFolderError) as error:
-                self.report.note(f"config.yaml cannot be restored: {error}")
             try:
                 self._write(state)
             except OSError as error:
@@ -391,11 +386,6 @@ class Notifier(AbstractContextManager["Notifier"]):
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lost = ""  #: where the reason of a failure is
         self._thread = threading.Thread(target=self._deliver_all, name="notifier", daemon=True)
-        try:
-            if settings.webhook_file:
-                self._url = read_private(Path(settings.webhook_file))
-        except (HpcdistError, OSError) as error:
-            note(f"notifications are not sent: {error}")
         if self._command or self._url:
             self._thread.start()
 

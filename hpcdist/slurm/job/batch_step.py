@@ -27,7 +27,7 @@ from hpcdist.host.files import read_json, require_trusted, write_json
 from hpcdist.run import create, snapshot
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.records import Origin, kept, with_restored_config
+from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.components import rank_table_lines
@@ -110,7 +110,6 @@ def supervise_job(run_dir: str) -> State:
                 state = replace(
                     run.read_state(), status="failed", reason=str(error), ended=time.time(), rejected=rejected
                 )
-                state = with_restored_config(run, state)
                 held.check()  # the state belongs to a supervisor that has taken over meanwhile
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)

@@ -54,7 +54,7 @@ HARMLESS_NAMES = """
     tokens tokenizer max_tokens tokens_per_batch token_ids num_token pad_token eos_token path PATH pattern patience
     compass passes passed bypass forward_pass keyboard keys num_keys key num_key_value_heads key_dim monkey keyword
     primary_key sort_key image_key public_key author authors authority patch patches spat compat
-    secretary_of_state passenger signature webhook_file
+    secretary_of_state passenger signature
 """
 
 

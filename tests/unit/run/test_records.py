@@ -19,7 +19,7 @@ from hpcdist.host.files import read_json, write_json
 from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run import records
-from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.folder import RunDir, Status
 from hpcdist.run.status import all_job_starts, job_starts, keep_job, update_job_starts
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
@@ -54,58 +54,14 @@ def lr(path: Path) -> float:
     return float(yaml.safe_load(path.read_text())["optim"]["lr"])
 
 
-def ended(run: RunDir, status: Status) -> State:
-    return replace(run.read_state(), status=status, reason="rank 0 failed")
-
-
-def next_attempt(run: RunDir, step: int) -> None:
-    """Make an attempt that restores the checkpoint of step 40 and then reaches a step."""
-    attempt = run.new_attempt()
-    records.write_training(attempt, records.TrainingRecord(first_step=40))
-    write_json(attempt.beat(0), beat(step))
-    run.write_state(replace(run.read_state(), attempt=attempt.number))
-
-
-def test_failure_before_the_first_step_restores_the_config(run: RunDir, runs_dir: Path) -> None:
-    records.change_config(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
-    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
-    next_attempt(run, 40)
-    next_attempt(run, 40)
-    state = records.with_restored_config(run, ended(run, "failed"))
-    assert state.reason == (
-        "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
-        " data.batch_size, optim.lr"
-    )
-    assert lr(run.config) == 0.002
-    assert not run.attempt(1).config.exists()
-    assert records.with_restored_config(run, state) == state
-
-
-def test_config_stays_if_an_attempt_has_completed_a_step_with_it(run: RunDir, runs_dir: Path) -> None:
-    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
-    next_attempt(run, 41)
-    next_attempt(run, 40)
-    assert records.with_restored_config(run, ended(run, "failed")).reason == "rank 0 failed"
-    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
+def test_changed_config_stays_and_each_attempt_keeps_its_own(run: RunDir, runs_dir: Path) -> None:
+    for value in ("0.5", "0.6"):  # of two resumes before the next attempt
+        records.change_config(run, config(runs_dir, f"optim.lr={value}"))
+    second = run.new_attempt()
+    records.change_config(run, config(runs_dir, "optim.lr=0.6"))
+    assert not second.config.exists(), "nothing was changed"
     records.change_config(run, config(runs_dir, "optim.lr=0.7"))
-    assert records.restore_config(run) == "optim.lr"
-    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
-    records.change_config(run, config(runs_dir, "optim.lr=0.7"))
-    attempt = run.new_attempt()
-    records.write_times(attempt, records.AttemptTimes(supervised=1.0, began=1.0, measured=False))
-    attempt.log(0).write_text("epoch 1\n")
-    assert records.restore_config(run) == "", "the output of a plain script counts as a step"
-
-
-def test_stop_before_the_first_step_keeps_the_change_and_a_later_failure_undoes_it(run: RunDir, runs_dir: Path) -> None:
-    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
-    next_attempt(run, 40)
-    assert records.with_restored_config(run, ended(run, "stopped")).reason == "rank 0 failed"
-    assert lr(run.config) == 0.5
-    records.change_config(run, config(runs_dir, "optim.lr=0.7"))
-    next_attempt(run, 40)
-    assert "restored" in records.with_restored_config(run, ended(run, "failed")).reason
-    assert lr(run.config) == 0.002, "the last config with which a step was completed"
+    assert [lr(path) for path in (run.attempt(1).config, second.config, run.config)] == [0.002, 0.6, 0.7]
 
 
 def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:

@@ -285,7 +285,7 @@ def test_tokens_are_redacted_in_messages() -> None:
 def test_patch_and_untracked_files_use_the_detector(tmp_path: Path) -> None:
     line = next(line for line, _ in TRUE if "os.environ[" in line)
     patch = f"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1,2 @@\n x = 1\n+{line}\n"
-    assert clean_patch(patch, ["a.py"], lambda _: False) == ("", ["a.py:2"])
+    assert clean_patch(patch, ["a.py"]) == ("", ["a.py:2"])
     file = tmp_path / "Dockerfile"
     file.write_text("FROM x\n" + next(line for line, name in TRUE if name == "Dockerfile"))
     assert without_secrets(tmp_path, [file], [file]) == ([], ["Dockerfile:2"])

@@ -268,8 +268,8 @@ def test_error_for_too_much_code_names_the_largest_files(project: Path, git: Git
         take(config(run, launch=LaunchConfig(code_max_mb=1.25)), run, project)
     assert str(caught.value) == (
         f"the code under {project} has 1.5 MB, more than launch.code_max_mb=1.25"
-        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore or"
-        " .hpcdistignore (the copy then has links to them), or raise the limit"
+        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore"
+        " (the copy then has links to them), or raise the limit"
     )
     assert not run.code.exists()
     take(config(run, launch=LaunchConfig(code_max_mb=2)), run, project)
@@ -477,39 +477,20 @@ def test_hunks_and_files_with_secrets_are_left_out_and_logged(
     git("rm", "--quiet", "--cached", "added.py")
     git("apply", str(run.path / "code.patch"))
     assert (project / "train.py").read_text().count("changed = 30") == 1
-    unmerged = clean_patch("diff --git a/x b/x\n", [], lambda _: False)  # its parts cannot be assigned to files
+    unmerged = clean_patch("diff --git a/x b/x\n", [])  # its parts cannot be assigned to files
     assert unmerged == ("", ["code.patch (files that are not merged yet)"])
 
 
-def test_files_in_hpcdistignore_are_left_out_without_a_message(
-    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+def test_gitignore_of_a_plain_folder_is_obeyed_where_git_is_installed(
+    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(project, train="1", sub__notes="2", keep="3", big__a="4", big__b="5", late="6")
-    (project / ".gitignore").write_text("late.py\n")
-    (project / ".hpcdistignore").write_text("# comment\nnotes.py\n/big/*\n!/big/b.py\n.env\n")
-    (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
-    if in_git:
-        git = request.getfixturevalue("git")
-        git("add", "--force", "train.py", "sub", "keep.py")
-        git("commit", "--quiet", "-m", "first")
-        write(project, sub__notes="changed", train="changed")
+    write(project, train="1", sub__notes="2", big__a="4", big__b="5")
+    (project / ".gitignore").write_text("# comment\nnotes.py\n/big/*\n!/big/b.py\n")
     take(config(run), run, project)
-    dot_files = set() if not in_git else {".gitignore", ".hpcdistignore"}
-    assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | dot_files
-    if in_git:
-        assert "notes" not in (run.path / "code.patch").read_text()
-    assert not caplog.messages
-
-
-def test_hpcdistignore_without_git_is_an_error(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(project, train="1")
-    (project / ".gitignore").write_text("x\n")
+    assert set(contents(run.code)) == {"train.py", "big/b.py"}
     monkeypatch.setenv("PATH", "/nowhere")
-    code = take(config(run), run, project)
-    assert (code.git_commit, code.root, set(contents(run.code))) == (None, str(project), {"train.py"})
-    (project / ".hpcdistignore").write_text("x\n")
-    with pytest.raises(UserMistake, match=r"\.hpcdistignore needs git to be read: install git, or remove the file"):
-        take(config(run), run, project)
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py", "sub/notes.py", "big/a.py", "big/b.py"}
 
 
 @pytest.mark.parametrize(

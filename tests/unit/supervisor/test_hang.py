@@ -254,10 +254,7 @@ def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
     ]
     summary = hang.summarize(snapshots, {})
     assert summary.suspects == (5,)
-    assert summary.sentence.startswith(
-        "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
-    )
-    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: other processes use their CPUs")
+    assert summary.sentence == "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8)"
 
 
 def test_rank_that_has_not_called_the_collective_is_suspected() -> None:

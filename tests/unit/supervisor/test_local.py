@@ -19,7 +19,7 @@ from supervisor_scene import DONE, FAKE_RANK, STOP_ON_REQUEST, Recorder, Scene, 
 
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig, TrainerConfig
+from hpcdist.config.schema import Config, ElasticConfig, TrainerConfig
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
@@ -33,7 +33,7 @@ from hpcdist.supervisor import local
 from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local import LocalRanks, supervise_locally
-from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
@@ -375,16 +375,6 @@ def test_fewer_gpus_than_ranks_suffice_down_to_min_ranks() -> None:
     assert {planned_elastic(0, ranks, exact=True).threads for ranks in (1, 2, 4)} == {1}, "of exact sums"
     with pytest.raises(ConfigError, match=r"^2 ranks are fewer than elastic\.min_ranks=3: change one of them"):
         planned_elastic(0, 0, min_ranks=3)
-
-
-def test_start_with_fewer_ranks_than_requested_is_noted() -> None:
-    launch, elastic = LaunchConfig(num_ranks=4), ElasticConfig(min_ranks=2)
-    fixed = Config(launch=launch, elastic=elastic)
-    free = Config(launch=launch, elastic=elastic, data=DataConfig(global_batch_size=64))
-    sentence = "3 GPUs are visible: 3 ranks instead of launch.num_ranks=4 (elastic.min_ranks=2)"
-    for config, note in ((free, sentence), (fixed, f"{sentence}; without data.global_batch_size a step has less data")):
-        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=3))) == note
-        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=5))) == ""
 
 
 # --- ports

@@ -10,7 +10,6 @@ import select
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,31 +166,6 @@ def test_job_is_not_asked_after_a_finished_attempt(scene: Scene) -> None:
     supervisor = scene.supervisor(job)
     assert scene.supervise(supervisor).status == "finished"
     assert job.num_questions == 0
-
-
-@pytest.mark.parametrize("end", ["rank", "supervisor", "requeued"])
-def test_changed_config_is_restored_unless_the_job_continues_with_it(scene: Scene, end: str) -> None:
-    attempt = scene.run.new_attempt()
-    attempt.config.write_text("seed: 1\n")  # as a resume with a changed key leaves it
-    scene.run.config.write_text("seed: 2\n")
-    scene.run.write_state(replace(scene.run.read_state(), attempt=attempt.number))
-    scene.launch["max_restarts"] = 0
-    scene.script(second=[fails("error", step=0), EXIT_0])
-
-    def fail(_: object) -> None:
-        raise ZeroDivisionError("internal error")
-
-    def end_or_requeue(state: State) -> State:
-        return replace(state, status="queued") if end == "requeued" else state
-
-    if end == "supervisor":
-        scene.report.on_progress = fail
-    with pytest.raises(ZeroDivisionError) if end == "supervisor" else nullcontext():
-        scene.supervise(scene.supervisor(ScriptedJob(end_or_requeue=end_or_requeue)))
-    state = scene.run.read_state()
-    assert ("config.yaml was restored" in state.reason) == (end != "requeued"), state
-    assert ("the supervisor failed with ZeroDivisionError: internal error; " in state.reason) == (end == "supervisor")
-    assert scene.run.config.read_text() == ("seed: 2\n" if end == "requeued" else "seed: 1\n")
 
 
 def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
