@@ -8,13 +8,12 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpcdist.checkpoint.state import MaybeSharded, load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
@@ -84,22 +83,11 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
     return [str(shutil.copytree(package, folder / package.name, ignore=leaving))]
 
 
-# A checkpoint's model as a file that other programs load without hpcdist and without torch.distributed.
-#
-# safetensors: the weights by name, for `safetensors` of any framework
-# torch: the weights by name, a state dict, for `torch.load(path, weights_only=True)`
-# onnx: the model with its weights, for ONNX Runtime and others
+# A checkpoint's weights by name, as a file that other programs load without hpcdist and without torch.distributed:
+# `safetensors` for any framework, `torch` for `torch.load(path, weights_only=True)`.
 
-Format = Literal["safetensors", "onnx", "torch"]
-SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt"}
-#: Packages of each format, which the extra `export` installs.
-_PACKAGES: Mapping[Format, tuple[str, ...]] = {
-    "safetensors": ("safetensors",),
-    "onnx": ("onnx", "onnxscript"),
-    "torch": (),
-}
-#: Larger weights are written beside the ONNX file: protobuf, its encoding, is limited to 2 GiB.
-_MAX_ONNX_BYTES = 1 << 30
+Format = Literal["safetensors", "torch"]
+SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt"}
 
 
 def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Manifest:
@@ -135,18 +123,16 @@ def _listed(found: Mapping[int, Manifest]) -> str:
     return ", ".join(steps if len(steps) <= 10 else [*steps[:3], "...", *steps[-6:]])
 
 
-def require_packages(kind: Format) -> None:
-    """Raise ExportError if a package that a format needs is not installed."""
-    if missing := [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]:
-        raise ExportError(f"format {kind} needs {' and '.join(missing)}: run {install_command('export')}")
+def require_package(kind: Format) -> None:
+    if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise ExportError(f"format safetensors needs a package: run {install_command('export')}")
 
 
-def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> list[Path]:
-    """Write the model of a checkpoint to a file. Returns the written files, all in the folder of `output`.
+def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> None:
+    """Write the weights of a checkpoint to a file, which appears when it is complete.
 
-    Files appear under their names when they are complete. Names of weights are those of the bare model.
+    Names of weights are those of the bare model.
     """
-    require_packages(kind)
     if output.exists():
         raise ExportError(f"{output} exists: remove it, or choose another --output")
     weights = load_weights(checkpoint.path)
@@ -167,59 +153,6 @@ def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -
             umask = os.umask(0o077)  # reading it means setting it
             os.umask(umask)
             file.chmod(0o666 & ~umask)
-        elif kind == "torch":
-            torch.save(weights, file)
         else:
-            _write_onnx(_exported_program(run, weights), file)
-        written = sorted(file.parent.iterdir(), key=lambda path: path == file)  # the file that users open comes last
-        for path in written:
-            path.replace(output.parent / path.name)
-    return [output.parent / path.name for path in written]
-
-
-def _exported_program(run: RunDir, weights: Mapping[str, Tensor]) -> Any:
-    """Return the program that `export_model` wrote at the end of the run, with the weights of a checkpoint."""
-    path = run.model / "data" / "model.pt2"
-    if not path.is_file():
-        reason = (
-            "torch.export could not export this model" if run.model.is_dir() else "only a finished run has its program"
-        )
-        raise ExportError(
-            f"ONNX needs the model's program, and {path} does not exist ({reason}):"
-            " --format safetensors or torch writes the weights alone"
-        )
-    try:
-        program = torch.export.load(path)
-    except Exception as error:  # torch.export does not document its exceptions
-        raise ExportError(f"{path} cannot be loaded by torch {torch.__version__}: {_first_line(error)}") from error
-    own = program.state_dict
-    if own.keys() != weights.keys() or any(own[name].shape != tensor.shape for name, tensor in weights.items()):
-        names = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
-        raise ExportError(
-            f"the model in {run.model} is not that of the checkpoint: they differ in {', '.join(names[:3])}"
-        )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
-    return program
-
-
-def _write_onnx(program: Any, file: Path) -> None:
-    size = sum(tensor.nbytes for tensor in program.state_dict.values())
-    logging.disable(logging.WARNING)  # of torch.onnx, onnxscript and onnx_ir
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about torch's own code
-            converted = torch.onnx.export(program, (), dynamo=True, verbose=False)
-            cast(Any, converted).save(file, external_data=size > _MAX_ONNX_BYTES)
-    except Exception as error:  # torch.onnx does not document its exceptions
-        raise ExportError(
-            f"torch.onnx cannot convert the model ({_first_line(error)}): --format safetensors or torch writes the"
-            " weights alone"
-        ) from error
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            torch.save(weights, file)
+        file.replace(output)

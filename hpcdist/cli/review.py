@@ -299,17 +299,14 @@ def cost(
         say(note, error=True)
 
 
-# `hpcdist export`: write the model of a checkpoint to a file that other programs load.
+# `hpcdist export`: write the weights of a checkpoint to a file that other programs load.
 
 
 @app.command("export")
 def export(
     run: options.OptionalRunName = None,
     *,
-    file_format: Annotated[
-        Literal["safetensors", "onnx", "torch"],
-        option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights)."),
-    ],
+    file_format: Annotated[Literal["safetensors", "torch"], option("--format", "FORMAT", "safetensors or torch.")],
     checkpoint: Annotated[
         str | None,
         option(
@@ -324,22 +321,18 @@ def export(
     ] = None,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
-    """Write the model of a checkpoint to a file that is loaded without hpcdist.
+    """Write the weights of a checkpoint to a file that is loaded without hpcdist.
 
-    The weights of all ranks are merged. safetensors and torch write them by name, for the model's own code. onnx also
-    writes the model's program, which a finished run has; it runs without torch.
+    The weights of all ranks are merged, under the names of the model's own code.
 
     Examples:
         hpcdist export --format safetensors
-        hpcdist export first --format onnx --checkpoint final --output digits.onnx
+        hpcdist export first --format torch --checkpoint final --output digits.pt
     """
     from hpcdist.config.written import read_stored
-    from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
 
     found = resolve_run(named(run, runs_dir), runs_dir)
-    if file_format == "onnx":  # loading a program may execute code
-        require_trusted(found.path, "export")
     monitored = read_stored(found.config).config.checkpoint
 
     try:
@@ -347,11 +340,12 @@ def export(
     except ModuleNotFoundError as error:
         raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
 
-    checkpoint_export.require_packages(file_format)
+    checkpoint_export.require_package(file_format)
     chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitored)
     if checkpoint is None and monitored.monitor not in chosen.metrics:
         reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
         say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
-    target = output or Path(f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[file_format]}")
-    for path in checkpoint_export.write_model(found, chosen, file_format, target.expanduser()):
-        say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")
+    name = f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[file_format]}"
+    path = (output or Path(name)).expanduser()
+    checkpoint_export.write_model(found, chosen, file_format, path)
+    say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

@@ -86,7 +86,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
     save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
     chosen = export.find_checkpoint(run, "final", CheckpointConfig(monitor=METRIC))
     file = tmp_path / "weights"
-    assert export.write_model(run, chosen, kind, file) == [file]
+    export.write_model(run, chosen, kind, file)
     if kind == "torch":
         found = torch.load(file, weights_only=True)
     else:
@@ -105,82 +105,33 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "weights", "other"}
 
 
-def write(run: RunDir, kind: Any, file: Path) -> None:
-    export.write_model(run, export.find_checkpoint(run, "best", CheckpointConfig(monitor=METRIC)), kind, file)
+def test_existing_files_missing_folders_and_bad_checkpoints_are_errors(run: RunDir, tmp_path: Path) -> None:
+    def write(name: str) -> None:
+        found = export.find_checkpoint(run, "best", CheckpointConfig(monitor=METRIC))
+        export.write_model(run, found, "torch", tmp_path / name)
 
-
-def test_existing_files_and_missing_folders_are_errors(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "there.pt").write_text("mine")
     with pytest.raises(ExportError, match=r"there.pt exists: remove it, or choose another --output$"):
-        write(run, "torch", tmp_path / "there.pt")
+        write("there.pt")
     assert (tmp_path / "there.pt").read_text() == "mine"
     with pytest.raises(ExportError, match=r"^--output /.*/a/b.pt: /.*/a cannot be written \(No such file or dir"):
-        write(run, "torch", tmp_path / "a" / "b.pt")
-
-
-def test_changed_and_empty_checkpoints_are_errors(run: RunDir, tmp_path: Path) -> None:
+        write("a/b.pt")
     save(CheckpointStore(run.checkpoints), 9, {}, {METRIC: 1.0})
     with pytest.raises(ExportError, match=r"^the checkpoint of step 9 of first contains no weights$"):
-        write(run, "torch", tmp_path / "a.pt")
+        write("a.pt")
     file = run.checkpoints / "step-00000009" / "model.pt"
     file.write_bytes(file.read_bytes().replace(b"PK", b"XX"))
     with pytest.raises(CheckpointError, match="has changed since it was written"):
-        write(run, "torch", tmp_path / "a.pt")
+        write("a.pt")
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_missing_package_is_an_error_with_the_command(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-    missing = {"safetensors", "onnx", "onnxscript"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+def test_missing_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     install = r"run `pip install '\.\[export\]'` in a checkout of hpcdist$"
-    with pytest.raises(ExportError, match=rf"^format safetensors needs safetensors: {install}"):
-        write(run, "safetensors", tmp_path / "a")
-    with pytest.raises(ExportError, match=rf"^format onnx needs onnx and onnxscript: {install}"):
-        write(run, "onnx", tmp_path / "a")
-    write(run, "torch", tmp_path / "a")
-
-
-class Model(nn.Module):
-    """The model of the checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.fc(x)
-        return found
-
-
-def test_onnx_needs_the_program_of_the_same_model(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, program = tmp_path / "a.onnx", run.model / "data" / "model.pt2"
-    with pytest.raises(
-        ExportError, match=r"model.pt2 does not exist \(only a finished run has its program\): --format"
-    ):
-        write(run, "onnx", file)
-    program.parent.mkdir(parents=True)
-    with pytest.raises(ExportError, match=r"does not exist \(torch.export could not export this model\): --format"):
-        write(run, "onnx", file)
-    program.write_text("not a program")
-    with pytest.raises(ExportError, match=r"model.pt2 cannot be loaded by torch \d.*: \w+"):
-        write(run, "onnx", file)
-    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(2, 3),)), program)
-    with pytest.raises(ExportError, match=r"is not that of the checkpoint: they differ in bias, fc.weight, weight$"):
-        write(run, "onnx", file)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("no such operator\nmore lines")
-
-    torch.export.save(torch.export.export(Model(), (torch.zeros(2, 3),)), program)
-    monkeypatch.setattr(torch.onnx, "export", refuse)
-    with pytest.raises(
-        ExportError, match=r"convert the model \(NotImplementedError: no such operator\): --format safe"
-    ):
-        write(run, "onnx", file)
-    assert not file.exists()
+    with pytest.raises(ExportError, match=rf"^format safetensors needs a package: {install}"):
+        export.require_package("safetensors")
+    export.require_package("torch")
 
 
 # --- The code of the user that accompanies a model which `torch.export` cannot export

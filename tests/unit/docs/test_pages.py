@@ -256,12 +256,12 @@ def test_messages_come_from_raise_statements_and_validation() -> None:
         "def f(value):\n    raise DataError(f'{value.path} cannot be read: fetch it again')\n"
         "def g(config):\n    problems = []\n    problems.append(f'optim.lr must be > 0, got {config.lr}')\n"
         "    raise ValueError('is not a message to users')\n"
-        "def h():\n    raise ExportError(f'onnx is not installed: {install_command(\"export\")}')\n"
+        "def h():\n    raise ExportError(f'safetensors is not installed: {install_command(\"export\")}')\n"
     )
     assert set(messages.raised_messages(tree)) == {
         ("{path} cannot be read: fetch it again", "DataError"),
         ("optim.lr must be > 0, got {lr}", "ConfigError"),
-        ("onnx is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
+        ("safetensors is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
     }
 
 
