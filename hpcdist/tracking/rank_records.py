@@ -28,6 +28,8 @@ from hpcdist.tracking.journal import (
 )
 
 SCHEME = "hpcdist"
+#: Maximum number of metrics that ranks other than 0 keep for reading back.
+MAX_KEPT = 1000
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
@@ -65,6 +67,7 @@ class RankRecords:
         self.params: dict[str, str] = {}  #: MLflow keeps the first value of each
         self.tags: dict[str, str] = {}
         self._latest: dict[str, Value] = {}
+        self._offsets: dict[Path, int] = {}  #: up to which `_latest` has the records of journal files
         self._next_step: dict[str, int] = {}
         self._is_loaded = attempt == 1 or not self.is_main
 
@@ -109,13 +112,14 @@ class RankRecords:
         if self.is_main:
             self.journal.log(metrics, step, time_ms)
         values = {key: float(value) for key, value in metrics.items()}
-        self._note_latest(values, time_ms, step)
+        for key, value in () if self.is_main else values.items():
+            if key in self._latest or len(self._latest) < MAX_KEPT:
+                self._note_latest(key, Value(value, time_ms, step))
         self.on_metrics(values, step if is_step else None)
 
-    def _note_latest(self, metrics: Mapping[str, float], time_ms: int, step: int) -> None:
-        for key, value in metrics.items():
-            if key not in self._latest or step >= self._latest[key].step:
-                self._latest[key] = Value(value, time_ms, step)
+    def _note_latest(self, key: str, value: Value) -> None:
+        if key not in self._latest or value.step >= self._latest[key].step:
+            self._latest[key] = value
 
     def numbered(self, key: str, step: int) -> int:
         """Return the step of a point that may have been logged without one, which MLflow's client turns into 0.
@@ -157,8 +161,14 @@ class RankRecords:
     # --- reading back
 
     def latest(self) -> dict[str, Value]:
-        """Return the last value of each metric, earlier attempts included."""
+        """Return the last value of each metric, earlier attempts included; on rank 0 from the journal."""
         self._load()
+        for file in journal_files(self.run.journal) if self.is_main else ():
+            if file.rank == 0:
+                records, self._offsets[file.path] = read_records(file.path, self._offsets.get(file.path, 0))
+                for time_ms, step, metrics in records:
+                    for key, value in metrics.items():
+                        self._note_latest(key, Value(value, time_ms, step))
         return self._latest
 
     def history(self, key: str) -> list[Value]:
@@ -179,10 +189,6 @@ class RankRecords:
                     self.params = event.content | self.params
                 elif event.kind == "tag":
                     self.tags |= event.content
-        for file in journal_files(self.run.journal):
-            if file.rank == 0 and file.attempt < self.attempt:
-                for time_ms, step, metrics in read_records(file.path)[0]:
-                    self._note_latest(metrics, time_ms, step)
 
 
 def is_declared() -> bool:

@@ -108,7 +108,10 @@ def test_what_was_logged_is_read_back(scene: Scene, enter: Enter, caplog: pytest
     client.log_metric(run_id, "loss", 2.0, step=2)
     client.log_param(run_id, "lr", 0.1)
     assert client.get_run(run_id).data.metrics == {"loss": 2.0}
-    assert [it.value for it in client.get_metric_history(run_id, "loss")] == [1.0, 2.0]
+    client.log_metric(run_id, "loss", 3.0, step=1)
+    client.log_metric(run_id, "loss", 2.5, step=2)
+    assert client.get_run(run_id).data.metrics == {"loss": 2.5}
+    assert [it.value for it in client.get_metric_history(run_id, "loss")] == [1.0, 2.0, 3.0, 2.5]
     assert [it.info.run_id for it in client.search_runs(["0"], "params.lr = '0.1'")] == [run_id]
     assert client.search_runs(["0"], "params.lr = '7'") == []
     assert [it.name for it in client.search_experiments(filter_string="name = 'exp'")] == ["exp"]
@@ -118,7 +121,7 @@ def test_what_was_logged_is_read_back(scene: Scene, enter: Enter, caplog: pytest
 
     client = enter(attempt=2)
     run = client.get_run(run_id)
-    assert (run.data.metrics, run.data.params) == ({"loss": 2.0}, {"lr": "0.1"}), "of the attempt before"
+    assert (run.data.metrics, run.data.params) == ({"loss": 2.5}, {"lr": "0.1"}), "of the attempt before"
 
 
 def test_steps_that_a_restart_repeats_keep_their_first_value(scene: Scene, enter: Enter) -> None:
@@ -185,6 +188,11 @@ def test_other_ranks_are_accepted_and_dropped(scene: Scene, enter: Enter, tmp_pa
     client.log_model_artifacts(model.model_id, str(scene.run.journal))
     client.finalize_logged_model(model.model_id, "READY")
     assert client.get_run(run_id).data.metrics == {"loss": 3.0}
+    records = rank_records.current()
+    assert records is not None
+    records.log({f"key/{number}": number for number in range(rank_records.MAX_KEPT)}, 2)
+    found = client.get_run(run_id).data.metrics
+    assert (len(found), found["loss"]) == (rank_records.MAX_KEPT, 3.0)
     assert list(scene.run.journal.glob("*.jsonl")) == []
     assert not scene.run.artifacts.exists()
     assert not scene.run.logged_models.exists()
