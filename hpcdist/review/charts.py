@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import NamedTuple
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from hpcdist.review.facts import Series, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
@@ -25,9 +24,9 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, WIDTH - 12, 10, HEIGHT - 36
-#: Left end of the bars and cells of a row, behind its name.
+#: Left end of the bars of a row, behind its name.
 _ROW_LEFT = 110
-#: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of a heat map (`--h0`, …).
+#: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of the cells of a matrix (`.h0`, …).
 NUM_COLOURS, NUM_SHADES = 12, 9
 
 
@@ -173,37 +172,6 @@ def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
     return _svg(bottom + 34, parts, x_label)
 
 
-def heat_map(rows: Mapping[str, Sequence[float | None]], *, x_label: str, x_range: Point, unit: str = "") -> Markup:
-    """Return a row of shaded cells for each name, None left empty; a darker shade is a higher value."""
-    known = [value for row in rows.values() for value in row if value is not None]
-    if not known:
-        return Markup()
-    low, high = min(known), max(known)
-    width = (_RIGHT - _ROW_LEFT) / max(map(len, rows.values()))
-    height = 14 if len(rows) > 12 else 20
-    shades: list[list[str]] = [[] for _ in range(NUM_SHADES)]
-    parts = []
-    for index, (name, row) in enumerate(rows.items()):
-        top = index * height + 2
-        parts.append(_text("row", shortened(name, 18), 0, top + height - 5))
-        for column, value in enumerate(row):
-            if value is not None:
-                cell = f"M{_ROW_LEFT + column * width:.1f} {top}h{width:.1f}v{height - 2}h-{width:.1f}z"
-                shades[_shade(_share(value, (low, high))) if high > low else 0].append(cell)
-    # One path per shade: a rectangle per cell would need ten times the space.
-    parts += [
-        _tag("path", style=f"fill:var(--h{shade})", d="".join(cells)) for shade, cells in enumerate(shades) if cells
-    ]
-    bottom = len(rows) * height + 16
-    for share in (0.0, 0.5, 1.0):
-        label = number(round(x_range[0] + share * (x_range[1] - x_range[0])))
-        parts.append(_text("tick mid", label, _ROW_LEFT + share * (_RIGHT - _ROW_LEFT - 14), bottom))
-    parts.append(_text("label mid", x_label, _ROW_LEFT + (WIDTH - _ROW_LEFT) / 4, bottom))
-    scale = Markup("").join(_tag("i", style=f"background:var(--h{shade})") for shade in range(NUM_SHADES))
-    ends = Markup("{}{} {} {}{}").format(number(low), unit, scale, number(high), unit)
-    return _svg(bottom + 8, parts, x_label) + _tag("div", ends, class_="legend")
-
-
 def _shade(share: float) -> int:
     return min(NUM_SHADES - 1, int(share * NUM_SHADES))
 
@@ -230,8 +198,6 @@ PHASE_COLOURS = {
 MAX_ATTEMPTS = 40
 #: Intervals of an attempt that are drawn; of more, those of the same phase with a short gap are joined.
 MAX_INTERVALS = 300
-#: Rows of a matrix that are shown with their numbers.
-_MAX_NUMBERS = 20
 
 
 def timeline(ledger: Ledger) -> Markup:
@@ -299,45 +265,25 @@ def draw(figure: Figure) -> Markup:
 
 
 def _matrix(matrix: Matrix) -> Markup:
-    """Return a table whose cells are shaded by their share of the row, or a heat map of many rows."""
-    shares = []
-    for values in matrix.values:
-        total = sum(map(abs, values)) or 1.0
-        shares.append([abs(value) / total for value in values])
-    if len(matrix.names) > _MAX_NUMBERS:
-        named = {f"{index} {name}": row for index, (name, row) in enumerate(zip(matrix.names, shares, strict=True))}
-        return heat_map(named, x_label=f"{matrix.column_label} (share of the row)", x_range=(0, len(named) - 1))
+    """Return a table whose cells are shaded by their share of the row."""
     rows = [_tag("tr", Markup("<th></th>") + Markup("").join(_tag("th", name) for name in matrix.names))]
-    for name, values, own in zip(matrix.names, matrix.values, shares, strict=True):
-        cells = [
-            _tag("td", number(value), class_=f"n hb{_shade(share)}", style=f"background:var(--h{_shade(share)})")
-            for value, share in zip(values, own, strict=True)
-        ]
+    for name, values in zip(matrix.names, matrix.values, strict=True):
+        total = sum(map(abs, values)) or 1.0
+        cells = [_tag("td", number(value), class_=f"n h{_shade(abs(value) / total)}") for value in values]
         rows.append(_tag("tr", _tag("th", name) + Markup("").join(cells)))
     caption = _tag("caption", f"rows: {matrix.row_label}, columns: {matrix.column_label}")
     return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
 
 
-def draw_patch(text: str) -> Markup:
-    lines = []
-    for line in text.splitlines():
-        kind = {"+": "add", "-": "del"}.get(line[:1], "") if not line.startswith(("+++ ", "--- ")) else ""
-        kind = "file" if line.startswith("diff --git ") else kind
-        lines.append(_tag("span", line, class_=kind) if kind else escape(line))
-    return _tag("pre", Markup("\n").join(lines), class_="diff")
-
-
-#: Limit of the metrics and nodes that a report reads and draws, to bound its size and the memory of its writer.
+#: Limit of the metrics that a report reads and draws, to bound its size and the memory of its writer.
 MAX_SERIES = 600
 MAX_CHARTS = 24
 MAX_LINES = 8
-MAX_NODES = 40
 #: Points of a line are thinned to the lowest and highest of each of these columns.
 _COLUMNS = 240
-_CELLS = 80
 #: Parts of names that tell apart the same metric on different data.
 _SPLITS = ("train", "eval", "val", "valid", "validation", "test")
-_SYSTEM, _ATTEMPT, _STEP_TIME = "system/", "attempt", "/step_s"
+_SYSTEM, _ATTEMPT = "system/", "attempt"
 _STEP_TIMES = "seconds per step"
 
 
@@ -349,17 +295,13 @@ class Chart:
 
 
 def is_read(key: str) -> bool:
-    """Return whether reports show a metric: all but system metrics and parts of the step time by node."""
-    return not key.startswith(_SYSTEM) and (key.count("/") < 2 or not key.startswith("time/") or _is_node_time(key))
+    """Return whether reports show a metric: all but system metrics and the times of each node."""
+    return not key.startswith(_SYSTEM) and (key.count("/") < 2 or not key.startswith("time/"))
 
 
 def is_hidden(key: str) -> bool:
-    """Return whether a metric has no chart of its own: the marks of attempts, and step times by node."""
-    return key == _ATTEMPT or _is_node_time(key)
-
-
-def _is_node_time(key: str) -> bool:
-    return key.startswith("time/") and key.endswith(_STEP_TIME) and key.count("/") == 2
+    """Return whether a metric has no chart of its own: the marks of attempts, which are lines in the others."""
+    return key == _ATTEMPT
 
 
 def metric_charts(
@@ -416,32 +358,3 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
         return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
 
     return sorted(names, key=rank)
-
-
-def step_times(series: Mapping[str, Series]) -> Chart | None:
-    # `n2` before `n10`, and the nodes of a rack together.
-    keys = sorted(filter(_is_node_time, series), key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(9), key))
-    points = {key.split("/")[1]: series[key].points for key in keys}
-    steps = [step for node in points.values() for step, _ in node]
-    if len(points) < 2 or not steps:
-        return None
-    first, last = min(steps), max(steps)
-    num_cells = min(_CELLS, max(len(node) for node in points.values()))
-    width = (last - first + 1) / num_cells
-    rows: dict[str, list[float | None]] = {node: [None] * num_cells for node in points}
-    for node, own in points.items():
-        for step, value in own:
-            cell = int((step - first) / width)
-            rows[node][cell] = max(value * 1e3, rows[node][cell] or 0.0)
-    slowest = sorted(rows, key=lambda node: -_mean(rows[node]))
-    kept = {node: rows[node] for node in rows if node in slowest[:MAX_NODES]}
-    note = f"slowest on average: {slowest[0]} ({number(_mean(rows[slowest[0]]))} ms)"
-    if len(rows) > MAX_NODES:
-        note += f"; the {MAX_NODES} slowest of {len(rows)} nodes are shown"
-    figure = heat_map(kept, x_label="step", x_range=(first, last), unit=" ms")
-    return Chart(title="Longest step time by node", figure=figure, note=note)
-
-
-def _mean(row: Sequence[float | None]) -> float:
-    known = [value for value in row if value is not None]
-    return sum(known) / len(known) if known else 0.0

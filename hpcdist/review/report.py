@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import jinja2
@@ -18,19 +15,15 @@ from hpcdist.config.document import flat
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
-from hpcdist.host import retry
-from hpcdist.host.files import open_regular, read_json, read_regular, stays_inside, write_atomic
-from hpcdist.host.log_files import last_lines
+from hpcdist.host.files import read_json, read_regular, write_atomic
 from hpcdist.host.machine import LEVELS, Check, ok, warning
 from hpcdist.review.charts import (
     MAX_ATTEMPTS,
     draw,
-    draw_patch,
     is_hidden,
     ledger_bar,
     metric_charts,
     number,
-    step_times,
     timeline,
 )
 from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_command, run_again_command, setup_rows
@@ -38,26 +31,14 @@ from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, percent, read_ledger
-from hpcdist.review.text import PATCH, duration
-from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import read_times
+from hpcdist.review.text import duration
+from hpcdist.run.folder import RunDir
 
 T = TypeVar("T")
 
 #: Limits of the rows of a table.
 MAX_ROWS = 200
 MAX_TEXT = 600
-#: Percent of a node's memory below which a killed rank is not explained by it.
-_HIGH_MEMORY = 80
-#: Cause and fix of a killed rank on a node with free memory.
-_NOT_MEMORY = (
-    "the rank was killed from outside, by a user or program; the node had free memory",
-    "`dmesg -T | grep -i oom` on that host shows a limit of the job (cluster.mem); else ask who ended the process",
-)
-#: Records at the end of a journal among which the last memory use of a node is searched.
-_JOURNAL_LINES = 10_000
-#: Limit of the shown part of the uncommitted changes, in characters.
-MAX_PATCH = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +47,6 @@ class Fault:
     where: str  #: rank, node and step, or the failed nodes
     error: str
     finding: Finding
-
-
-def read_patch(run: RunDir) -> dict[str, Any] | None:
-    """Return the uncommitted changes for the template; None without any. Raises OSError if the file cannot be read."""
-    path = run.path / "code.patch"
-    if not path.is_file() or not stays_inside(path, run.path):
-        return None
-
-    def read() -> tuple[str, Counter[str]]:
-        shown, counts = "", Counter[str]()
-        with io.TextIOWrapper(open_regular(path), errors="replace") as file:
-            for line in file:
-                shown += line if len(shown) <= MAX_PATCH else ""
-                kind = "files" if line.startswith("diff --git ") else line[:1]
-                counts[kind] += not line.startswith(("+++ ", "--- "))
-        return shown, counts
-
-    text, counts = retry.retry(read, path)
-    if not counts.total():
-        return None
-    code = (read_json(run.environment) or {}).get("code")
-    left_out = _items(code.get("left_out")) if isinstance(code, dict) else []
-    return {
-        "drawing": draw_patch(redact_text(text[:MAX_PATCH])),
-        "is_cut": len(text) > MAX_PATCH,
-        "counts": counts,
-        "left_out": list(map(text_of, left_out[:MAX_ROWS])),  # places of likely secrets
-    }
 
 
 def read_faults(run: RunDir) -> list[Fault]:
@@ -116,28 +69,8 @@ def read_faults(run: RunDir) -> list[Fault]:
             # The rank may have done more steps.
             where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
         finding = explain_attempt(run, attempt, error, read_logs=False) or Finding(cause=error)
-        if kind == "killed" and (used := _memory_before(run, attempt, host)) is not None:
-            memory = f"the last measured memory use of {host} was {used} %"
-            finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))
-            if used < _HIGH_MEMORY:
-                finding = replace(finding, cause=_NOT_MEMORY[0], fix=_NOT_MEMORY[1])
         found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
     return found[-MAX_ROWS:]
-
-
-def _memory_before(run: RunDir, attempt: Attempt, host: str) -> int | None:
-    """Return the last measured memory use of a node in an attempt in percent; None if there is none."""
-    times = read_times(attempt)
-    share = times.shares.get(host) if times is not None else None
-    if share is None or not share.ranks:
-        return None
-    path = run.journal / f"attempt-{attempt.number:03d}.rank-{min(share.ranks):05d}.jsonl"
-    pattern = re.compile(rf'"system/{re.escape(host)}/system_memory_usage_percentage":\s*([0-9]+)')
-    try:
-        lines = last_lines(path, _JOURNAL_LINES)
-    except OSError:
-        return None
-    return next((int(match[1]) for _, line in reversed(lines) if (match := pattern.search(line))), None)
 
 
 def read_preflight(run: RunDir) -> list[Check]:
@@ -197,7 +130,7 @@ def environment() -> jinja2.Environment:
     found.filters.update(command=redact_text, duration=duration, number=number, marked=marked_code, text=text_of)
     found.filters["percent"] = lambda share: percent(share, 1)
     found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
-    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command, patch_name=PATCH)
+    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command)
     found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, ledger_bar=ledger_bar, draw=draw)
     return found
 
@@ -242,13 +175,11 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     content: dict[str, Any] = {
         "run": run,
         "facts": part(read_facts),
-        "patch": part(read_patch),
         "ledger": part(read_ledger) or Ledger(),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
         "charts": charts,
         "trainer_charts": trainer_charts,
         "figures": figures,
-        "step_times": step_times(series),
         "stragglers": part(
             lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
         ),
