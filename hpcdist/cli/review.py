@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import shlex
@@ -225,73 +223,66 @@ def compare(
 def cost(
     name: Annotated[
         str | None,
-        argument(
-            "RUN|EXPERIMENT",
-            "Name of a run, a sweep or an experiment; by default the newest run, with --by all runs.",
-            options.runs,
-        ),
+        argument("RUN|EXPERIMENT", "Name of a run, a sweep or an experiment; by default the newest run.", options.runs),
     ] = None,
-    by: Annotated[str | None, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = None,
-    as_csv: Annotated[bool, flag("--csv", "Print CSV with all causes, in hours.")] = False,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
-    """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause.
+    """Show the allocated GPU-hours, or core-hours of runs without GPUs: of one run by cause, of several run by run.
 
     Examples:
         hpcdist cost
         hpcdist cost digits
-        hpcdist cost --by user,month --csv
     """
-    from hpcdist.review.ledger import GROUPS, costs, hours_text, percent
+    from hpcdist.review.ledger import Ledger, hours_text, percent, read_ledger
     from hpcdist.run.lookup import list_runs, resolve
-    from hpcdist.run.records import CAUSES
     from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
 
-    groups = [group for group in GROUPS if group in (by or "run").split(",")]
-    if unknown := [word for word in (by or "run").split(",") if word not in GROUPS]:
-        raise UserMistake(f"--by {by}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
-    if name is None and by is None:
-        name = named(None, runs_dir)
+    name = named(name, runs_dir)
     listing = list_runs(runs_dir)
-    runs = [run for run in listing.runs if name in (None, run.experiment)]
-    notes = [listing.note] if listing.note and (name is None or runs) else []
-    if name is not None and not runs:  # not the name of an experiment
+    runs = [run for run in listing.runs if run.experiment == name]
+    notes = [listing.note] if listing.note and runs else []
+    if not runs:  # not the name of an experiment
         other = resolve(name, runs_dir)
         runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]
+    found: dict[str, Ledger] = {}
+    without: list[RunDir] = []
+    problems: list[str] = []
     for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
-    found, without, problems = costs(runs, groups)
+        try:
+            ledger = read_ledger(run)
+        except (RunFolderError, OSError) as error:
+            problems.append(f"run {run.name} is left out: {error}")
+            continue
+        if ledger.entries:
+            found[f"{run.experiment}/{run.name}"] = ledger
+        else:
+            without.append(run)
     if problems and not found:
         raise RunFolderError(problems[0])
-    if as_csv:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"])
-        for key, (num_runs, one) in found.items():
-            numbers = [one.allocated_s / 3600, one.goodput]
-            numbers += [one.seconds.get(cause, 0.0) / 3600 for cause in CAUSES]
-            numbers += [one.queue_s / 3600, one.energy_kwh]
-            writer.writerow([*key, num_runs, *("" if value is None else f"{value:.6f}" for value in numbers)])
-        say(text.getvalue(), end="")
-    elif not found:
+    if not found:
         say("no runs with a ledger")
     elif len(found) == 1:
-        ((key, (_, one)),) = found.items()
-        say(" ".join(key[:-1]))
+        ((title, one),) = found.items()
+        say(title)
         print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
         energy = "" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh"
         say(f"goodput: {percent(one.goodput, 1)}, in the queue: {hours_text(one.queue_s)} h{energy}")
     else:
         rows = []
-        for key, (_, one) in found.items():
+        for title, one in found.items():
             others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
             losses = ", ".join(f"{cause} {seconds / one.allocated_s:.0%}" for seconds, cause in others[:-3:-1])
             energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.3g}"
             hours = hours_text(one.allocated_s), percent(one.goodput, 1), losses, hours_text(one.queue_s)
-            rows.append((*key, *hours, energy))
-        print_table(console(), (*groups, "unit", "hours", "goodput", "largest losses", "queue", "kWh"), rows)
+            rows.append((title, one.unit, *hours, energy))
+        print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh"), rows)
+        # GPU-hours and core-hours cannot be added.
+        units = dict.fromkeys(one.unit for one in found.values())
+        sums = {unit: sum(one.allocated_s for one in found.values() if one.unit == unit) for unit in units}
+        say(f"together: {', '.join(f'{hours_text(seconds)} {unit}-hours' for unit, seconds in sums.items())}")
     if without:
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")

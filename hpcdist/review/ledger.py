@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hpcdist.errors import RunFolderError
-from hpcdist.host.files import LARGEST, read_json, read_json_lines
+from hpcdist.host.files import LARGEST, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.records import CAUSES, AttemptTimes, Cause, end_of, read_times
@@ -337,51 +336,3 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     is_down = not timed.is_live and not (account is not None and account.closed)
     add("start" if account is None else "down" if is_down else "train", last, timed.ended)
     return found
-
-
-Group = Literal["user", "month", "experiment", "run"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-
-
-def costs(
-    runs: Iterable[RunDir], by: Sequence[Group]
-) -> tuple[dict[tuple[str, ...], tuple[int, Ledger]], list[RunDir], list[str]]:
-    """Return the costs of runs in groups, the runs without a ledger, and notes on unreadable runs.
-
-    The keys are the values of `by` and the unit, because GPU-hours and core-hours cannot be added; a value is a number
-    of runs and the sum of their ledgers. A run belongs to the month in which it was created.
-    """
-    found: dict[tuple[str, ...], list[Ledger]] = {}
-    without: list[RunDir] = []
-    problems: list[str] = []
-    for run in runs:
-        try:
-            ledger = read_ledger(run)
-            key = (*(_value(run, group) for group in by), ledger.unit)
-        except (RunFolderError, OSError) as error:
-            problems.append(f"run {run.name} is left out: {error}")
-            continue
-        if ledger.entries:
-            found.setdefault(key, []).append(ledger)
-        else:
-            without.append(run)
-    sums = {}
-    for key, ledgers in sorted(found.items()):
-        energy = [one.energy_kwh for one in ledgers if one.energy_kwh is not None]
-        total = Ledger(
-            unit=ledgers[0].unit,
-            entries=tuple(entry for one in ledgers for entry in one.entries),
-            queue_s=sum(one.queue_s for one in ledgers),
-            energy_kwh=sum(energy) if energy else None,
-            is_measured=all(one.is_measured for one in ledgers),
-        )
-        sums[key] = len(ledgers), total
-    return sums, without, problems
-
-
-def _value(run: RunDir, group: Group) -> str:
-    if group == "user":
-        return str((read_json(run.environment) or {}).get("user") or "unknown")
-    if group == "month":
-        return time.strftime("%Y-%m", time.localtime(run.read_state().created))
-    return run.experiment if group == "experiment" else f"{run.experiment}/{run.name}"
