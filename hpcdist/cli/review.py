@@ -33,7 +33,6 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
     runs_dir: options.RunsDir = options.RUNS,
     tracking_uri: options.TrackingUri = None,
-    all_links: Annotated[bool, flag("--links", "Print links to all experiments and their views, too.")] = False,
 ) -> None:
     """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
 
@@ -42,19 +41,12 @@ def ui(
 
     Examples:
         hpcdist ui
-        hpcdist ui --port 5001 --runs-dir /shared/me/runs --links
+        hpcdist ui --port 5001 --runs-dir /shared/me/runs
     """
     from hpcdist.host.files import require_safe
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking import ui as server
-    from hpcdist.tracking.uri import (
-        choose_uri,
-        experiments_page,
-        link_to_newest,
-        links_to_experiments,
-        sqlite_path,
-        web_address,
-    )
+    from hpcdist.tracking.uri import choose_uri, link_to_newest, sqlite_path, web_address
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
@@ -66,21 +58,13 @@ def ui(
     runs = find_runs(runs_dir)
     _upload(runs, quick=True)
     if is_server:
-        address = web_address(store)
-        for line in links_to_experiments(runs, store, f"{address}/") if all_links else []:
-            say(line)
-        say(f"review in MLflow: {link_to_newest(runs, store, f'{address}/')}")
+        say(f"review in MLflow: {link_to_newest(runs, store, f'{web_address(store)}/')}")
         return
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
-    page = f"{address}/?token={token}"
-    if all_links:
-        say(f"all experiments: {experiments_page(page)}")
-        for line in links_to_experiments(runs, store, page):
-            say(line)
-        say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
+    say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
     say("MLflow is starting, and prints its link then; Ctrl-C ends it")
-    os.environ |= server.variables(store, file, link_to_newest(runs, store, page))
+    os.environ |= server.variables(store, file, link_to_newest(runs, store, f"{address}/?token={token}"))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)
     os.dup2(listener.fileno(), 0)  # its standard input

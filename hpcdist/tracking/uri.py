@@ -168,20 +168,6 @@ def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
     return experiment_page(address, ids["experiment_id"], overview if overview in ids["views"] else "")
 
 
-def links_to_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str]:
-    """Return lines with the links to the experiments of the runs in `store`, and to their views, at `address`."""
-    views: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        ids = _ids(run)
-        if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
-            views.setdefault((run.experiment, ids["experiment_id"]), set()).update(ids["views"])
-    lines = []
-    for (name, number), known in sorted(views.items()):
-        lines.append(f"{name}: {experiment_page(address, number)}")
-        lines += _view_lines(address, number, known)
-    return lines
-
-
 def _view_lines(address: str, experiment_id: str, views: Container[str]) -> list[str]:
     pages = {name: experiment_page(address, experiment_id, id_) for id_, name in VIEWS.items() if id_ in views}
     return [f"  {name}: {page}" for name, page in pages.items()]

@@ -19,9 +19,8 @@ from playwright.sync_api import Locator, Page, expect
 
 import hpcdist
 from hpcdist.host.files import read_json
-from hpcdist.run.lookup import find_runs
 from hpcdist.run.records import CAUSES
-from hpcdist.tracking.uri import links_to_experiments
+from hpcdist.tracking.uri import VIEWS, experiment_page
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
@@ -264,12 +263,10 @@ def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site) ->
 
 
 def open_view(page: Page, site: Site, name: str) -> None:
-    """Open a view by the link that `hpcdist ui` prints, in a window in which all of its columns are visible."""
+    """Open a view by its link, in a window in which all of its columns are visible."""
     page.set_viewport_size({"width": 3600, "height": 1400})
-    store = f"sqlite:///{site.runs.database}"
-    lines = links_to_experiments(find_runs(site.runs.folder), store, site.link)
-    (link,) = (line.removeprefix(f"  {name}: ") for line in lines if line.startswith(f"  {name}: "))
-    page.goto(link)
+    experiment = (read_json(site.runs.run_dir("finished").mlflow) or {})["experiment_id"]
+    page.goto(experiment_page(site.link, experiment, {title: view for view, title in VIEWS.items()}[name]))
     expect(page.get_by_test_id("saved-views-trigger")).to_have_text(name)
 
 

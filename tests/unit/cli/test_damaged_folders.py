@@ -35,7 +35,7 @@ from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
 from hpcdist.tracking.points import JournalTail, SentPoints
-from hpcdist.tracking.uri import links_at_end, links_to_experiments
+from hpcdist.tracking.uri import link_to_newest, links_at_end
 
 EXTRA = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
@@ -250,7 +250,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         found = find_runs(runs_dir)
         assert found, label
         find_unfinished(load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"]))
-        links_to_experiments(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
+        link_to_newest(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
         links_at_end(run)
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):

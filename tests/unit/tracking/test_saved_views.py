@@ -28,7 +28,7 @@ from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_swe
 from hpcdist.tracking import pages
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.pages import ParentRun
-from hpcdist.tracking.uri import link_to_newest, links_at_end, links_to_experiments
+from hpcdist.tracking.uri import link_to_newest, links_at_end
 
 TAG = "mlflow.sharedViewState."
 #: A view that the UI of MLflow 3.17.2 saved: other columns, sorted by a metric, grouped by a tag, a column moved.
@@ -323,7 +323,7 @@ def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None
     ]
 
 
-def test_links_name_the_newest_run_and_all_experiments_with_their_views(tmp_path: Path) -> None:
+def test_link_leads_to_the_experiment_of_the_newest_run(tmp_path: Path) -> None:
     found = [
         make(tmp_path, "b/old", **IDS | {"experiment_id": "8"}, views=["hpcdist-overview", "hpcdist-sweep"]),
         make(tmp_path, "a/new", **IDS, views=["hpcdist-overview"]),
@@ -335,14 +335,7 @@ def test_links_name_the_newest_run_and_all_experiments_with_their_views(tmp_path
         run.write_state(State(status="finished", created=created))
     (found[4].path / "state.json").write_text("{")
     address, query = "http://mlflow:5000/", "runs?workflowType=machine_learning"
-    a, b = (f"{address}#/experiments/{number}/{query}" for number in (7, 8))
-    assert links_to_experiments(found[:4], IDS["uri"], address) == [
-        f"a: {a}",
-        f"  Overview: {a}&viewStateShareKey=hpcdist-overview",
-        f"b: {b}",
-        f"  Overview: {b}&viewStateShareKey=hpcdist-overview",
-        f"  Sweep: {b}&viewStateShareKey=hpcdist-sweep",
-    ]
+    a = f"{address}#/experiments/7/{query}"
     assert link_to_newest(found, IDS["uri"], address) == f"{a}&viewStateShareKey=hpcdist-overview"
     write_json(found[1].mlflow, IDS | {"views": []})
     assert link_to_newest(found, IDS["uri"], address) == a
