@@ -136,7 +136,7 @@ def test_rows_show_each_difference_and_nothing_else(
             "core-hours": ("0.07778", MISSING),
             "goodput": ("7.1 %", MISSING),
             "in the queue": ("9 s", MISSING),
-            "energy": ("0.25 kWh (nodes)", MISSING),
+            "energy": ("0.25 kWh", MISSING),
         },
         "metrics": {
             "eval/accuracy, last": ("0.25", "0.5"),
