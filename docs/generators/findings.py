@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from generators.messages import template
@@ -33,17 +33,17 @@ def waiting_reasons() -> str:
 
 
 def preflight_findings() -> str:
-    return _findings(PACKAGE / "slurm", "preflight_*.py")
+    return _findings([*(PACKAGE / "slurm").glob("preflight_*.py"), PACKAGE / "host" / "machine.py"])
 
 
 def doctor_findings() -> str:
-    return _findings(PACKAGE / "checks", "*.py")
+    return _findings((PACKAGE / "checks").glob("*.py"))
 
 
-def _findings(folder: Path, pattern: str) -> str:
-    """Return the findings that the modules in a folder create, without those of level `ok`."""
+def _findings(modules: Iterable[Path]) -> str:
+    """Return the findings that modules create, without those of level `ok`."""
     rows = []
-    for path in sorted(folder.glob(pattern)):
+    for path in sorted(modules):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) not in FUNCTIONS:

@@ -313,7 +313,6 @@ def _live(run: RunDir, config: Config) -> list[Check]:
             run_folder=str(run.path),
             checkpoint_folder=str(run.checkpoints),
             witness=str(witness),
-            tasks_per_node=config.cluster.tasks_per_node,
             gpus_per_node=gpus,
             backend="nccl" if gpus else "gloo",
             deadline_s=MEET_S,

@@ -81,7 +81,7 @@ def json_schema() -> dict[str, Any]:
         full = schema["properties"][name]
         short = dict(full["properties"][key])
         if "off" in short.get("anyOf", [{}])[0].get("enum", ()):
-            short["anyOf"] = [*short["anyOf"], {"const": False}]  # YAML 1.1 reads `off` as a boolean
+            short["anyOf"] = [*short["anyOf"], {"type": "boolean"}]  # YAML 1.1 reads `off` and `on` so
         schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
     schema["properties"]["cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
     return {

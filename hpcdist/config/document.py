@@ -267,7 +267,7 @@ def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 
 def _expand(tree: dict[str, Any], section: str) -> None:
     value = tree.get(section)
-    if value is False:
-        value = "off"  # which YAML reads as a boolean
+    if isinstance(value, bool):
+        value = "on" if value else "off"  # which YAML reads as booleans
     if section in SHORT_FORMS and isinstance(value, str):
         tree[section] = {SHORT_FORMS[section]: value}

@@ -401,9 +401,9 @@ class NotifyConfig(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightConfig:
-    """`preflight: full` is short for `preflight: {mode: full}`."""
+    """`preflight: off` is short for `preflight: {mode: off}`."""
 
-    mode: Literal["off", "quick", "full"] = "quick"
-    """Extent of the checks of a Slurm run's nodes; runs on one machine are not checked."""
+    mode: Literal["off", "on"] = "on"
+    """Whether the nodes of a Slurm run are checked; runs on one machine are not."""
     on_failure: Literal["stop", "exclude"] = "stop"
     """Reaction to a failed node: end the run, or requeue its Slurm job without that node."""

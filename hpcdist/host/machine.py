@@ -4,7 +4,6 @@ capabilities; and the checks of them that `doctor` and the preflight have in com
 
 from __future__ import annotations
 
-import ctypes.util
 import logging
 import os
 import re
@@ -30,9 +29,6 @@ from hpcdist.host.files import make_private
 # Unknown facts are empty or None. Only the functions that need psutil import it, so that the preflight probe starts
 # with the standard library alone. `versions` and `source_digest` are also executed as source text by an image's Python,
 # so they contain their imports.
-
-#: Prefixes of variables that configure the ranks' communication.
-NETWORK_VARIABLES = ("NCCL_", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_", "FI_")
 
 
 def source_digest(folder: str) -> str:
@@ -88,45 +84,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def interfaces() -> list[dict[str, Any]]:
-    """Return network interfaces with an IPv4 address, except loopback: `name`, `address`, `up`, `speed_mbit`."""
-    import psutil
-
-    try:
-        states = psutil.net_if_stats()
-    except OSError:  # a sandbox without some of the ioctls
-        return []
-    return [
-        {"name": name, "address": one.address, "up": states[name].isup, "speed_mbit": states[name].speed or None}
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET and not one.address.startswith("127.") and name in states
-    ]
-
-
-def infiniband() -> dict[str, Any]:
-    """Return active InfiniBand or RoCE `ports`, and whether programs can use them (`device`, `library`)."""
-    ports = []
-    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        if "ACTIVE" in _read(str(port / "state")):
-            ports.append(f"{port.parts[-3]}:{port.name} ({_read(str(port / 'link_layer')).strip() or 'unknown'})")
-    if not ports:
-        return {}
-    return {
-        "ports": ports,
-        "device": any(Path("/dev/infiniband").glob("uverbs*")),
-        "library": ctypes.util.find_library("ibverbs") is not None,
-    }
-
-
 def locked_memory() -> int | None:
     """Return the bytes that a process may lock in memory, as RDMA must; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def network_variables(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(NETWORK_VARIABLES)}
 
 
 class Lookups:
@@ -165,20 +126,6 @@ def _look_up(name: str, reverse: bool) -> dict[str, Any]:
             found["reverse_error"] = error.strerror or str(error)
         found["reverse_s"] = round(time.monotonic() - began, 3)
     return found
-
-
-def listener(port: int) -> str:
-    """Return the program that listens on a local TCP port, such as `pid 123 (python3) of ada`; empty if unknown."""
-    import psutil
-
-    for one in psutil.net_connections("tcp"):
-        if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (port,):
-            if one.pid is None:
-                return "a program of another user"
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(one.pid)
-                return f"pid {one.pid} ({process.name()}) of {process.username()}"
-    return ""
 
 
 def _read(path: str) -> str:

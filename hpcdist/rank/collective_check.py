@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,24 +163,17 @@ log = logging.getLogger(__name__)
 _MEASURE_S = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """The amount of data to send."""
-
-    elements: int  #: number of elements of each checked sum, but at least two for each rank
-    rounds: int  #: maximum number of repetitions of each sum
-    message_bytes: tuple[int, ...]  #: messages of the timing: the first that is slow counts, else the last
-    budget_s: float  #: time budget of the checks and of the timing each, in seconds
-
-
-EFFORTS = {
-    "quick": Effort(elements=2**13, rounds=1, message_bytes=(2**20, 2**23), budget_s=0.3),
-    "full": Effort(elements=2**20, rounds=20, message_bytes=(2**20, 2**23, 2**28), budget_s=10.0),
-}
+#: Number of elements of each checked sum, but at least two for each rank.
+_ELEMENTS = 2**13
+#: Messages of the timing: the first that is slow counts, else the last.
+MESSAGE_BYTES = (2**20, 2**23)
+#: A message that takes longer is slow, and no larger one is sent.
+_SLOW_S = 0.003
+#: No further iteration is measured after this time.
+_LONGEST_S = 0.04
 
 
 def check(
-    mode: Literal["quick", "full"],
     topology: Topology,
     device: torch.device,
     backend: str,
@@ -196,7 +189,6 @@ def check(
     """
     assert groups.control is not None
     began = time.monotonic()
-    effort = EFFORTS[mode]
     # Gloo is checked on the CPU, because in a run with roles some ranks may have no GPU.
     device = device if backend == "nccl" else torch.device("cpu")
     late = PreflightError(
@@ -205,10 +197,9 @@ def check(
         f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
     )
     with deadline(timeout_s, lambda: on_expiry(late)):
-        # The control group carries small messages only, so a quick check is sufficient.
-        check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups, EFFORTS["quick"])
-        check_sums(None, backend, device, topology, groups, effort)
-        measured = measure_all_reduce(Stopwatch(device, backend), device, groups, effort)
+        check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups)
+        check_sums(None, backend, device, topology, groups)
+        measured = measure_all_reduce(Stopwatch(device, backend), device, groups)
         nccl_log = _nccl_log(attempt, topology)
         is_slow = topology.local_rank == 0 and nccl_log.exists() and uses_tcp(nccl_log.read_text(errors="replace"))
         slow = list(filter(None, groups.gather(_node_name(topology) if is_slow else "")))
@@ -266,26 +257,21 @@ def check_sums(
     device: torch.device,
     topology: Topology,
     groups: Groups,
-    effort: Effort,
 ) -> None:
     """Compare sums of a group, by default the default group, with the expected ones; name the faulty rank."""
     rank, num_ranks = topology.rank, topology.world_size
-    elements = max(effort.elements, 2 * num_ranks)
+    elements = max(_ELEMENTS, 2 * num_ranks)
     # Those of gradients, metrics and agreements.
     dtypes = [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 5 if backend == "nccl" else 4]
     # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
     found = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
     for number, dtype in enumerate(dtypes):
         mine, want = (values.to(device) for values in terms(rank, num_ranks, elements, dtype))
-        began = time.perf_counter()
-        for left in reversed(range(effort.rounds)):
-            sums = mine.clone()
-            dist.all_reduce(sums, group=group)
-            wrong = (sums != want).cpu()
-            found[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1
-            found[number, 1, rank] |= int(wrong.any())
-            if left and groups.max([time.perf_counter() - began])[0] > effort.budget_s / len(dtypes):
-                break
+        sums = mine.clone()
+        dist.all_reduce(sums, group=group)
+        wrong = (sums != want).cpu()
+        found[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1
+        found[number, 1, rank] = int(wrong.any())
     dist.all_reduce(found, group=groups.control)
     for dtype, (culprits, finders) in zip(dtypes, found, strict=True):
         if finders.any():
@@ -312,15 +298,13 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
     return f"{start} at {sum(finders)} of {len(names)} ranks, by no single rank's fault; try another launch.backend"
 
 
-def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups, effort: Effort) -> dict[str, Any]:
+def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups) -> dict[str, Any]:
     """Time an all-reduce in the default group: `latency_s` of a tiny message, `time_s` of the largest that is fast."""
     seconds = []
-    for num_bytes in (4, *effort.message_bytes):
-        values = torch.zeros(num_bytes // 4, device=device)
-        longest_s = effort.budget_s / 8
-        run = partial(dist.all_reduce, values)
-        seconds.append(measure(run, watch, groups, budget_s=_MEASURE_S, longest_s=longest_s).median_s)
-        if num_bytes > 4 and 100 * seconds[-1] > effort.budget_s:
+    for num_bytes in (4, *MESSAGE_BYTES):
+        run = partial(dist.all_reduce, torch.zeros(num_bytes // 4, device=device))
+        seconds.append(measure(run, watch, groups, budget_s=_MEASURE_S, longest_s=_LONGEST_S).median_s)
+        if num_bytes > 4 and seconds[-1] > _SLOW_S:
             break
     _, busbw = bandwidths("all_reduce", num_bytes, seconds[-1], dist.get_world_size())
     return {"latency_s": seconds[0], "bytes": num_bytes, "time_s": seconds[-1], "busbw_gb_per_s": busbw / 1e9}

@@ -214,8 +214,8 @@ def _connected_groups(
     from hpcdist.rank.process_group import process_groups
 
     timeout_s = config.launch.init_timeout_s
-    check_mode = config.preflight.mode if topology.num_nodes > 1 else "off"
-    if check_mode != "off" and backend == "nccl":
+    is_checked = config.preflight.mode == "on" and topology.num_nodes > 1
+    if is_checked and backend == "nccl":
         from hpcdist.rank.collective_check import log_env
 
         os.environ.update(log_env(topology, attempt, os.environ))
@@ -238,11 +238,10 @@ def _connected_groups(
         timeout_s=config.launch.hang_s + 60,
         on_expiry=lambda: give_up(late),
     ) as groups:
-        if check_mode != "off":
-            from hpcdist.rank.collective_check import EFFORTS, check
+        if is_checked:
+            from hpcdist.rank.collective_check import check
 
-            limit_s = timeout_s + 10 * EFFORTS[check_mode].budget_s
-            check(check_mode, topology, device, backend, groups, attempt, timeout_s=limit_s, on_expiry=give_up)
+            check(topology, device, backend, groups, attempt, timeout_s=timeout_s, on_expiry=give_up)
         yield groups
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpcdist.host import machine
 from hpcdist.host.machine import MB, Check, Level, failure, ok, warning
@@ -18,12 +18,9 @@ Pair = tuple[str, str]
 
 #: Names of the checks in the order of the report within a level: causes before consequences.
 ORDER = (
-    *("answer", "run folder", "names", "port", "version", "driver", "gpu", "disk", "network", "clock"),
-    *("infiniband", "interface", "shm", "cores", "temporary files", "preflight"),
+    *("answer", "run folder", "names", "port", "version", "driver", "gpu", "disk", "network", "clock", "shm"),
+    "preflight",
 )
-LITTLE_TMP_BYTES = 100 * MB
-#: A node is reported as slow if it is slower than the others by the factor and slower than the absolute speed.
-SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
 
 
 def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
@@ -36,9 +33,9 @@ def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
             found.append(failure("answer", "its preflight did not answer", fix, node=node))
     found += _versions(request, ours)
     for node, answer in ours.items():
-        for check_node in (_software, _names, _gpus, _disk, _infiniband, _interface, _resources):
+        for check_node in (_software, _names, _gpus, _disk):
             found += [replace(check, node=node) for check in check_node(request, node, answer)]
-    for check_all in (_unlike_others, _port_in_use, _blocked, _stalled, _slow, _skewed):
+    for check_all in (_port_in_use, _blocked, _slow, _skewed):
         found += check_all(request, ours)
     merged = [*_merge_nodes(found, len(request.nodes)), _summary(request, ours)]
     return sorted(merged, key=lambda check: (-machine.LEVELS.index(check.level), ORDER.index(check.name)))
@@ -136,6 +133,8 @@ def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
 
 
 def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+    if "free" in answer["shm"]:
+        yield from machine.shm_checks(answer["shm"]["free"])
     if not answer["witness"]:
         return  # another folder than that of the checkpoints
     disk = answer["checkpoints"]
@@ -150,118 +149,44 @@ def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
         yield from machine.space_checks(disk, request.checkpoint_bytes)
 
 
-def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    found = answer.get("infiniband")
-    if not found or request.backend != "nccl":
-        return
-    ports = f"InfiniBand is active ({', '.join(found['ports'])})"
-    if answer["variables"].get("NCCL_IB_DISABLE", "0") not in ("", "0"):
-        text, fix = f"{ports}, but NCCL_IB_DISABLE={answer['variables']['NCCL_IB_DISABLE']}", "unset it in cluster.env"
-    elif not found["device"]:
-        text = f"{ports}, but /dev/infiniband is missing: NCCL will use sockets"
-        fix = "pass /dev/infiniband into the container (container.extra_args), or load ib_uverbs on the node"
-    elif not found["library"]:
-        text = f"{ports}, but libibverbs cannot be loaded: NCCL will use sockets"
-        fix = "install libibverbs1 and ibverbs-providers (rdma-core), also in the image"
-    else:
-        yield from (
-            replace(check, name="infiniband") for check in machine.locked_memory_checks(answer["locked_memory"])
-        )
-        return
-    yield warning("infiniband", text, fix)
-
-
-def _interface(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    """Report a much faster interface than the one of the nodes' names, which ranks use."""
-    up = [card for card in answer.get("interfaces", ()) if card["up"] and card["speed_mbit"]]
-    used = [card for card in up if card["address"] in answer["network"]["addresses"]]
-    if not used:
-        return
-    own, best = used[0], max(up, key=lambda card: int(card["speed_mbit"]))
-    if best["speed_mbit"] >= 4 * own["speed_mbit"]:
-        text = f"the nodes' names resolve to {own['name']} ({own['speed_mbit']:,} Mbit/s), while {best['name']}"
-        text += f" ({best['speed_mbit']:,} Mbit/s) is up"
-        fix = f"cluster.env.NCCL_SOCKET_IFNAME={best['name']} cluster.env.GLOO_SOCKET_IFNAME={best['name']},"
-        fix += " if it reaches all nodes"
-        level: Level = "note" if answer.get("infiniband") and request.backend == "nccl" else "warning"
-        yield Check(name="interface", level=level, text=text, fix=fix)
-
-
-def _resources(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    shm, tmp, cores = answer["shm"], answer["tmp"], answer.get("cores")
-    if "free" in shm and (request.num_workers or request.backend == "nccl"):
-        yield from machine.shm_checks(shm["free"])
-    if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
-        text = f"{tmp['free'] / MB:,.0f} MB are free in {tmp['folder']}"
-        yield warning("temporary files", text, "free space, or set cluster.env.TMPDIR")
-    if request.num_workers and cores and request.tasks_per_node * (request.num_workers + 1) > 2 * cores:
-        text = f"{request.tasks_per_node} ranks with {request.num_workers} data workers each share {cores} cores"
-        yield warning("cores", text, "raise cluster.cpus_per_task, or lower data.num_workers")
-
-
-def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
-    """Report nodes that are slower or have fewer InfiniBand ports than the others."""
-    speeds = {
-        node: found["bytes_s"] for node, answer in answers.items() if "bytes_s" in (found := answer["checkpoints"])
-    }
-    for node, speed in speeds.items():
-        others = median([other for name, other in speeds.items() if name != node]) if len(speeds) > 2 else 0
-        if speed * SLOW_WRITE < others and speed < SLOW_WRITE_BYTES_S:
-            text = f"writes {speed / MB:.1f} MB/s to {request.checkpoint_folder}, the other nodes"
-            yield warning("disk", f"{text} {others / MB:,.0f} MB/s", f"check the mount on {node}", node=node)
-    if request.backend == "nccl":
-        ports = {node: len(answer.get("infiniband", {}).get("ports", ())) for node, answer in answers.items()}
-        usual = _usual_value(ports.values())
-        for node, count in ports.items():
-            if count < usual:
-                text = f"has {count} active InfiniBand ports, most nodes have {usual}"
-                fix = f"see `ibstat` on {node}, or exclude it (cluster.exclude={node})"
-                yield warning("infiniband", text, fix, node=node)
-
-
 # The network between nodes: blocked connections, slow links, clock offsets.
 #
-# A node is reported if most of its pairs are affected, otherwise the pair is. Differences between nodes must be large,
-# and values that suffice for training are not reported however much they differ.
+# A node is reported if most of its pairs are affected. Differences between nodes must be large, and values that suffice
+# for training are not reported however much they differ.
 
-#: A node or pair is slow if others are better by this factor and it is worse than the absolute value, because
-#: differences between sufficient values do not matter.
+#: A node is slow if others are better by this factor and it is worse than the absolute value, because differences
+#: between sufficient values do not matter.
 SLOW, SLOW_BYTES_S = 4, 125 * MB
 #: Slow enough to be a failure.
 CRAWLING = 10
-#: A single slow pair is reported only below the rate of a 100 Mbit/s link.
+#: Two nodes have no others to compare with: the rate of a 100 Mbit/s link.
 SLOW_PAIR_BYTES_S = 12.5 * MB
 #: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
 FATAL_SKEW_S = 30.0
 _SHOWN = 4
 
 
-class _Blamed(NamedTuple):
-    """A node to which most of its pairs with a problem are attributed."""
-
-    node: str
-    end: int  #: 0 if the problem is in its connections to others, 1 in those from others
-    ways: list[Pair]  #: the affected ones
-    is_everyone: bool  #: whether all of its connections of this direction are affected
-
-
 def _peers(answers: Answers) -> dict[Pair, Mapping[str, Any]]:
     return {(node, to): peer for node, answer in answers.items() for to, peer in answer["network"]["peers"].items()}
 
 
-def _blame(ways: Iterable[Pair], bad: Iterable[Pair]) -> tuple[list[_Blamed], list[Pair]]:
-    """Attribute bad connections to the nodes of which most are bad, the worst first; return also the other bad ones."""
-    left, bad, found = list(ways), list(bad), []
-    nodes = dict.fromkeys(node for way in left for node in way)
+def _pair(way: Pair) -> Pair:
+    return min(way), max(way)
+
+
+def _blame(pairs: Collection[Pair], bad: Collection[Pair]) -> tuple[list[str], list[Pair]]:
+    """Attribute bad pairs to the nodes of which most pairs are bad, the worst first; return also the other bad pairs.
+
+    Of two nodes it is unknown which one is the cause.
+    """
+    left, bad, found = list(pairs), list(bad), []
     while bad:
-        total, affected = (Counter((end, way[end]) for way in some for end in (1, 0)) for some in (left, bad))
-        end, node = max(affected, key=lambda it: (affected[it] / total[it], affected[it]))
-        is_single = affected[end, node] < 2 and len(nodes) > 2
-        if affected[end, node] <= 0.5 * total[end, node] or is_single:
+        total, affected = (Counter(node for pair in some for node in pair) for some in (left, bad))
+        node = max(affected, key=lambda it: (affected[it] / total[it], affected[it]))
+        if affected[node] < 2 or affected[node] * 2 <= total[node]:
             break
-        own = [way for way in bad if way[end] == node]
-        found.append(_Blamed(node, end, own, len(own) == total[end, node]))
-        left, bad = ([way for way in some if node not in way] for some in (left, bad))
+        found.append(node)
+        left, bad = ([pair for pair in some if node not in pair] for some in (left, bad))
     return found, bad
 
 
@@ -273,97 +198,57 @@ def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
                 name="port",
                 # Only rank 0 listens on it.
                 level="failure" if node == request.nodes[0] else "warning",
-                text=f"port {request.port} is in use: {found.get('listener') or problem}",
-                fix=f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
-                " each attempt uses another port",
+                text=f"port {request.port} cannot be used: {problem}",
+                fix=f"end the program on {node} that listens on it (`ss -ltnp 'sport = :{request.port}'`), or start the"
+                " run again: each attempt uses another port",
                 node=node,
             )
 
 
 def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
-    #: Kind (`Peer.status`, or `ephemeral`) and detail of each problem; None without one.
-    ways: dict[Pair, tuple[str, str] | None] = {}
+    pairs, bad = set(), {}
     for way, peer in _peers(answers).items():
         if way[1] not in answers or answers[way[1]]["network"].get("port_problem"):
-            continue  # reported by _port_in_use
-        if peer["status"] != "ok":
-            ways[way] = (peer["status"], peer.get("detail", ""))
+            continue  # reported by check_nodes or _port_in_use
+        pairs.add(_pair(way))
+        if peer["status"] not in ("ok", "busy"):
+            bad[way] = peer
+    nodes, left = _blame(sorted(pairs), {_pair(way) for way in bad})
+    for node in nodes:
+        into, out = ([way for way in bad if way[end] == node] for end in (1, 0))
+        if len(into) >= len(out):
+            where, peer = f"{_listed(source for source, _ in into)} cannot reach it", bad[into[0]]
         else:
-            ways[way] = ("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
-    # A node that answers some of the others is only busy.
-    mute = {way for way, problem in ways.items() if problem is not None and problem[0] == "mute"}
-    answering = {target for source, target in ways if (source, target) not in mute}
-    ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in answering}
-    bad = {way: problem for way, problem in ways.items() if problem is not None}
-    nodes, pairs = _blame(ways, bad)
-    for found in nodes:
-        kind, detail = bad[found.ways[0]]
-        cause, fix = _describe(request, kind, detail, found.node)
-        others = "" if found.is_everyone and len(found.ways) > 1 else _listed(way[1 - found.end] for way in found.ways)
-        if kind == "ephemeral":
-            text = cause
-        elif found.end == 1:
-            text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
-        else:
-            text = f"it cannot reach {others or 'any other node'}: {cause}"
-        name = "names" if kind == "unresolved" else "port"
-        yield failure(name, text, fix, node=found.node)
-    for source, target in pairs[:_SHOWN]:
-        more = f" (and {len(pairs) - _SHOWN} more pairs)" if len(pairs) > _SHOWN else ""
-        cause, fix = _describe(request, *bad[source, target], target)
-        yield failure("port", f"{source} cannot reach {target}, though others can: {cause}{more}", fix)
+            where, peer = f"it cannot reach {_listed(target for _, target in out)}", bad[out[0]]
+        yield _unreachable(request, where, peer, node)
+    for one, other in left[:_SHOWN]:
+        source, target = (one, other) if (one, other) in bad else (other, one)
+        yield _unreachable(request, f"{source} cannot reach {target}", bad[source, target], "")
 
 
-def _describe(request: ProbeRequest, kind: str, detail: str, node: str) -> tuple[str, str]:
-    port = f"port {request.port}"
-    firewall = (
-        "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"
-        f" net.ipv4.ip_local_port_range (on {node}: `nft list ruleset`, `iptables -S`)"
-    )
-    how = {"silent": "packets to it are dropped", "refused": "connections are refused"}
-    if kind == "ephemeral":
-        which = "ports of the ephemeral range, which gloo, NCCL and RPC use, are not"
-        return f"{port} is open, but {which}: {how.get(detail, detail)}", firewall
-    if kind == "unresolved":
-        return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
-    if kind in ("stranger", "mute"):
+def _unreachable(request: ProbeRequest, where: str, peer: Mapping[str, Any], node: str) -> Check:
+    status, detail = peer["status"], peer.get("detail", "")
+    if status == "unresolved":
+        fix = "add the name to the DNS, or to /etc/hosts on every node"
+        return failure("names", f"{where}: the name cannot be looked up ({detail})", fix, node=node)
+    if status == "stranger":
         fix = f"identify the program (`ss -ltnp 'sport = :{request.port}'`) and check the nodes' names"
-        return f"on {port} answers {detail}", fix
-    if kind == "absent":
-        why = "connections are refused in both directions, or it started later"
-        return f"it did not connect within {request.deadline_s:g} s: {why}", firewall
-    return f"{port} is blocked: {how.get(kind, detail)}", firewall
+        return failure("port", f"{where}: on port {request.port} answers {detail}", fix, node=node)
+    fix = (
+        "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"
+        " net.ipv4.ip_local_port_range (`nft list ruleset`, `iptables -S`)"
+    )
+    if status == "ephemeral":
+        text = f"{where} on ports of the ephemeral range, which gloo, NCCL and RPC use: {detail}"
+        return failure("port", text, fix, node=node)
+    detail = detail or f"no connection within {request.deadline_s:g} s"  # nobody listened, or it started later
+    return failure("port", f"{where} on port {request.port}: {detail}", fix, node=node)
 
 
 def _listed(names: Iterable[str]) -> str:
     """Return names in the form `n1, n2, n3, n4 and 12 more`."""
     found = list(names)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-
-
-def _blame_pairs(pairs: Collection[Pair], bad: Collection[Pair]) -> tuple[list[str], list[Pair]]:
-    """Attribute bad pairs, which have no direction, to nodes; of two nodes it is unknown which one is the cause."""
-    if len({node for pair in pairs for node in pair}) < 3:
-        return [], list(bad)
-    nodes, left = _blame(
-        *([way for one, other in some for way in ((one, other), (other, one))] for some in (pairs, bad))
-    )
-    return [found.node for found in nodes], [pair for pair in left if pair in bad]
-
-
-def _stalled(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
-    stalled: dict[Pair, bool] = {}
-    for (source, target), peer in _peers(answers).items():
-        if peer["status"] == "ok":
-            pair = (min(source, target), max(source, target))
-            stalled[pair] = stalled.get(pair, False) or peer.get("stalled", False)
-    text = "small messages arrive, large ones do not"
-    fix = "compare the MTUs along the path (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
-    nodes, pairs = _blame_pairs(stalled, [pair for pair, is_stalled in stalled.items() if is_stalled])
-    for node in nodes:
-        yield failure("network", f"{text} on the way to or from it", fix, node=node)
-    for one, other in pairs[:_SHOWN]:
-        yield failure("network", f"{one} – {other}: {text}", fix)
 
 
 def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
@@ -376,24 +261,22 @@ def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     ]
     usual = sorted(fastest)[len(fastest) // 2]
     slow = [pair for pair, rate in rates.items() if rate * SLOW < usual and rate < SLOW_BYTES_S]
-    nodes, _ = _blame_pairs(rates, slow)
-    healthy = {pair: rate for pair, rate in rates.items() if not {*nodes} & {*pair}}
-    usual = median(healthy.values() or [usual])
-    for node in nodes:
+    for node in _blame(rates, slow)[0]:
         own = median(rates[pair] for pair in slow if node in pair)
         yield Check(
             name="network",
             level="failure" if own * CRAWLING <= usual else "warning",
             text=f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes",
-            fix=f"check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})",
+            fix="check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`),"
+            f" or exclude it (cluster.exclude={node})",
             node=node,
         )
-    for rate, (one, other) in sorted((rate, pair) for pair, rate in healthy.items())[:_SHOWN]:
-        alone = rate / len(answers[one]["network"]["peers"])
-        usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
-        if alone < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
-            text = f"{alone / MB:,.1f} MB/s between {one} and {other}, {usually}"
-            yield warning("network", text, "check the switches and routes between them")
+    if len(rates) == 1 and usual < SLOW_PAIR_BYTES_S:
+        ((one, other),) = rates
+        fix = (
+            "check their cables, ports and speeds (`ethtool`), and the MTUs along the path (`ping -M do -s 1472 NODE`)"
+        )
+        yield warning("network", f"{usual / MB:,.1f} MB/s between {one} and {other}, too slow for training", fix)
 
 
 def _rates(answers: Answers) -> dict[Pair, float]:
@@ -402,7 +285,7 @@ def _rates(answers: Answers) -> dict[Pair, float]:
     rates: dict[Pair, float] = {}
     for (source, target), peer in _peers(answers).items():
         if "exchange_s" in peer:
-            own, pair = answers[source]["network"], (min(source, target), max(source, target))
+            own, pair = answers[source]["network"], _pair((source, target))
             rate = own["exchange_bytes"] * len(own["peers"]) / peer["exchange_s"]
             rates[pair] = min(rate, rates.get(pair, rate))
     return rates

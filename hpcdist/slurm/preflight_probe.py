@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hpcdist.errors import HpcdistError
 from hpcdist.host import machine, storage
@@ -38,8 +38,8 @@ WITNESS_S = 3.0
 FOLDER_S = 5.0
 #: Limit of a name lookup; torch makes several before ranks have met.
 LOOKUP_S = 5.0
-#: Bytes written to measure the speed, and the time limit.
-WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
+#: Bytes of the write test, and its time limit.
+WRITE_BYTES, WRITE_S = 4 * 2**20, 1.5
 #: Maximum number of nodes that write.
 WRITERS = 64
 _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
@@ -49,7 +49,6 @@ _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 class ProbeRequest:
     """The parameters of the preflight on every node."""
 
-    mode: Literal["quick", "full"] = "quick"  #: `full` writes and sends more
     nodes: tuple[str, ...]  #: all nodes by their Slurm names, in the order of the run
     port: int  #: port of the probes; it should be the one that rank 0 will listen on
     token: str  #: secret that authenticates probes of the same job; not on the command line
@@ -58,8 +57,6 @@ class ProbeRequest:
     witness: str  #: a file with the token, in a folder of this preflight inside the run folder
     checkpoint_bytes: int | None = None  #: size of the newest checkpoint, None without one
     gpus_per_node: int = 0  #: GPUs that ranks need on each node
-    tasks_per_node: int = 1  #: ranks on each node
-    num_workers: int = 0  #: processes that load data, for each rank
     backend: str = "gloo"  #: backend of the ranks: `nccl`, `gloo` or `mpi`
     addresses: Mapping[str, str] = field(default_factory=dict)  #: addresses by node, which replace name lookups
     deadline_s: float = 20.0  #: time that a node waits for nodes that have not started
@@ -109,8 +106,7 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     found["network"] = test_network(request, node)
     # After the network test, which it would slow down.
     found["checkpoints"] = test_checkpoint_folder(request, node)
-    for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
-        found[key] = storage.describe(Path(folder), FOLDER_S)
+    found["shm"] = storage.describe(Path("/dev/shm"), FOLDER_S)  # noqa: S108
     found["witness"] = done_within(FOLDER_S, witness, False)
     facts: dict[str, Any] = done_within(machine.DRIVER_S, machine_facts, {})
     found |= facts
@@ -125,26 +121,21 @@ def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in found],
         "visible_gpus": machine.visible_gpus(len(found), env),
         "gpu_device_files": machine.gpu_device_files(),
-        "cores": machine.num_cores(),
-        "interfaces": machine.interfaces(),
-        "infiniband": machine.infiniband(),
-        "locked_memory": machine.locked_memory(),
-        "variables": machine.network_variables(env),
     }
 
 
 def test_checkpoint_folder(request: ProbeRequest, node: str) -> dict[str, Any]:
-    """Return the facts of the checkpoints' file system (storage.describe), with `bytes_s` or `write_error`."""
+    """Return the facts of the checkpoints' file system (storage.describe), with `write_error` if it is unusable."""
     folder = Path(request.checkpoint_folder)
     found = storage.describe(folder, FOLDER_S)
     every = -(-len(request.nodes) // WRITERS)
     if "error" in found or request.nodes.index(node) % every:
         return found
-    num_bytes, limit_s = WRITE[request.mode]
+    limit_s = WRITE_S + FOLDER_S
     try:
-        found["bytes_s"] = round(within(limit_s + FOLDER_S, lambda: storage.write_speed(folder, num_bytes, limit_s)))
+        within(limit_s, lambda: storage.write_speed(folder, WRITE_BYTES, WRITE_S))
     except TimeoutError:
-        found["write_error"] = f"{num_bytes >> 20} MB were not on disk after {limit_s + FOLDER_S:g} s"
+        found["write_error"] = f"{WRITE_BYTES >> 20} MB were not on disk after {limit_s:g} s"
     except OSError as error:
         found["write_error"] = error.strerror or str(error)
     return found
@@ -159,7 +150,7 @@ def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
         "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
     }
     if mesh.port_problem:
-        found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
+        found["port_problem"] = mesh.port_problem
     return found
 
 
@@ -291,41 +282,35 @@ class Peer:
     """Another node, seen from this one."""
 
     name: str
-    #: `ok`, or the reason for no connection: `refused`, `silent` (packets are dropped), `unreachable`, `stranger`
-    #: (another program), `mute` (accepts connections without an answer), `unresolved`, `absent` (never started).
+    #: `ok`, or the reason for no connection: `refused`, `unreachable`, `stranger` (another program), `busy` (accepts
+    #: connections without an answer), `unresolved`, `absent` (never started); `ephemeral` if only ports of that range
+    #: cannot be reached.
     status: str = "absent"
     detail: str = ""
-    #: The same for a port of the ephemeral range.
-    ephemeral: str = "ok"
     #: The peer's clock minus this node's.
     offset_s: float | None = None
     #: Time of the exchange's data from this node to the peer.
     exchange_s: float | None = None
-    #: Small messages arrive, large ones do not.
-    stalled: bool = False
     alive_at: float = float("inf")
     #: None if the connection has broken.
     link: Link | None = None
 
     def as_answer(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"status": self.status}
-        if self.status != "ok":
-            return found | ({"detail": self.detail} if self.detail else {})
+        found: dict[str, Any] = {"status": self.status} | ({"detail": self.detail} if self.detail else {})
         for name in ("offset_s", "exchange_s"):
             if (value := getattr(self, name)) is not None:
                 found[name] = float(f"{value:.4g}")
-        if self.ephemeral != "ok":
-            found["ephemeral"] = self.ephemeral
-        return found | ({"stalled": True} if self.stalled else {})
+        return found
 
 
 def connection_failure(error: Exception) -> tuple[str, str]:
+    """Return the status of a peer and its detail."""
     if isinstance(error, UnknownPeerError):
-        return "mute" if isinstance(error, SilentPeerError) else "stranger", str(error)
+        return "busy" if isinstance(error, SilentPeerError) else "stranger", str(error)
     if isinstance(error, TimeoutError):
-        return "silent", ""
+        return "unreachable", "packets to it are dropped"
     if isinstance(error, ConnectionRefusedError):
-        return "refused", ""
+        return "refused", "connections are refused"
     number = error.errno if isinstance(error, OSError) else None
     return "unreachable", os.strerror(number) if number else str(error)
 
@@ -339,13 +324,11 @@ CONNECT_S = 3.5
 RETRY_S = 0.1
 #: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS` nodes connect at once.
 MAX_UNKNOWN = 2 * ALL_PAIRS
-#: Larger than any packet.
-LARGE_BYTES = 2**14
 #: Data that each node sends in one exchange, to all peers together.
-EXCHANGE_BYTES = {"quick": 2**20, "full": 2**26}
+EXCHANGE_BYTES = 2**20
 #: … but at least this much to each, since the processor time of many small transfers would count as a slow network.
 LEAST_BYTES = 2**17
-#: Number of exchanges; of each peer the shortest counts, because other load only prolongs it.
+#: Number of exchanges; of each peer the shortest counts, because other load and TCP's slow start only prolong it.
 EXCHANGES = 5
 #: Limit of one transfer, and of all exchanges.
 STALL_S, EXCHANGES_S = 8.0, 20.0
@@ -363,7 +346,7 @@ class Mesh:
         partners = {own for turn in tournament(len(nodes), ALL_PAIRS - 1) if (own := turn[me]) is not None}
         self.peers = {nodes[number]: Peer(nodes[number]) for number in sorted(partners)}
         #: Bytes that this node sends to each peer in one exchange.
-        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES[request.mode] // max(1, len(self.peers)))
+        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES // max(1, len(self.peers)))
         #: Error of listening on the port; empty without one.
         self.port_problem = ""
         #: This node's addresses on its connections.
@@ -433,13 +416,12 @@ class Mesh:
                 known = self._began
             else:
                 try:
-                    peer.ephemeral = await self._connect(peer, address)
-                    return
+                    return await self._connect(peer, address)
                 except (UnknownPeerError, OSError) as error:
                     peer.status, peer.detail = connection_failure(error)
                 known = peer.alive_at
             is_unheard = known == float("inf")
-            answers = peer.status in ("stranger", "mute")
+            answers = peer.status in ("stranger", "busy")
             if answers:
                 other = (peer.status, peer.detail)
             # A failure before the peer's start does not count, unless another program has answered.
@@ -447,7 +429,7 @@ class Mesh:
                 # A refusal from a node that never started is an absent node, or the end of what answered before.
                 if peer.status == "refused" and is_unheard:
                     peer.status, peer.detail = other
-                return
+                return None
             await asyncio.sleep(RETRY_S)
 
     async def address_of(self, name: str) -> str:
@@ -456,8 +438,8 @@ class Mesh:
             return self._request.addresses[name]
         return await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
 
-    async def _connect(self, peer: Peer, address: str) -> str:
-        """Connect to a peer; return the status of a port of the ephemeral range. Raises UnknownPeerError or OSError."""
+    async def _connect(self, peer: Peer, address: str) -> None:
+        """Connect to a peer, and to its port of the ephemeral range. Raises UnknownPeerError or OSError."""
         sock = await connected(address, self._request.port, CONNECT_S)
         link = Link(*await asyncio.open_connection(sock=sock))
         try:
@@ -474,8 +456,7 @@ class Mesh:
         try:
             (await connected(address, hello["ephemeral"], CONNECT_S)).close()
         except OSError as error:
-            return connection_failure(error)[0]
-        return "ok"
+            peer.status, peer.detail = "ephemeral", connection_failure(error)[1]
 
     async def _exchange(self) -> None:
         """Compare the clocks, then send to all peers at once while they do the same."""
@@ -484,9 +465,6 @@ class Mesh:
             for peer, trip_s, offset_s in await self._requests(0):
                 if trip_s < shortest_s.get(peer.name, STALL_S):
                     shortest_s[peer.name], peer.offset_s = trip_s, offset_s
-        # Also the first data of each connection, which TCP sends slowly.
-        for peer, taken_s, _ in await self._requests(LARGE_BYTES):
-            peer.stalled = taken_s == STALL_S
         for _ in range(EXCHANGES):
             for peer, taken_s, _ in await self._requests(self.exchange_bytes):
                 peer.exchange_s = min(taken_s, peer.exchange_s or taken_s)

@@ -454,7 +454,7 @@ def check_error(rank: int, groups: Groups, attempt: Attempt) -> str:
     topology = topology_of(rank, NUM_RANKS, NUM_RANKS, hosts=("n1", "n2", "n3"), master_addr="n1", launcher="slurm")
     before = rng_state(CPU)
     try:
-        collective_check.check("quick", topology, CPU, "gloo", groups, attempt, timeout_s=60, on_expiry=pytest.fail)
+        collective_check.check(topology, CPU, "gloo", groups, attempt, timeout_s=60, on_expiry=pytest.fail)
     except PreflightError as error:
         return str(error)
     assert_states_equal(rng_state(CPU), before)
@@ -490,8 +490,8 @@ def run_checks(here: Rank) -> dict[str, Any]:
     for damaged in (wrong_contribution, damaged_on_arrival):
         with patch.object(collective_check, "terms", damaged):
             errors.append(check_error(here.rank, groups, attempt))
-    effort = collective_check.Effort(elements=8, rounds=1, message_bytes=(2**16, 2**18), budget_s=600.0)
-    measured = collective_check.measure_all_reduce(Stopwatch(CPU, "gloo"), CPU, groups, effort)
+    with patch.multiple(collective_check, MESSAGE_BYTES=(2**16, 2**18), _SLOW_S=600.0):
+        measured = collective_check.measure_all_reduce(Stopwatch(CPU, "gloo"), CPU, groups)
     return {"errors": errors, "network": read_json(attempt.network), "measured": measured}
 
 
@@ -513,4 +513,4 @@ def test_check_attributes_wrong_sums_to_the_faulty_rank_and_measures() -> None:
     assert (network["backend"], network["ranks"], network["nodes"]) == ("gloo", 3, 3)
     assert network["warnings"][0].startswith("NCCL uses TCP sockets on n2, although InfiniBand is active there: ")
     assert network["text"].startswith("all-reduce over gloo of 3 ranks on 3 nodes is correct: ")
-    assert network["all_reduce"]["bytes"] in collective_check.EFFORTS["quick"].message_bytes
+    assert network["all_reduce"]["bytes"] in collective_check.MESSAGE_BYTES

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpcdist.config.schema import Config, DataConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, port_for
 from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.containers.steps import PROBE_TIMEOUT_S
@@ -31,7 +31,7 @@ from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env
 log = logging.getLogger(__name__)
 #: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes
 #: wait for each other.
-STEP_S = {"quick": 60.0, "full": 180.0}
+STEP_S = 60.0
 #: A step without an answer of every node is repeated once.
 ROUNDS = 2
 
@@ -98,7 +98,6 @@ class Preflight:
         unpack_s = PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
         port = int(self._env.get("HPCDIST_MASTER_PORT") or port_for(self._env["SLURM_JOB_ID"], attempt.number))
         return ProbeRequest(
-            mode="full" if config.preflight.mode == "full" else "quick",
             nodes=tuple(self._nodes.names),
             port=port,
             token=token,
@@ -108,8 +107,6 @@ class Preflight:
             checkpoint_bytes=newest_checkpoint_bytes(self._run),
             # If components differ, the minimum: no node fails for hardware that was not requested of it.
             gpus_per_node=gpus,
-            tasks_per_node=min(part.tasks_per_node for part in parts),
-            num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
             deadline_s=ProbeRequest.deadline_s + unpack_s,
         )
@@ -120,7 +117,7 @@ class Preflight:
             with witness_in(attempt.path / "preflight") as (witness, token):
                 request = self._request(attempt, witness, token)
                 command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
-                limit_s = request.deadline_s + STEP_S[request.mode]
+                limit_s = request.deadline_s + STEP_S
                 found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
                 if found.was_killed:
                     # Killing srun does not end its tasks.
@@ -155,7 +152,6 @@ class Preflight:
         self, attempt: Attempt, request: ProbeRequest, found: Answers, checks: Sequence[Check], seconds: float
     ) -> None:
         report = {
-            "mode": request.mode,
             "seconds": round(seconds, 3),
             "nodes": list(request.nodes),
             "checks": [asdict(check) for check in checks],
@@ -188,12 +184,6 @@ def _find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) 
 
 def _text_file(attempt: Attempt) -> Path:
     return attempt.preflight.with_suffix(".txt")
-
-
-def loaders(data: DataConfig) -> int:
-    """Return the number of data loading processes per rank: 0 if the dataset is held in memory."""
-    from_files = data.preload == "never" or (data.preload == "auto" and data.name == "image_folder")
-    return data.num_workers if from_files else 0
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:

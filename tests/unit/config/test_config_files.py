@@ -111,10 +111,17 @@ def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> No
     assert (config.preflight.mode, config.experiment, config.launch.num_ranks) == ("off", "007", 2)
     assert config.params == {"debug": False, "lr": 0.1, "step": 8}, "free keys are read as YAML"
     assert (config.cluster.qos, config.cluster.env, config.container.extra_args) == ("010", {"SITE": "on"}, ["010"])
-    words = ["trainer.script=[a.py, --n, 010, no]", "launch.env.DEBUG=off", "cluster={qos: 0.10}", "name=1e3"]
+    words = [
+        "trainer.script=[a.py, --n, 010, no]",
+        "launch.env.DEBUG=off",
+        "cluster={qos: 0.10}",
+        "name=1e3",
+        "preflight=on",
+    ]
     config = load_config(path, words)
     assert config.trainer.script[1:] == ["--n", "010", "no"]
     assert (config.launch.env["DEBUG"], config.cluster.qos, config.name) == ("off", "0.10", "1e3")
+    assert config.preflight.mode == "on"
     assert load_config(path, ["trainer={script: [a.py, 010, ~]}"]).trainer.script[1:] == ["010", "~"]
 
 

@@ -247,7 +247,7 @@ def test_troubleshooting_has_every_known_failure() -> None:
     failures, waiting = findings.failure_patterns(), findings.waiting_reasons()
     assert [pattern.name for pattern in PATTERNS if pattern.fix not in failures] == []
     assert [reason for reason in WAITING if f"`{reason}`" not in waiting] == []
-    assert findings.preflight_findings().count("\n") >= 20
+    assert findings.preflight_findings().count("\n") >= 24
     assert findings.doctor_findings().count("\n") >= 40
 
 

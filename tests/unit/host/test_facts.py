@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import runpy
 import socket
@@ -54,17 +53,6 @@ def test_versions_equal_those_of_the_installed_packages() -> None:
         assert found["nccl"] == distribution(f"nvidia-nccl-cu{torch['cuda'].partition('.')[0]}").version
 
 
-def test_listener_of_a_port_is_identified(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert machine.listener(port).startswith(f"pid {os.getpid()} (")
-        hidden = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", port), pid=None)
-        monkeypatch.setattr(psutil, "net_connections", lambda kind: [hidden])
-        assert machine.listener(port) == "a program of another user"
-        monkeypatch.undo()
-    assert machine.listener(port) == ""
-
-
 def test_lookups_have_address_time_or_error_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Lookups(["localhost", "no-such-host.invalid"], reverse=["localhost"]).result(30.0)
     assert found["localhost"]["address"] == "127.0.0.1"
@@ -75,37 +63,6 @@ def test_lookups_have_address_time_or_error_within_the_limit(monkeypatch: pytest
     monkeypatch.setattr(socket, "gethostbyname", lambda name: answered.wait())
     assert Lookups(["n1"], reverse=[]).result(0.0) == {"n1": {"late": 0.0}}
     answered.set()
-
-
-def test_interfaces_have_state_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def address(text: str, family: int = socket.AF_INET) -> SimpleNamespace:
-        return SimpleNamespace(address=text, family=family)
-
-    addresses = {
-        "lo": [address("127.0.0.1")],
-        "eth0": [address("10.0.0.3"), address("fe80::1", socket.AF_INET6)],
-        "ib0": [address("10.1.0.3")],
-        "eth1": [address("00:16:3e:00:00:01", psutil.AF_LINK)],
-    }
-    states = {name: SimpleNamespace(isup=True, speed=1000) for name in addresses}
-    states["ib0"] = SimpleNamespace(isup=False, speed=0)
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
-    assert machine.interfaces() == [
-        {"name": "eth0", "address": "10.0.0.3", "up": True, "speed_mbit": 1000},
-        {"name": "ib0", "address": "10.1.0.3", "up": False, "speed_mbit": None},
-    ]
-
-    def fail() -> None:
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
-
-    monkeypatch.setattr(psutil, "net_if_stats", fail)
-    assert machine.interfaces() == [], "a sandbox"
-
-
-def test_network_variables_exclude_all_others() -> None:
-    env = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0", "SECRET_TOKEN": "x"}
-    assert machine.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 # --- The GPU facts against a replacement for NVML, since test machines have no GPU

@@ -214,9 +214,7 @@ def test_timeout_error_names_firewall_and_interface(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(collective_check, "check_sums", hang)
     fake = cast(Any, SimpleNamespace(control=object(), rank=0))
     with pytest.raises(KeyboardInterrupt):
-        collective_check.check(
-            "quick", fake, torch.device("cpu"), "nccl", fake, fake, timeout_s=0.01, on_expiry=errors.append
-        )
+        collective_check.check(fake, torch.device("cpu"), "nccl", fake, fake, timeout_s=0.01, on_expiry=errors.append)
     assert str(errors[0]) == (
         "the ranks are connected, but an all-reduce over nccl did not finish within 0.01 s: does a firewall block"
         " ports between the nodes, or do they have several networks? NCCL_SOCKET_IFNAME selects the interface"

@@ -22,15 +22,14 @@ GPU = {
     "throttled": [],
     "pids": [],
 }
-INFINIBAND = {"ports": ["mlx5_0:1 (InfiniBand)"], "device": True, "library": True}
 
 
 def test_healthy_cluster_has_no_findings() -> None:
     for num_nodes in (2, 3, 16):
         assert messages(request(num_nodes), healthy(num_nodes)) == []
     gpus = [GPU | {"index": index} for index in range(8)]
-    answers = healthy(gpus=gpus, visible_gpus=8, gpu_device_files=8, infiniband=INFINIBAND)
-    assert messages(request(gpus_per_node=8, backend="nccl", num_workers=4, tasks_per_node=2), answers) == []
+    answers = healthy(gpus=gpus, visible_gpus=8, gpu_device_files=8)
+    assert messages(request(gpus_per_node=8, backend="nccl"), answers) == []
 
 
 def test_missing_answer_is_a_failure() -> None:
@@ -74,21 +73,13 @@ def test_other_nccl_or_old_driver_is_a_failure_with_backend_nccl() -> None:
     assert (found.level, found.sentence().startswith(text), other.name) == ("failure", True, "version")
 
 
-SMALL = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
-
-
 @pytest.mark.parametrize(
     ("change", "asked", "finding"),
     [
         ({"witness": False}, {}, "failure n3: run folder: /runs/e/r is not visible there, or not the same one; mount"),
-        ({"shm": SMALL}, {"num_workers": 2}, "warning n3: shm: 64 MiB are free in /dev/shm; data workers and NCCL pass"
-         " tensors through it; start"),
-        ({"shm": SMALL}, {}, ""),
-        ({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}}, {}, "warning n3: temporary files: 1 MB are free in"
-         " /tmp; free space, or set cluster.env.TMPDIR"),
-        ({"cores": 1}, {"num_workers": 4, "tasks_per_node": 2}, "warning n3: cores: 2 ranks with 4 data workers each"
-         " share 1 cores; raise"),
-        ({"cores": 1, "gpus": [GPU | {"uncorrected_errors": 7}]}, {}, ""),
+        ({"shm": {"folder": "/dev/shm", "free": 2**26, "total": 2**26}}, {}, "warning n3: shm: 64 MiB are free in"
+         " /dev/shm; data workers and NCCL pass tensors through it; start"),
+        ({"gpus": [GPU | {"uncorrected_errors": 7}]}, {}, ""),
         ({"lookups": {"n3": {"error": "Name or service not known", "forward_s": 0.1}}}, {},
          "failure n3: names: its own name cannot be looked"),
         ({"checkpoints": {"folder": "/c", "write_error": "No space left on device", "free": 0}}, {},
@@ -98,8 +89,6 @@ SMALL = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
          "failure n3: disk: checkpoints cannot be written to /c: no answer"),
         ({"checkpoints": {"folder": "/c", "free": 3 * 10**9}}, {"checkpoint_bytes": 2 * 10**9},
          "warning n3: disk: 3,000 MB are free in /c, the last checkpoint had 2,000 MB"),
-        ({"checkpoints": {"folder": "/c", "free": 10**12, "bytes_s": 10**6}}, {},
-         "warning n3: disk: writes 1.0 MB/s to /runs/e/r/checkpoints, the other nodes 500 MB/s"),
     ],
 )  # fmt: skip
 def test_problem_of_a_node_is_reported_if_ranks_depend_on_it(
@@ -149,41 +138,6 @@ def test_loopback_address_is_a_failure_on_the_first_node_only() -> None:
     assert messages(request(), answers) == [], "all nodes are on one machine"
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"infiniband": INFINIBAND | {"device": False}}, "but /dev/infiniband is missing: NCCL will use sockets; pass"),
-        ({"infiniband": INFINIBAND | {"library": False}}, "but libibverbs cannot be loaded: NCCL will use sockets"),
-        ({"variables": {"NCCL_IB_DISABLE": "1"}}, "but NCCL_IB_DISABLE=1; unset it in cluster.env"),
-        ({"locked_memory": 65536}, "only 0 MB may be locked in memory, and InfiniBand locks"),
-        ({"infiniband": {}}, "has 0 active InfiniBand ports, most nodes have 1"),
-    ],
-)
-def test_infiniband_that_nccl_cannot_use_is_reported(change: dict[str, Any], text: str) -> None:
-    answers = healthy(gpus=[GPU], visible_gpus=1, infiniband=INFINIBAND)
-    answers["n3"] |= change
-    (found,) = messages(request(backend="nccl", gpus_per_node=1), answers)
-    assert found.startswith("warning n3: infiniband: ")
-    assert text in found
-    assert messages(request(), answers) == [], "gloo does not use it"
-
-
-def test_unused_faster_interface_is_reported() -> None:
-    slow = {"name": "eno1", "address": "10.0.0.3", "up": True, "speed_mbit": 1000}
-    fast = {"name": "ib0", "address": "10.1.0.3", "up": True, "speed_mbit": 100000}
-    answers = healthy()
-    answers["n3"]["interfaces"] = [slow, fast]
-    (found,) = messages(request(), answers)
-    assert found.startswith(
-        "warning n3: interface: the nodes' names resolve to eno1 (1,000 Mbit/s), while ib0 (100,000 Mbit/s) is up;"
-        " cluster.env.NCCL_SOCKET_IFNAME=ib0"
-    )
-    for harmless in (fast | {"up": False}, fast | {"speed_mbit": None}, fast | {"speed_mbit": 1000}):
-        answers = healthy()
-        answers["n3"]["interfaces"] = [slow, harmless]
-        assert messages(request(), answers) == []
-
-
 def test_finding_shared_by_most_nodes_is_reported_once() -> None:
     answers = healthy()
     for index, answer in enumerate(answers.values()):
@@ -215,7 +169,7 @@ def test_findings_are_ordered_by_level_and_cause() -> None:
 
 def test_node_without_machine_facts_is_a_warning() -> None:
     answers = healthy()
-    for key in answers["n3"].keys() - {"node", "network", "witness", "lookups", "checkpoints", "shm", "tmp"}:
+    for key in ("versions", "gpus", "visible_gpus", "gpu_device_files"):
         del answers["n3"][key]
     (found,) = messages(request(), answers)
     assert found.startswith("warning n3: driver: its driver or Python's file system does not answer")
@@ -239,25 +193,18 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
     return [(node, other) for other in answers if other != node]
 
 
-NOBODY = "no other node can reach it:"
-
-
 @pytest.mark.parametrize(
     ("peer", "finding"),
     [
-        ({"status": "silent"},
-         f"port: {NOBODY} port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
-        ({"status": "refused"}, f"port: {NOBODY} port 23456 is blocked: connections are refused; open"),
-        ({"status": "unreachable", "detail": "No route to host"},
-         f"port: {NOBODY} port 23456 is blocked: No route to host; open"),
+        ({"status": "unreachable", "detail": "packets to it are dropped"},
+         "port: n1, n2, n4 cannot reach it on port 23456: packets to it are dropped; open all TCP ports from 20480 on"),
         ({"status": "stranger", "detail": "another program"},
-         f"port: {NOBODY} on port 23456 answers another program; identify the program"),
+         "port: n1, n2, n4 cannot reach it: on port 23456 answers another program; identify the program"),
         ({"status": "unresolved", "detail": "not known"},
-         f"names: {NOBODY} its name cannot be looked up (not known); add it to the DNS"),
-        ({"status": "ok", "ephemeral": "silent"}, "port: port 23456 is open, but ports of the ephemeral range, which"
-         " gloo, NCCL and RPC use, are not: packets to it are dropped; open"),
-        ({"status": "ok", "stalled": True},
-         "network: small messages arrive, large ones do not on the way to or from it; compare the MTUs"),
+         "names: n1, n2, n4 cannot reach it: the name cannot be looked up (not known); add the name to the DNS"),
+        ({"status": "ephemeral", "detail": "packets to it are dropped"},
+         "port: n1, n2, n4 cannot reach it on ports of the ephemeral range, which gloo, NCCL and RPC use: packets"),
+        ({"status": "absent"}, "port: n1, n2, n4 cannot reach it on port 23456: no connection within 20 s; open"),
     ],
 )  # fmt: skip
 def test_node_that_no_other_reaches_is_reported(peer: dict[str, Any], finding: str) -> None:
@@ -271,41 +218,34 @@ def test_node_that_no_other_reaches_is_reported(peer: dict[str, Any], finding: s
 @pytest.mark.parametrize(
     ("num_nodes", "blocked", "found"),
     [
-        (2, ["n1>n2"], ["n2: port: n1 cannot reach it: port 23456 is blocked: packets to it are dropped"]),
-        (4, ["n3>n1,n2,n4"], ["n3: port: it cannot reach any other node: port 23456 is blocked: packets to it"]),
-        (4, ["n1>n3"], ["port: n1 cannot reach n3, though others can: port 23456 is blocked: packets"]),
-        (6, ["n1,n2,n4,n5,n6>n3", "n1,n2,n3,n4,n6>n5"], ["n3: port: no other", "n5: port: no other"]),
+        (2, ["n1>n2"], ["port: n1 cannot reach n2 on port 23456: connections are refused; open all TCP ports"]),
+        (4, ["n3>n1,n2,n4"], ["n3: port: it cannot reach n1, n2, n4 on port 23456: connections are refused; open"]),
+        (4, ["n3>n1"], ["port: n3 cannot reach n1 on port 23456: connections are refused; open"]),
+        (6, ["n1,n2,n4,n5,n6>n3", "n1,n2,n3,n4,n6>n5"],
+         ["n3: port: n1, n2, n4, n5 and 1 more cannot reach it", "n5: port: n1, n2, n3, n4 and 1 more cannot reach"]),
     ],
-)
+)  # fmt: skip
 def test_node_is_reported_if_most_of_its_connections_are_blocked(
     num_nodes: int, blocked: list[str], found: list[str]
 ) -> None:
     answers = healthy(num_nodes)
+    block(answers, ["n1"], ["n2"], "busy")  # accepts connections without an answer, for want of processor time
     for ways in blocked:
         sources, _, targets = ways.partition(">")
-        block(answers, sources.split(","), targets.split(","), "silent")
+        block(answers, sources.split(","), targets.split(","), "refused", "connections are refused")
     for line, beginning in zip(messages(request(num_nodes), answers), found, strict=True):
         assert line.startswith(f"failure {beginning}")
-
-
-def test_node_that_answers_only_some_nodes_is_busy_and_not_reported() -> None:
-    answers = healthy()
-    block(answers, ["n1", "n2"], ["n3"], "mute", "a silent program")
-    assert messages(request(), answers) == []
-    block(answers, ["n4"], ["n3"], "mute", "a silent program")
-    (found,) = messages(request(), answers)
-    assert found.startswith(
-        "failure n3: port: no other node can reach it: on port 23456 answers a silent program; identify"
-    )
 
 
 @pytest.mark.parametrize(("node", "level"), [("n1", "failure"), ("n3", "warning")])
 def test_port_in_use_is_reported_once(node: str, level: str) -> None:
     answers = healthy()
-    answers[node]["network"] |= {"port_problem": "Address already in use", "listener": "pid 7 (nc) of ada"}
+    answers[node]["network"]["port_problem"] = "Address already in use"
     block(answers, [*answers], [node], "stranger", "another program")
     (found,) = messages(request(), answers)
-    assert found.startswith(f"{level} {node}: port: port 23456 is in use: pid 7 (nc) of ada; end that program")
+    assert found.startswith(
+        f"{level} {node}: port: port 23456 cannot be used: Address already in use; end the program on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,24 +278,11 @@ def test_slow_uplink_of_fast_nodes_is_reported_and_noise_of_a_busy_machine_is_no
     assert messages(request(8), answers) == []
 
 
-def test_very_slow_pair_of_nodes_with_sufficient_other_pairs_is_reported() -> None:
-    answers = healthy(6)
-    for one, other in pairs_of(answers, "n2"):
-        set_rate(answers, one, other, 200e6)
-    set_rate(answers, "n2", "n5", 25e6)  # five nodes wait for it
-    (found,) = messages(request(6), answers)
-    assert found.startswith("warning network: 5.0 MB/s between n2 and n5, 1,000 MB/s in the median pair; check the")
+def test_slow_link_between_two_nodes_is_a_warning() -> None:
     answers = healthy(2)
     set_rate(answers, "n1", "n2", 2.5e6)
     (found,) = messages(request(2), answers)
-    assert found.startswith("warning network: 2.5 MB/s between n1 and n2, too slow for training")
-
-
-def test_lost_large_packets_of_a_pair_are_reported() -> None:
-    answers = healthy()
-    answers["n1"]["network"]["peers"]["n4"] = {"status": "ok", "stalled": True}
-    (found,) = messages(request(), answers)
-    assert found.startswith("failure network: n1 – n4: small messages arrive, large ones do not; compare the MTUs")
+    assert found.startswith("warning network: 2.5 MB/s between n1 and n2, too slow for training; check their cables")
 
 
 @pytest.mark.parametrize(("num_nodes", "wrong"), [(2, "n2"), (4, "n1")])
@@ -408,15 +335,9 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
         "gpus": [],
         "visible_gpus": 0,
         "gpu_device_files": 0,
-        "cores": 16,
-        "interfaces": [],
-        "infiniband": {},
-        "locked_memory": None,
-        "variables": {},
         "lookups": {},
-        "checkpoints": {"folder": "/runs/e/r/checkpoints", "kind": "nfs4", "free": 10**12, "bytes_s": 5e8},
+        "checkpoints": {"folder": "/runs/e/r/checkpoints", "kind": "nfs4", "free": 10**12},
         "shm": {"folder": "/dev/shm", "free": 2**34, "total": 2**34},
-        "tmp": {"folder": "/tmp", "free": 10**10, "total": 10**10},
         **changes,
     }
     answers = {}
