@@ -172,14 +172,13 @@ def hang(device: torch.device, folder: Path) -> bool:
     lines = (done.stdout + done.stderr).strip().splitlines()
     print("\n".join(lines[-30:]), flush=True)
     (attempt,) = RunDir(runs / "hangs" / name).attempts()
-    stacks = attempt.stacks(0).read_text() if attempt.stacks(0).exists() else ""
-    by_spy = "stacks by py-spy" in stacks
+    stacks = attempt.stacks_summary.read_text() if attempt.stacks_summary.exists() else ""
     backend = "nccl" if device.type == "cuda" else "gloo"
     recorders = (read_json(attempt.flight(0)) or {}).get("recorders", {})
     entries = recorders.get(backend, {}).get("entries", [])
     waiting = [entry["profiling_name"] for entry in entries if not entry["retired"]]
     say(
-        exit_code=done.returncode, message=lines[-1] if lines else "", stacks_by="py-spy" if by_spy else "faulthandler",
+        exit_code=done.returncode, message=lines[-1] if lines else "",
         trainer_in_stacks="hung_trainer.py" in stacks, recorded=len(entries), waiting=waiting[-1:],
         own_dump=(attempt.path / "flight-rank-0").exists(),
     )  # fmt: skip

@@ -320,7 +320,7 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
         summary = attempt.stacks_summary.relative_to(run.path)
         hang = Finding(
             cause=f"the ranks hung: {sentence}",
-            evidence=f"{summary}, and each rank's stack trace in {summary.parent}/rank-*.stacks.txt",
+            evidence=f"{summary}, and each rank's stack trace in {summary.parent}/rank-*.log",
             fix=HANG_FIX,
         )
     if read_logs:

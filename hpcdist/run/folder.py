@@ -38,8 +38,8 @@
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
             network.json                         result of the collective check
-            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang;
-                                                 the first line of stacks.txt is one sentence
+            stacks.txt  rank-00000.flight.json   stack traces and collectives of a hang; the first line of stacks.txt
+                                                 is one sentence
             node-NODE.stacks.json                snapshots of the ranks on a node, for the supervisor
             silence.txt                          stack traces of a run that makes no progress, but was not ended
             stragglers.jsonl                     straggler events
@@ -127,9 +127,6 @@ class Attempt:
 
     def outcome(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.outcome.json"
-
-    def stacks(self, rank: int) -> Path:
-        return self.path / f"rank-{rank:05d}.stacks.txt"
 
     def flight(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.flight.json"

@@ -50,13 +50,6 @@ class RankProcess(NamedTuple):
     rank: int
 
 
-class ProcessState(NamedTuple):
-    state: str  #: psutil's name
-    wchan: str  #: kernel function that the process waits in; empty if it does not wait, or is not readable
-    threads: int
-    cpu_s: float  #: CPU time of all threads until now
-
-
 def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
     """Return the processes of this user that are ranks of a run, by rank.
 
@@ -96,15 +89,11 @@ def family(pid: int) -> list[int]:
     return [pid]
 
 
-def state_of(pid: int) -> ProcessState | None:
-    try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            wchan = Path(f"/proc/{pid}/wchan").read_text()  # not part of psutil
-            cpu_s = sum(process.cpu_times()[:2])
-            return ProcessState(process.status(), wchan.removeprefix("0"), process.num_threads(), cpu_s)
-    except (psutil.Error, OSError):
-        return None
+def state_of(pid: int) -> str:
+    """Return psutil's name of a process's state; empty if it has ended."""
+    with suppress(psutil.Error):
+        return str(psutil.Process(pid).status())
+    return ""
 
 
 # Stacks that Python's faulthandler prints, https://docs.python.org/3/library/faulthandler.html, and their locations.
@@ -272,8 +261,6 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
 
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
-#: Minimum duration for measuring CPU time.
-CPU_OVER_S = 1.0
 #: An older record of collectives belongs to an earlier signal.
 FRESH_S = 60.0
 _LOG_BYTES = 512 * 1024
@@ -283,41 +270,30 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RankSnapshot:
-    """State of a rank: its process, its stack and its last collectives."""
+    """A rank: the state of its process, its stack and its last collectives."""
 
     rank: int
     host: str
     pid: int
+    state: str  #: psutil's name
     frames: tuple[Frame, ...] = ()  #: stack of the main thread, innermost call first; empty if none was printed
     text: str = ""  #: stacks of all threads
     calls: tuple[Calls, ...] = ()  #: the last collectives in the flight recorders, in the order of their calls
     pending_s: float = 0.0  #: time since the call of the oldest unfinished collective; 0 without one
-    process: ProcessState
-    cpu_s: float  #: CPU time that the process used during `over_s` seconds
-    over_s: float
 
     @property
     def is_stopped(self) -> bool:
-        return self.process.state in CANNOT_RUN
+        return self.state in CANNOT_RUN
 
-    def state_text(self) -> str:
-        """Return such as `state sleeping, in futex_wait_queue, 12 threads, 0.02 s of CPU in 1.1 s`."""
-        wchan = f", in {self.process.wchan}" if self.process.wchan else ""
-        used = f"{self.cpu_s:.2f} s of CPU in {self.over_s:.1f} s"
-        return f"state {self.process.state}{wchan}, {self.process.threads} threads, {used}"
-
-    def whole_text(self) -> str:
-        lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
-        lines += [f"flight recorder, {call.text()}" for call in self.calls]
-        lines.append("stacks by faulthandler:" if self.text else "no stack could be read")
-        return "\n".join(lines) + "\n\n" + self.text
+    def row(self) -> str:
+        process = f"rank {self.rank} on {self.host}, process {self.pid}: state {self.state}"
+        return "; ".join([process, *(call.text() for call in self.calls)])
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
         parts = {
             "frames": tuple(Frame(*frame) for frame in value["frames"]),
             "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),
-            "process": ProcessState(*value["process"]),
         }
         return cls(**{**value, **parts})
 
@@ -325,17 +301,14 @@ class RankSnapshot:
 def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:
     """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
     began, since = time.monotonic(), time.time() - FRESH_S
-    before = {process: state for process in processes if (state := state_of(process.pid)) is not None}
-    awaited = [process.rank for process, state in before.items() if state.state not in CANNOT_RUN]
+    awaited = [process.rank for process in processes if state_of(process.pid) not in ("", *CANNOT_RUN)]
     while time.monotonic() < min(began + PRINT_S, until) and not all(
         _stack(attempt, rank, since)[0] and _flight_record(attempt, rank, since) for rank in awaited
     ):
         time.sleep(_POLL_S)  # no event shows that another process has written a file
-    # CPU time distinguishes computing from waiting only after a while.
-    time.sleep(max(0.0, min(began + CPU_OVER_S, until) - time.monotonic()))
     found = []
-    for process, first in before.items():
-        if (last := state_of(process.pid)) is None:
+    for process in processes:
+        if not (state := state_of(process.pid)):
             continue  # the process has ended by itself
         frames, text = _stack(attempt, process.rank, since)
         record = _flight_record(attempt, process.rank, since)
@@ -347,13 +320,11 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
                 rank=process.rank,
                 host=node,
                 pid=process.pid,
+                state=state,
                 frames=tuple(frames),
                 text=text[:_TEXT_CHARS],
                 calls=tuple(calls_of(recorders)),
                 pending_s=max((at - one for one in called), default=0.0),
-                process=last,
-                cpu_s=last.cpu_s - first.cpu_s,
-                over_s=time.monotonic() - began,
             )
         )
     return found
@@ -376,8 +347,10 @@ def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]
 
 # Summary of the snapshots of all ranks, which finds the ranks that the others wait for.
 
-#: Limit of the table rows for ranks and for locations, and of the stacks files.
+#: Limit of the table rows for ranks and for locations, and of the records of collectives.
 MAX_RANKS = 64
+#: Ranks whose stacks are part of the summary.
+MAX_STACKS = 8
 #: Limit of the locations and hosts in the sentence.
 _NAMED = 3
 
@@ -415,14 +388,15 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     if collectives:
         lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
     lines += ["", *unseen] if unseen else []
-    processes = [f"  rank {rank} on {by_rank[rank].host}: {by_rank[rank].state_text()}" for rank in odd_first]
-    lines += ["", "processes:", *_first(processes)]
+    lines += ["", "processes and last collectives:", *_first([f"  {by_rank[rank].row()}" for rank in odd_first])]
+    for rank in odd_first[:MAX_STACKS]:
+        lines += ["", f"stacks of rank {rank}:", by_rank[rank].text.rstrip("\n") or "none could be read"]
     return Summary(
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
         hosts={rank: snapshot.host for rank, snapshot in by_rank.items()},
-        text="\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""]),
+        text="\n".join([*lines, "the stacks of all ranks are in their logs, rank-NNNNN.log", ""]),
         pending_s={rank: snapshot.pending_s for rank, snapshot in by_rank.items()},
     )
 
@@ -434,7 +408,7 @@ def _first(rows: Sequence[str], kind: str = "") -> list[str]:
 def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        state = f"state {snapshot.process.state}"
+        state = f"state {snapshot.state}"
         location = location_of(snapshot.frames, own_only=own and not snapshot.is_stopped)
         if snapshot.is_stopped:
             at = f"{state} at {location}" if location else state
@@ -513,8 +487,6 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
         missing = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in snapshots}
         summary = summarize(list(snapshots.values()), missing)
         write_atomic(attempt.stacks_summary, summary.text)
-        for rank in summary.odd_first[:MAX_RANKS]:
-            write_atomic(attempt.stacks(rank), snapshots[rank].whole_text())
         for rank in summary.odd_first[MAX_RANKS:]:
             attempt.flight(rank).unlink(missing_ok=True)
         return summary

@@ -7,11 +7,11 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles
@@ -184,7 +184,7 @@ class ProgressMonitor:
             self._report.note(event.text)
             try:
                 with open(self._attempt.stragglers, "a") as file:
-                    file.write(json.dumps({"time": time.time(), "text": event.text, **asdict(event)}) + "\n")
+                    file.write(json.dumps({"time": time.time(), **asdict(event)}) + "\n")
             except OSError as error:
                 self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
         return sign
@@ -241,47 +241,44 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerEvent:
-    """A report on a node or rank; also a line of `stragglers.jsonl`. Seconds are means per step."""
+    """A report on a node or rank; also a line of `stragglers.jsonl`."""
 
-    event: str  #: `slow` or `over`
+    event: Literal["slow", "over"]
     name: str  #: name of the node, or `rank N`
-    others: str  #: what it is compared with, such as `the median node`
     host: str
     rank: int
     role: str
-    over_s: float  #: duration that the means cover
-    slower: float  #: excess as a share: 0.34 is 34 %
-    data_s: float
-    compute_s: float
-    others_data_s: float
-    others_compute_s: float
+    text: str
 
-    @property
-    def text(self) -> str:
-        where = self.name if self.name == self.host else f"{self.name} (on {self.host})"
-        if self.event == "over":
-            return f"{where} is as fast as {self.others} again"
-        parts = {"data": (self.data_s, self.others_data_s), "compute": (self.compute_s, self.others_compute_s)}
-        excess_s = sum(own - other for own, other in parts.values())
-        shown = {name: pair for name, pair in parts.items() if pair[0] - pair[1] > 0.2 * excess_s}
-        figures = []
-        for name, (own_s, other_s) in shown.items():
-            unit, digits, scale = ("s", 2, 1.0) if own_s >= 0.1 else ("ms", 1, 1e3)
-            against = f"{scale * own_s:.{digits}f} {unit} against {scale * other_s:.{digits}f} {unit}"
-            figures.append(f"{name} {against} a step")
-        alike = "" if len(shown) == 2 else f", {'data' if 'compute' in shown else 'compute'} alike"
-        minutes = round(self.over_s / 60)
-        over = f"{self.over_s:.0f} s" if not minutes else "minute" if minutes == 1 else f"{minutes} minutes"
-        hint = (
-            f"check {self.host} for other processes (`top`) and slow clocks (`nvidia-smi -q -d PERFORMANCE`)"
-            if "compute" in shown
-            else f"check how fast {self.host} reads its data, and whether its data workers have free cores (`top`)"
-        )
-        hint += f"; `cluster.exclude={self.host}` leaves it out" if self.name == self.host else ""
-        return (
-            f"{where} is {100 * self.slower:.0f} % slower than {self.others} ({', '.join(figures)}{alike})"
-            f" over the last {over}, and the others wait for it: {hint}"
-        )
+
+def _describe(place: str, host: str, windows: Sequence[Window], others: str) -> str:
+    """Return a sentence on a straggler; `place` names the node or rank, `others` what it is compared with."""
+    own, other = _mean([window.own for window in windows]), _mean([window.others for window in windows])
+    excess_s = own.own_s - other.own_s
+    pairs = {"data": (own.data_s, other.data_s), "compute": (own.compute_s, other.compute_s)}
+    shown = {name: pair for name, pair in pairs.items() if pair[0] - pair[1] > 0.2 * excess_s}
+    figures = []
+    for name, (own_s, other_s) in shown.items():
+        unit, digits, scale = ("s", 2, 1.0) if own_s >= 0.1 else ("ms", 1, 1e3)
+        against = f"{scale * own_s:.{digits}f} {unit} against {scale * other_s:.{digits}f} {unit}"
+        figures.append(f"{name} {against} a step")
+    alike = "" if len(shown) == 2 else f", {'data' if 'compute' in shown else 'compute'} alike"
+    hint = (
+        f"check {host} for other processes (`top`) and slow clocks (`nvidia-smi -q -d PERFORMANCE`)"
+        if "compute" in shown
+        else f"check how fast {host} reads its data, and whether its data workers have free cores (`top`)"
+    )
+    hint += f"; `cluster.exclude={host}` leaves it out" if place == host else ""
+    slower = f"{100 * excess_s / other.own_s:.0f} % slower" if other.own_s else "slower"
+    over_s = windows[-1].until - windows[0].since
+    return (
+        f"{place} is {slower} than {others} ({', '.join(figures)}{alike})"
+        f" over the last {over_s:.0f} s, and the others wait for it: {hint}"
+    )
+
+
+def _mean(parts: list[Part]) -> Part:
+    return Part(*map(fmean, zip(*parts, strict=True)))
 
 
 @dataclass
@@ -291,16 +288,14 @@ class _History:
     windows: deque[Window] = field(default_factory=deque)  #: of the last minute: all slow, or none
     is_reported: bool = False
 
-    def add(self, window: Window) -> str | None:
+    def add(self, window: Window) -> Literal["slow", "over"] | None:
         windows = self.windows
         if windows and windows[-1].is_slow != window.is_slow:
             windows.clear()
         windows.append(window)
         while len(windows) > 2 and window.until - windows[1].since >= OVER_S:
             windows.popleft()
-        if len(windows) < 2 or window.until - windows[0].since < OVER_S:
-            return None
-        if window.is_slow == self.is_reported:
+        if len(windows) < 2 or window.until - windows[0].since < OVER_S or window.is_slow == self.is_reported:
             return None
         self.is_reported = window.is_slow
         return "slow" if window.is_slow else "over"
@@ -363,31 +358,10 @@ class Stragglers:
             history = self._histories.setdefault((role, name), _History())
             if (event := history.add(Window(since, now, parts[rank], others))) is None:
                 continue
-            windows = history.windows
-            own, other = _mean([window.own for window in windows]), _mean([window.others for window in windows])
-            events.append(
-                StragglerEvent(
-                    event=event,
-                    name=name,
-                    others=f"the {which} {'node' if are_nodes else 'rank'}",
-                    host=self._hosts[rank],
-                    rank=rank,
-                    role=role,
-                    over_s=now - windows[0].since,
-                    slower=_excess(windows),
-                    data_s=own.data_s,
-                    compute_s=own.compute_s,
-                    others_data_s=other.data_s,
-                    others_compute_s=other.compute_s,
-                )
-            )
+            host, which = self._hosts[rank], f"the {which} {'node' if are_nodes else 'rank'}"
+            place = name if name == host else f"{name} (on {host})"
+            text = f"{place} is as fast as {which} again"
+            if event == "slow":
+                text = _describe(place, host, history.windows, which)
+            events.append(StragglerEvent(event=event, name=name, host=host, rank=rank, role=role, text=text))
         return events
-
-
-def _mean(parts: list[Part]) -> Part:
-    return Part(*map(fmean, zip(*parts, strict=True)))
-
-
-def _excess(windows: Iterable[Window]) -> float:
-    own_s, others_s = sum(window.own.own_s for window in windows), sum(window.others.own_s for window in windows)
-    return own_s / others_s - 1 if others_s else 0.0

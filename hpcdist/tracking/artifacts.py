@@ -110,8 +110,7 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
         # Stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts.
         hang_reports = [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]
-        patterns = ["rank-*.stacks.txt", "rank-*.flight.json"] if hang_reports else []
-        for pattern in [*patterns, "flight-rank-*"]:
+        for pattern in [*["rank-*.flight.json"] * bool(hang_reports), "flight-rank-*"]:
             hang_reports += sorted(attempt.path.glob(pattern))[:MAX_RANKS]
         for path in hang_reports:
             if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:

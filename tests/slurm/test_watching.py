@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -351,11 +352,11 @@ def test_only_the_slow_one_of_four_nodes_is_reported(slurm_runs: SlurmRuns) -> N
 
     lines = attempt.straggler_events()
     assert {(line["name"], line["event"], line["rank"]) for line in lines} == {("n3", "slow", 2)}
-    assert lines[0]["slower"] >= 0.2
-    assert lines[0]["compute_s"] - lines[0]["others_compute_s"] >= 0.01
     text = lines[0]["text"]
-    assert " % slower than the median node (compute " in text
-    assert "over the last minute" in text
+    found = re.match(r"n3 is (\d+) % slower than the median node \(compute ", text)
+    assert found is not None, text
+    assert int(found[1]) >= 20
+    assert " s, and the others wait for it" in text
     assert text in slurm_runs.job_log(name)
 
     code, output = slurm_runs.command("sync", name)

@@ -223,7 +223,7 @@ def test_event_names_the_node_the_slow_part_and_a_hint() -> None:
     (event,) = simulation.train(20, slow(2, compute=0.14))
     assert event.text == (
         "n3 is 35 % slower than the median node (compute 0.44 s against 0.30 s a step, data alike) over the last"
-        " minute, and the others wait for it: check n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
+        " 60 s, and the others wait for it: check n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
         " PERFORMANCE`); `cluster.exclude=n3` leaves it out"
     )
     assert (event.event, event.host, event.rank, event.role) == ("slow", "n3", 2, "trainer")

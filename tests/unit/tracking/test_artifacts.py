@@ -74,15 +74,13 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
     for rank in range(3):
-        scene.file(f"attempts/001/rank-{rank:05d}.stacks.txt", "a stack\n")
         scene.file(f"attempts/001/rank-{rank:05d}.flight.json", "{}")
         scene.file(f"attempts/001/flight-rank-{rank}", "x" * (99 + rank))
     assert reported(scene, ended=True) == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded when collected"
     scene.file("attempts/001/stacks.txt", "rank 2 differs\n")
     scene.file("attempts/001/stragglers.jsonl", "{}\n")
-    stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
     records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
-    assert reported(scene, ended=False) == ["stragglers.jsonl", "stacks.txt", *stacks, *records]
+    assert reported(scene, ended=False) == ["stragglers.jsonl", "stacks.txt", *records]
 
 
 def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> None:
