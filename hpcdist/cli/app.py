@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -132,23 +131,9 @@ def _explained(error: Exception) -> tuple[int, str]:
         message = " ".join(usage.format_message().split()).rstrip(".")
         takes_keys = context is not None and any(param.name == "overrides" for param in context.command.params)
         if takes_keys and type(usage).__name__ == "NoSuchOption":
-            message += f": config keys are written key=value: {_override(usage.option_name, sys.argv[1:])}"
+            message += ": config keys are written key=value, as in optim.lr=0.1"
         return int(usage.exit_code), f"hpcdist: {message} (see `{command} --help`)"
     return DEFECT, f"hpcdist: {_report(error)}"
-
-
-def _override(option: str, words: Sequence[str]) -> str:
-    """Return the override of a config key that a user has written as an option: `--lr 0.1` is `optim.lr=0.1`."""
-    from hpcdist.config.describe import all_keys
-    from hpcdist.config.written import redacted_argument
-
-    name = option.lstrip("-").replace("-", "_")
-    keys = [key for key, _, _ in all_keys() if f".{key}".endswith(f".{name}")]
-    if not keys:
-        return "as in optim.lr=0.1"
-    index = next(index for index, word in enumerate(words) if word.partition("=")[0] == option)
-    value = words[index].partition("=")[2] or "".join(words[index + 1 : index + 2])
-    return redacted_argument(f"{keys[0]}={value if value and not value.startswith('-') else 'VALUE'}")
 
 
 def _report(error: Exception) -> str:

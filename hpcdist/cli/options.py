@@ -218,7 +218,6 @@ TrackingUri = Annotated[
 Follow = Annotated[
     bool, typer.Option("--follow/--detach", "-f/-d", help="Show progress until the end, or return at once.")
 ]
-Wait = Annotated[bool, flag("--wait", "Show only changes of state until the end.")]
 DryRun = Annotated[bool, flag("--dry-run", "Print the plan without starting anything.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Dependency = Annotated[str | None, option("--dependency", "KIND:RUN", "As for sbatch, with names of runs or job ids.")]

@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,14 +58,10 @@ def rerun(
     compare: Annotated[
         bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")
     ] = False,
-    ignore: Annotated[
-        list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
-    ] = None,
     tolerance: Annotated[
         float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
     ] = 0.0,
     follow: options.Follow = True,
-    wait: options.Wait = False,
     dependency: options.Dependency = None,
     begin: options.Begin = None,
     force: options.Force = False,
@@ -98,7 +94,7 @@ def rerun(
     with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
         if compare:
             made = resolve_run(run, runs_dir)
-            return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance, ignore or ())
+            return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance)
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
         on_slurm = recorded.environment.get("launcher") == "slurm" and not here
         if (dependency or begin) and not on_slurm:
@@ -139,14 +135,13 @@ def rerun(
         origin = read_origin(recorded.folder) if recorded.folder is not None else None
         if on_slurm:
             flags = submission_flags(config, dependency, begin)
-            code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
+            code = submit_run(config, flags, origin, follow=follow, force=force, restore=restore)
         else:
             code = run_here(config, origin=origin, follow=follow, restore=restore)
-        is_over = follow or (on_slurm and wait)
-        if is_over and not code:
-            return _compare(recorded, RunDir(config.folder), tolerance, ignore or ())
-        when = "the rerun did not end as planned" if is_over else "when it has ended"
-        say(f"{when}: `hpcdist rerun {config.name} --compare` compares its values{' until its end' * is_over}")
+        if follow and not code:
+            return _compare(recorded, RunDir(config.folder), tolerance)
+        when = "the rerun did not end as planned" if follow else "when it has ended"
+        say(f"{when}: `hpcdist rerun {config.name} --compare` compares its values{' until its end' * follow}")
         return code
 
 
@@ -258,7 +253,7 @@ def _original(made: RunDir, runs_dir: Path, scratch: Path) -> RecordedRun:
     return find_recorded(name, runs_dir, env, scratch)
 
 
-def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Collection[str]) -> int:
+def _compare(recorded: RecordedRun, made: RunDir, tolerance: float) -> int:
     """Print how a rerun compares, and add it to its folder and to MLflow. Returns the exit code."""
     from hpcdist.review.comparison import compare_values, data_differences
     from hpcdist.review.facts import read_facts
@@ -272,7 +267,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
         beat = made.attempt(facts.state.attempt).read_beat(0) if facts.state.attempt else None
         until = (beat or {}).get("step") or max((step for points in after.values() for step in points), default=0)
     values = compare_values(
-        recorded.values(), after, until=until, exact=recorded.folder is not None, tolerance=tolerance, ignore=ignore
+        recorded.values(), after, until=until, exact=recorded.folder is not None, tolerance=tolerance
     )
     notes = data_differences(recorded.datasets, facts.datasets)
     if recorded.image_digest and facts.image_digest not in ("", recorded.image_digest):
@@ -281,8 +276,6 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
         notes.append(f"the rerun is {status}: values after its last step are not compared")
     if tolerance:
         notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
-    if ignore:
-        notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
     for note in notes:
         say(note)
     for difference in values.differences[1 : _SHOWN + 1]:

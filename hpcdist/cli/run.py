@@ -282,7 +282,6 @@ def submit(
     dry_run: options.DryRun = False,
     test: Annotated[bool, flag("--test", "Ask Slurm for the expected start; submit nothing.")] = False,
     follow: options.Follow = False,
-    wait: options.Wait = False,
     dependency: options.Dependency = None,
     begin: options.Begin = None,
     force: options.Force = False,
@@ -321,12 +320,12 @@ def submit(
             check_submission(one, flags, Path.cwd(), force=force)
 
         return sweeps.submit_sweep(
-            cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
+            cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
         )
     loaded = create.with_name(load_config(config, words, cluster=cluster))
     flags = submission_flags(loaded, dependency, begin)
     origin = load_origin(config, words, cluster)
-    return submit_run(loaded, flags, origin, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
+    return submit_run(loaded, flags, origin, follow=follow, dry_run=dry_run, test=test, force=force)
 
 
 def submit_run(
@@ -335,7 +334,6 @@ def submit_run(
     origin: Origin | None = None,
     *,
     follow: bool,
-    wait: bool = False,
     dry_run: bool = False,
     test: bool = False,
     force: bool = False,
@@ -366,7 +364,7 @@ def submit_run(
     if test:
         return 0
     run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, restore=restore)
-    return enqueue(run, config, flags, follow=follow, wait=wait)
+    return enqueue(run, config, flags, follow=follow)
 
 
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
@@ -392,8 +390,8 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
     return chosen
 
 
-def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
-    """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
+def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
+    """Submit a run folder to Slurm and create its MLflow run; with `follow`, stay until the run ends."""
     from hpcdist.slurm.job import submit as job_submit
 
     job_id = job_submit.submit(config, run, flags)
@@ -402,8 +400,8 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
     from hpcdist.cli.run_views import follow_to_end
     from hpcdist.supervisor import children
 
-    if follow or wait:
-        return follow_to_end(run, config, progress=not wait)
+    if follow:
+        return follow_to_end(run, config)
     say(children.ship_now(run, config, os.environ))
     return 0
 
@@ -419,7 +417,6 @@ def resume(
         bool, flag("--with-current-code", "Use the current code, not the snapshot of the first start.")
     ] = False,
     follow: options.Follow = True,
-    wait: options.Wait = False,
     dependency: options.Dependency = None,
     begin: options.Begin = None,
     force: options.Force = False,
@@ -478,7 +475,7 @@ def resume(
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
         say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
     if start is None:
-        return enqueue(found, config, flags, follow=follow, wait=wait)
+        return enqueue(found, config, flags, follow=follow)
     return supervise_here(found, config, *start, follow=follow)
 
 

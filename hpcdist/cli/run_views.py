@@ -409,7 +409,7 @@ def show_status(console: Console, run: RunDir) -> None:
 POLL_S = 0.3
 
 
-def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
+def follow_to_end(run: RunDir, config: Config) -> int:
     """Follow a run until it ends, and upload an own one where its job does not. Returns the exit code."""
     from hpcdist.supervisor import children
 
@@ -417,7 +417,7 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
     uploading = children.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
     try:
         with uploading:
-            state = follow(console(), run, progress=progress)
+            state = follow(console(), run)
     except KeyboardInterrupt:
         say(f"run {run.name} continues: `hpcdist follow {run.name}` shows it again, `hpcdist stop` stops it")
         return 130
@@ -470,7 +470,7 @@ def _log_of(attempt: Attempt, rank: int | None) -> Path:
     return attempt.log(rank or 0)
 
 
-def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
+def follow(console: Console, run: RunDir) -> State:
     """Show a run's states and progress until its end, which is recorded if nobody else has. Returns its last state."""
     watch = StatusWatch()
     waiting = Event()
@@ -485,7 +485,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
                 shown_line = line
             if found.slurm_error != shown_error and (shown_error := found.slurm_error):
                 view.note(f"Slurm does not report the state of the job ({shown_error})")
-            if progress and found.state.attempt and found.name == "running":
+            if found.state.attempt and found.name == "running":
                 beat = run.attempt(found.state.attempt).read_beat(0)
                 if beat is not None:
                     view.progress(beat)

@@ -99,14 +99,12 @@ def logs(
 
 
 @app.command()
-def follow(
-    run: options.OptionalRunName = None, wait: options.Wait = False, runs_dir: options.RunsDir = options.RUNS
-) -> int:
+def follow(run: options.OptionalRunName = None, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
     Examples:
         hpcdist follow
-        hpcdist follow digits/first --wait && ./evaluate.sh
+        hpcdist follow digits/first && ./evaluate.sh
     """
     from hpcdist.cli.run_views import follow_to_end
     from hpcdist.config.loading import load_run_config
@@ -121,7 +119,7 @@ def follow(
     # The config of another user must not receive the caller's secrets.
     env = {**kept(found), **os.environ} if is_mine(found.path) else {}
     config = load_run_config(found.config, [], env, require_secrets=False)
-    return follow_to_end(found, config, progress=not wait)
+    return follow_to_end(found, config)
 
 
 @app.command()

@@ -153,9 +153,9 @@ class ValueComparison:
         return f"no value differs: {compared}"
 
 
-def is_measured(key: str, ignore: Collection[str] = ()) -> bool:
-    """Return whether a metric measures time, speed or the machine by its name, or fits a pattern of `ignore`."""
-    return any(fnmatchcase(key, pattern) for pattern in (*_MEASURED, *ignore)) or bool(_MEASURED_END.search(key))
+def is_measured(key: str) -> bool:
+    """Return whether a metric measures time, speed or the machine by its name."""
+    return any(fnmatchcase(key, pattern) for pattern in _MEASURED) or bool(_MEASURED_END.search(key))
 
 
 def compare_values(
@@ -165,7 +165,6 @@ def compare_values(
     until: int | None = None,
     exact: bool = True,
     tolerance: float = 0.0,
-    ignore: Collection[str] = (),
 ) -> ValueComparison:
     """Compare the values of a run with those of an earlier run of the same training.
 
@@ -174,7 +173,7 @@ def compare_values(
         exact: whether `before` has every value of its run. Otherwise values of the second run alone do not count.
         tolerance: largest accepted relative difference; 0 compares exactly.
     """
-    measured = sorted(key for key in {*before, *after} if is_measured(key, ignore))
+    measured = sorted(key for key in {*before, *after} if is_measured(key))
     first = {key: points for key, points in before.items() if key not in measured}
     second = {key: points for key, points in after.items() if key not in measured}
     if until is not None:

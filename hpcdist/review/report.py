@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jinja2
 from markupsafe import Markup, escape
@@ -16,7 +16,6 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, read_regular, write_atomic
-from hpcdist.host.machine import LEVELS, Check, ok, warning
 from hpcdist.review.charts import (
     MAX_ATTEMPTS,
     draw,
@@ -73,22 +72,6 @@ def read_faults(run: RunDir) -> list[Fault]:
     return found[-MAX_ROWS:]
 
 
-def read_preflight(run: RunDir) -> list[Check]:
-    """Return the newest results of the checks before training, the most severe first; empty without a preflight."""
-    newest_first = run.attempts()[::-1]
-    preflight = next((found for it in newest_first if (found := read_json(it.preflight)) is not None), {})
-    network = next((found for it in newest_first if (found := read_json(it.network)) is not None), {})
-    checks = [
-        Check(**cast(Any, {key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")}))
-        for check in _items(preflight.get("checks"))
-        if isinstance(check, Mapping)
-    ]
-    checks += [warning("collectives", text_of(text)) for text in _items(network.get("warnings")) if text]
-    checks += [ok("collectives", text_of(text)) for text in [network.get("text")] if text]
-    severity: dict[str, int] = {level: -number for number, level in enumerate(LEVELS)}
-    return sorted(checks, key=lambda check: severity.get(check.level, 0))[:MAX_ROWS]
-
-
 def read_environment(run: RunDir) -> dict[str, str]:
     found = {
         "": read_json(run.environment) or {},
@@ -111,10 +94,6 @@ def text_of(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     text = redact_text(text.encode(errors="replace").decode())
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 @functools.cache
@@ -184,7 +163,6 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
             lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
         ),
         "faults": part(read_faults),
-        "preflight": part(read_preflight),
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
     }

@@ -297,7 +297,7 @@ def test_a_submitted_run_is_submitted_again_and_repeated_here(slurm_runs: SlurmR
     # Four metrics at every second step. The job is not requeued after its pause.
     result = f"no value differs: {4 * PAUSE_STEP // 2} values of 4 metrics at {PAUSE_STEP // 2} steps"
 
-    code, output = slurm_runs.command("rerun", "to-repeat", "--steps", str(PAUSE_STEP), "--wait", "--detach")
+    code, output = slurm_runs.command("rerun", "to-repeat", "--steps", str(PAUSE_STEP), "--follow")
     assert code == 0, output
     found = re.search(r"^(\S+) is job (\d+)", output, re.MULTILINE)
     assert found is not None, output

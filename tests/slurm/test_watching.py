@@ -1,4 +1,4 @@
-"""`follow`, `--wait`, `status`, `explain` and `sync` for jobs on a real Slurm, with accounting and without."""
+"""`follow`, `status`, `explain` and `sync` for jobs on a real Slurm, with accounting and without."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunningCommand:
 
 
 def start_submit(runs: SlurmRuns, name: str, *arguments: str) -> tuple[RunningCommand, str]:
-    """Start `hpcdist submit` with --follow or --wait; return the command and the job id."""
+    """Start `hpcdist submit` with --follow; return the command and the job id."""
     config = runs.config(name, *ON_FOUR_RANKS)
     following = RunningCommand(runs.start("submit", *config, *arguments, "--cluster", "devcluster"))
     return following, following.until(f"{name} is job ").split()[3].rstrip(":")
@@ -98,7 +98,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
 @pytest.mark.slow
 def test_wait_reports_a_job_cancelled_in_the_queue(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "waited-for"
-    waiting, job = start_submit(slurm_runs, name, WAITING, "--wait")
+    waiting, job = start_submit(slurm_runs, name, WAITING, "--follow")
     waiting.until(f"queued: job {job} waits (BeginTime)")
     code, output = slurm_runs.command("explain", name)
     assert code == 0
@@ -177,7 +177,7 @@ def test_explain_shows_why_a_run_was_rejected(slurm_runs: SlurmRuns, tmp_path: P
     name = "rejected"
     one_rank = ("cluster.nodes=1", "cluster.tasks_per_node=1", "launch.num_ranks=1")
     missing = ("data.name=mnist", f"data.root={tmp_path}/nowhere")
-    waiting, job = start_submit(slurm_runs, name, *one_rank, *missing, "--wait")
+    waiting, job = start_submit(slurm_runs, name, *one_rank, *missing, "--follow")
     code, lines = waiting.end()
     assert code == 2, lines
     code, output = slurm_runs.command("explain", name)

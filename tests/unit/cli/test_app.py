@@ -96,10 +96,7 @@ def test_table_of_commands_is_complete() -> None:
         (["runn"], "No such command 'runn'"),
         (["run"], "Missing argument 'CONFIG'"),
         (["bench", "comm", "--nonsense"], "(see `hpcdist bench comm --help`)"),
-        (["run", "--lr", "0.1"], ": config keys are written key=value: optim.lr=0.1 (see `hpcdist run --help`)"),
-        (["run", "ddp_digits", "--max-steps=10"], "written key=value: stop.max_steps=10 (see"),
-        (["run", "ddp_digits", "--webhook", "abc"], "written key=value: notify.webhook=*** (see"),
-        (["run", "ddp_digits", "--nonsense", "1"], "written key=value: as in optim.lr=0.1 (see"),
+        (["run", "--lr", "0.1"], ": config keys are written key=value, as in optim.lr=0.1 (see `hpcdist run --help`)"),
     ],
 )
 def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: str) -> None:

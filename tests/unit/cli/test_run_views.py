@@ -542,14 +542,13 @@ def test_follow_closes_a_run_that_died_without_a_status(
         assert run.read_state() == state
 
 
-def test_follow_without_progress_prints_states_and_that_slurm_is_unavailable(
+def test_follow_prints_that_slurm_is_unavailable(
     make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
-    beat(run, 1, 0)
     slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
     Events(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
-    assert follow(console, run, progress=False).status == "finished"
+    assert follow(console, run).status == "finished"
     assert rows_of(console) == [
         "running",
         "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",

@@ -68,7 +68,7 @@ def test_follow_leaves_the_run_running_on_ctrl_c(hpcdist: Cli, make: Make, monke
 
     monkeypatch.setattr("hpcdist.cli.run_views.Event", lambda: SimpleNamespace(wait=interrupt))
     with hold(run):
-        result = hpcdist("follow", "first", "--wait")
+        result = hpcdist("follow", "first")
     assert result.code == 130
     assert result.out.splitlines() == [
         "running",

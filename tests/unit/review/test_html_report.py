@@ -58,12 +58,6 @@ def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
     scene.log({"eval/loss": [0.5, 0.3], "eval/accuracy": [0.8, 0.9]}, attempt=2, first=60)
     scene.attempt_file("failure.json", failure("was killed by SIGKILL"))
     scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": "slow", "text": "n2 is 100 % slower"})
-    checks = [
-        {"name": "clock", "level": "ok", "text": "in step"},
-        {"name": "disk", "level": "warning", "text": "few MB"},
-    ]
-    scene.attempt_file("preflight.json", {"checks": checks}, attempt=2)
-    scene.attempt_file("network.json", {"text": "all sums are correct", "warnings": []}, attempt=2)
     scene.figure("confusion_matrix", Matrix(title="confusion", row_label="true", column_label="predicted",
                                             names=["a", "b"], values=[[9, 1], [2, 8]], step=90))  # fmt: skip
     scene.figure("curve", Curves(title="calibration", x_label="p", y_label="q", lines={"model": [[0, 0], [1, 0.9]]}))
@@ -78,15 +72,13 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     found = Elements(page)
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings == [
-        "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Stragglers", "Preflight", "Environment",
-        "Config",
+        "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Stragglers", "Environment", "Config",
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
     assert "rank 1 on n2 after step 40 (last heartbeat): was killed by SIGKILL" in found.text
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
-    assert found.text.index("few MB") < found.text.index("in step"), "warnings come first"
     assert "n2 is 100 % slower" in found.text
     assert re.search(r"core-hours\s*0.07778", found.text)
     assert "7.1 %" in found.text, "the goodput"
@@ -123,9 +115,6 @@ def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pyt
     scene.log({f"train/{HOSTILE}": [1.0, 2.0], f"eval/{HOSTILE}": [1.0, math.nan], f"a{HOSTILE}": [1.0]})
     scene.attempt_file("failure.json", failure(HOSTILE, host=HOSTILE))
     scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": HOSTILE, "text": HOSTILE})
-    scene.attempt_file(
-        "preflight.json", {"checks": [dict.fromkeys(("name", "level", "text", "fix", "node"), HOSTILE), "x"]}
-    )
     scene.figure("a", Matrix(title=HOSTILE, row_label=HOSTILE, column_label=HOSTILE, names=[HOSTILE], values=[[1]]))
     scene.figure("c", Curves(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, lines={HOSTILE: [[0, 1], [1, 1]]}))
     scene.figure("d", Histogram(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, edges=[0, 1], counts=[1]))
