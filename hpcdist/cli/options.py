@@ -114,35 +114,17 @@ configs = _bounded(lambda _, incomplete: _shipped("", incomplete))
 profiles = _bounded(lambda _, incomplete: _shipped("cluster", incomplete))
 
 
-def _values(kind: str, default: object) -> list[str]:
-    """Return the values of a key as far as its type lists them, else its default."""
-    if kind.startswith("Literal["):
-        return [value.strip("' ") for value in kind.partition("[")[2].rpartition("]")[0].split(",")]
-    if kind == "bool":
-        return ["true", "false"]
-    text = str(default)
-    return [text] if default is not None and text and not set(text) & set(" '\"${}[]()") else []
-
-
 @_bounded
-def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield config keys as `key=`, and a sole one with a value, since shells append a space to a sole candidate."""
+def keys(_: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield config keys as `key=`, and a sole one with its default, since shells append a space to a sole candidate."""
     from hpcdist.config.describe import describe
 
-    schema = {key: (kind, default) for key, kind, default, _ in describe()}
-    key, equals, _ = incomplete.partition("=")
-    # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
-    words = ["", "", *(ctx.params.get("overrides") or [])]
-    split = words[-2] if words[-1] == "=" else words[-1] if "=" not in (words[-2], *words[-1]) else ""
-    if split:
-        yield from _values(*schema.get(split, ("", None)))
-        return
-    matching = [name for name in schema if name.startswith(key)] if not equals else [key]
-    for name in matching:
-        if not equals:
-            yield f"{name}="
-        if len(matching) == 1:
-            yield from (f"{name}={value}" for value in _values(*schema[name]))
+    matching = [(key, default) for key, _, default, _ in describe() if key.startswith(incomplete)]
+    yield from (f"{key}=" for key, _ in matching)
+    if len(matching) == 1:
+        ((key, default),) = matching
+        if default not in (None, "") and not set(str(default)) & set(" '\"${}[]()"):
+            yield f"{key}={default}"
 
 
 # Arguments and options that several commands share: one definition for each name.

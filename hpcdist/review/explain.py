@@ -82,14 +82,8 @@ PATTERNS = (
         "request GPUs (cluster.gpus_per_node), or set launch.device=cpu",
     ),
     Pattern(
-        "stranger-on-port",
-        r"is not rank 0 of this attempt|does another program listen on this port",
-        "another program answered on the port where the ranks meet",
-        "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
-    ),
-    Pattern(
         "port-taken",
-        r"EADDRINUSE|[Aa]ddress already in use",
+        r"is not rank 0 of this attempt|does another program listen on this port|EADDRINUSE|[Aa]ddress already in use",
         "another program uses rank 0's port",
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
@@ -139,18 +133,6 @@ PATTERNS = (
         r"Connection (?:closed|reset) by peer|Broken pipe|nccl(?:Remote|System)Error",
         "the ranks lost their connection, and none of them reported another cause",
         "see the ranks' logs, and check the network between the nodes",
-    ),
-    Pattern(
-        "ended-early",
-        r"ended with exit status 0 before the other ranks",
-        "one rank ended while the others still waited for it",
-        "every rank must take part until the end of the training: see the log of the named rank for an early return",
-    ),
-    Pattern(
-        "no-report",
-        r"exited with code (\d+) without a report",
-        "the process of the rank ended itself with code {0}, without an exception (os._exit, or native code)",
-        "see the end of the named rank's log",
     ),
     Pattern(
         "killed",
