@@ -19,13 +19,6 @@ OWN_PLACE = (
     "HPCDIST_NUM_NODES",
 )
 OWN_MEETING = ("HPCDIST_MASTER_ADDR", "HPCDIST_MASTER_PORT", "HPCDIST_JOB_ID", "HPCDIST_ATTEMPT")
-TORCHRUN_CORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-#: In an allocation for one process each is at most 1; SLURM_TASKS_PER_NODE may be larger and is not in the list.
-SLURM_COUNTS = (
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_NNODES"),
-    *("SLURM_JOB_NUM_NODES", "SLURM_HET_SIZE"),
-)
 
 
 class Variables:
@@ -75,28 +68,21 @@ class Variables:
 
 # The topology of a run as seen from one rank, read once from the environment variables of the launcher.
 #
-# `Topology.from_env` uses the first of these sets of variables that is present:
-#
-# 1. the ten variables of hpcdist; 2. those of torchrun, if TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR
-# and MASTER_PORT are set; 3. those of Slurm in a task of an srun step; STEP variables take precedence over those of the
-# job; 4. none: a single rank, unless a variable indicates more ranks.
-#
-# HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the values of torchrun and
-# Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not set.
-# Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all other ranks hang.
+# `Topology.from_env` uses the ten variables of hpcdist, which the supervisor of a local run sets, or those of Slurm in
+# a task of an srun step, of which STEP variables take precedence. HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT,
+# HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the values of Slurm individually; a supervisor that restarts a step
+# sets HPCDIST_ATTEMPT. An empty variable counts as not set. Incomplete or contradictory variables are an error, because
+# a rank with a wrong topology makes all other ranks hang.
 
 # Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
 _PORTS_START = 20480
 _NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
 _PORTS_PER_JOB = 16
 
-_LOOPBACK = "127.0.0.1"  # used only for a single rank
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch, extern and interactive steps of Slurm are directly below 2**32
 
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
-_TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
 SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
-_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; pass srun's variables on into containers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +107,10 @@ class Topology:
     """Host name or address of rank 0."""
     master_port: int
     """TCP port of the store, used for the rendezvous of the process group and RPC."""
-    launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
-    """The launcher whose variables were used; "single" is one rank without a launcher."""
+    launcher: Literal["hpcdist", "slurm"]
+    """Whose variables were used."""
     job_id: str
-    """Slurm's job id, or the id of the run in another launcher."""
+    """Slurm's job id, or the id of a local run."""
     attempt: int
     """Number of the attempt; each restart increases it by one."""
 
@@ -142,7 +128,6 @@ class Topology:
             "1 <= master_port <= 65535": 1 <= self.master_port <= 65535,
             "a job_id without spaces": re.fullmatch(r"\S+", self.job_id),
             "attempt >= 0": self.attempt >= 0,
-            "world_size == 1 if launcher is 'single'": self.launcher != "single" or everywhere == 1,
         }
         if rule := next((rule for rule, holds in rules.items() if not holds), None):
             names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
@@ -160,16 +145,16 @@ class Topology:
 
         Raises TopologyError, whose message names the variables, their values and a fix.
         """
-        step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
-        # SLURM_PROCID alone is also set in the shell of sbatch.
-        is_task = env.get("SLURM_PROCID") and re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
         if any(env.get(name) for name in OWN_PLACE):
             return _from_own(Variables(env, _OWN_FIX))
-        if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
-            return _from_torchrun(Variables(env, _TORCHRUN_FIX))
-        if is_task:
-            return _from_slurm(Variables(env, SLURM_FIX))
-        return _from_nothing(env)
+        slurm = Variables(env, SLURM_FIX)
+        step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+        # SLURM_PROCID alone is also set in the shell of sbatch.
+        is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
+        if not (is_task and slurm.has("SLURM_PROCID")):
+            seen = slurm.shown(("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", *OWN_MEETING)) or "no variable"
+            raise slurm.error(f"this process is neither a rank of `hpcdist run` nor an srun task ({seen})")
+        return _from_slurm(slurm)
 
 
 def port_for(job_id: str, attempt: int) -> int:
@@ -192,12 +177,12 @@ def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topolog
         raise variables.error(f"{error} (from {variables.shown((*names, *OWN_MEETING))})") from error
 
 
-def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
+def _meeting(variables: Variables, addr: str, job_id: str, attempt: int) -> dict[str, Any]:
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
     return {
         "master_addr": variables.text("HPCDIST_MASTER_ADDR", addr),
-        "master_port": variables.number("HPCDIST_MASTER_PORT", port_for(job_id, attempt) if port is None else port),
+        "master_port": variables.number("HPCDIST_MASTER_PORT", port_for(job_id, attempt)),
         "job_id": job_id,
         "attempt": attempt,
     }
@@ -208,30 +193,6 @@ def _from_own(variables: Variables) -> Topology:
         raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_MEETING))} set, but {missing} not")
     place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
     return _build(variables, OWN_PLACE, **place, **_meeting(variables, "", "", 0), launcher="hpcdist")
-
-
-def _from_torchrun(variables: Variables) -> Topology:
-    number = variables.number
-    rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
-    # torchrun sets all variables. If only the first four are set, the others must follow from them.
-    local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
-    num_nodes, rest = divmod(world_size, max(local_world_size, 1))
-    num_nodes = number("GROUP_WORLD_SIZE", None if rest else num_nodes)
-    attempt = number("TORCHELASTIC_RESTART_COUNT", 0)
-    # All runs without --rdzv-id have the id "none", so the port is appended.
-    job_id = f"{variables.text('TORCHELASTIC_RUN_ID', 'torchrun')}-{port}"
-    return _build(
-        variables,
-        (*TORCHRUN_PLACE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-        rank=rank,
-        world_size=world_size,
-        local_rank=number("LOCAL_RANK", 0 if world_size == 1 else None),
-        local_world_size=local_world_size,
-        node_rank=number("GROUP_RANK", 0 if num_nodes == 1 else None),
-        num_nodes=num_nodes,
-        **_meeting(variables, variables.text("MASTER_ADDR"), job_id, attempt, port),
-        launcher="torchrun",
-    )
 
 
 def _from_slurm(variables: Variables) -> Topology:
@@ -280,29 +241,6 @@ def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]
     if sorted(ordered) != sorted(hosts):  # another step, or incomplete environment variables
         return hosts, tasks
     return ordered, [counts[host] for host in ordered]
-
-
-def _from_nothing(env: Mapping[str, str]) -> Topology:
-    """Return the topology of a single rank. Raises TopologyError if a variable indicates more ranks."""
-    slurm, own, torchrun = (Variables(env, fix) for fix in (_NO_STEP_FIX, _OWN_FIX, _TORCHRUN_FIX))
-    hints = [name for name in SLURM_COUNTS if slurm.number(name, 1) > 1]
-    if slurm.number("SLURM_PROCID", 0) > 0:
-        hints.append("SLURM_PROCID")
-    if slurm.has("SLURM_JOB_NODELIST") and len(slurm.parsed("SLURM_JOB_NODELIST", expand)) > 1:
-        hints.append("SLURM_JOB_NODELIST")
-    if hints:
-        raise slurm.error(
-            f"the Slurm job has several tasks ({slurm.shown(hints)}), but this process is not an srun task"
-        )
-    if given := own.shown(OWN_MEETING):
-        raise own.error(f"{given} set, but {', '.join(OWN_PLACE)} not")
-    given = torchrun.shown(TORCHRUN_PLACE)
-    all_zero = all(torchrun.number(name, 0) == 0 for name in TORCHRUN_PLACE if name.endswith("RANK"))
-    if given and not (all_zero and torchrun.number("WORLD_SIZE", 0) == 1):
-        raise torchrun.error(f"{given} set, but {torchrun.missing(TORCHRUN_CORE)} not")
-    job_id, attempt = slurm.text("SLURM_JOB_ID", "single"), slurm.number("SLURM_RESTART_COUNT", 0)
-    place = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
-    return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")
 
 
 # Roles of ranks: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the observers.

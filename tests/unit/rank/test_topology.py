@@ -1,4 +1,4 @@
-"""Topology, from the variables of each launcher, its invariants, and roles of ranks."""
+"""Topology, from hpcdist's variables or those of Slurm, its invariants, and roles of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from launcher_env import BATCH, HET, OWN, STEP, TORCHRUN, Env, layout, without
+from launcher_env import BATCH, HET, OWN, STEP, Env, layout, without
 
 from hpcdist.config.topology import Roles, Topology, port_for, rank_table
 from hpcdist.errors import ConfigError, TopologyError
@@ -47,67 +47,11 @@ def test_token_depends_on_job_and_attempt() -> None:
         ({"master_port": 65536}, "1 <= master_port <= 65535, got master_port=65536"),
         ({"job_id": ""}, "a job_id without spaces, got job_id=''"),
         ({"attempt": -1}, "attempt >= 0, got attempt=-1"),
-        ({"launcher": "single"}, "world_size == 1 if launcher is 'single', got world_size=4, launcher='single'"),
     ],
 )
 def test_inconsistent_fields_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(f"a topology requires {problem}") + "$"):
         Topology(**VALID | changes)
-
-
-# --- from the variables of torchrun
-
-AT = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
-
-
-def test_own_variables_take_precedence_over_torchrun_and_torchrun_over_slurm() -> None:
-    assert Topology.from_env(STEP | TORCHRUN | OWN) == Topology(**VALID | {"hosts": ()})
-    topology = Topology.from_env(STEP | TORCHRUN)
-    assert layout(topology) == (5, 8, 1, 4, 1, 2)
-    assert (topology.launcher, topology.master_addr, topology.master_port) == ("torchrun", "n1", 29500)
-    assert (topology.hosts, topology.attempt) == ((), 0)
-    others = ({"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"})
-    assert len({Topology.from_env(TORCHRUN | other).token for other in ({}, *others)}) == 3
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        (without(TORCHRUN, "GROUP_WORLD_SIZE"), (5, 8, 1, 4, 1, 2)),
-        (TORCHRUN | {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3"}, (5, 7, 1, 3, 1, 2)),  # uneven: 4 and 3
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **AT}, (1, 2, 1, 2, 0, 1)),
-        ({"RANK": "0", "WORLD_SIZE": "1", **AT}, (0, 1, 0, 1, 0, 1)),
-    ],
-)
-def test_torchrun_layouts_with_optional_variables_left_out(env: Env, expected: tuple[int, ...]) -> None:
-    topology = Topology.from_env(env)
-    assert layout(topology) == expected
-    assert topology.launcher == "torchrun"
-
-
-@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"HPCDIST_RANK": ""}])
-def test_environment_without_a_launcher_is_a_single_rank(env: Env) -> None:
-    topology = Topology.from_env(env)
-    assert layout(topology) == (0, 1, 0, 1, 0, 1)
-    assert (topology.launcher, topology.master_addr, topology.job_id) == ("single", "127.0.0.1", "single")
-    assert (topology.hosts, topology.attempt) == ((), 0)
-
-
-@pytest.mark.parametrize(
-    ("env", "problem"),
-    [
-        ({"RANK": "0"}, "RANK=0 set, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not; start the ranks with torchrun"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1, WORLD_SIZE=1 set, but MASTER_ADDR, MASTER_PORT not"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 set, but RANK"),
-        ({"WORLD_SIZE": "all"}, "WORLD_SIZE must be a whole number, got 'all'"),
-        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS must be a whole number, got 'many'; put srun"),
-        ({"SLURM_JOB_NODELIST": "(null)"}, "SLURM_JOB_NODELIST: nodelist '(null)': '(null)' is not"),
-        ({"SLURM_JOB_ID": "a b"}, "a job_id without spaces, got job_id='a b' (from SLURM_JOB_ID=a b)"),
-    ],
-)
-def test_variables_that_indicate_more_ranks_are_refused(env: Env, problem: str) -> None:
-    with pytest.raises(TopologyError, match=re.escape(problem)):
-        Topology.from_env(env)
 
 
 # --- Incomplete, invalid or contradictory variables of each launcher, by the end of the message.
@@ -116,23 +60,12 @@ def test_variables_that_indicate_more_ranks_are_refused(env: Env, problem: str) 
 REFUSED: dict[str, list[tuple[Env, str]]] = {
     "or unset these variables": [
         (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
-        ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
         (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
         (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
         (
             OWN | {"HPCDIST_RANK": "4"},
             "0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, ",
         ),
-    ],
-    "set the variables for every rank, or unset them all": [
-        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set"),
-        *(
-            (without(TORCHRUN, name), f"{name} must be set")
-            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        ),
-        (without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE must be set"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a b"}, "a job_id without spaces, got job_id='a b-29500'"),
     ],
     "pass its SLURM_ variables on unchanged, also into containers": [
         (
@@ -152,6 +85,11 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
         (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set"),
         (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_TASKS_PER_NODE must be set"),
+        (STEP | {"SLURM_JOB_ID": "a b"}, "a job_id without spaces, got job_id='a b' (from SLURM_PROCID=1, "),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "neither a rank of `hpcdist run` nor an srun task (no variable)"),
+        (BATCH | {"HPCDIST_ATTEMPT": "1"}, "nor an srun task (SLURM_JOB_ID=14, SLURM_PROCID=0, HPCDIST_ATTEMPT=1)"),
+        (BATCH | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, "task (SLURM_JOB_ID=14, SLURM_STEP_ID=4294967291, SLURM_PROCID"),
+        (without(STEP, "SLURM_PROCID"), "nor an srun task (SLURM_JOB_ID=42, SLURM_STEP_ID=0)"),
     ],
 }
 
@@ -220,7 +158,8 @@ def test_layouts_of_slurm_steps(changes: Env, expected: tuple[int, ...]) -> None
     assert topology.master_addr == topology.hosts[0]
 
 
-def test_own_variables_override_attempt_and_rendezvous_of_slurm() -> None:
+def test_own_variables_override_those_of_slurm() -> None:
+    assert Topology.from_env(STEP | OWN) == Topology(**VALID | {"hosts": ()})
     requeued = Topology.from_env(STEP | {"SLURM_RESTART_COUNT": "1"})
     restarted = Topology.from_env(STEP | {"SLURM_RESTART_COUNT": "1", "HPCDIST_ATTEMPT": "5"})
     assert (requeued.attempt, restarted.attempt) == (1, 5)
@@ -266,42 +205,6 @@ def test_step_in_one_component_of_a_heterogeneous_job() -> None:
     }
     assert layout(Topology.from_env(env)) == (3, 4, 1, 2, 1, 2)
     assert Topology.from_env(env | {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}).hosts == ("n2", "n3")
-
-
-# --- Slurm jobs without an srun step
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # batch step
-        {"SLURM_STEPID": str(0xFFFFFFFA)},  # interactive step
-        {"SLURM_NTASKS": "", "SLURM_NPROCS": "", "SLURM_TASKS_PER_NODE": "8"},  # sbatch -N1 --exclusive
-    ],
-)
-def test_allocation_of_one_task_without_a_step_is_a_single_rank(changes: Env) -> None:
-    topology = Topology.from_env(BATCH | {"SLURM_RESTART_COUNT": "2"} | changes)
-    assert (topology.launcher, topology.job_id, topology.attempt) == ("single", "14", 2)
-
-
-@pytest.mark.parametrize(
-    ("env", "shown"),
-    [
-        (BATCH | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4"),
-        (BATCH | {"SLURM_NNODES": "2"}, "SLURM_NNODES=2"),
-        (BATCH | {"SLURM_JOB_NODELIST": "n[1-2]"}, "SLURM_JOB_NODELIST=n[1-2]"),
-        (without(STEP, "SLURM_STEP_ID", "SLURM_STEPID"), "SLURM_PROCID=1"),
-        (without(STEP, "SLURM_PROCID"), "SLURM_NTASKS=5"),
-        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3"),
-        ({"SLURM_NTASKS": "4", "MASTER_ADDR": "localhost"}, "SLURM_NTASKS=4"),
-    ],
-)
-def test_process_outside_of_a_step_is_refused_in_a_job_of_several_tasks(env: Env, shown: str) -> None:
-    with pytest.raises(TopologyError, match="the Slurm job has several tasks") as caught:
-        Topology.from_env(env)
-    assert shown in str(caught.value)
-    assert "but this process is not an srun task; put srun before the command or use" in str(caught.value)
 
 
 # --- roles of ranks, and the table of ranks
