@@ -17,7 +17,6 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, flag, named, option, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
-from hpcdist.host import log_files
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
 
@@ -105,12 +104,6 @@ def sync(
     experiment: options.Experiment = None,
     runs_dir: options.RunsDir = options.RUNS,
     tracking_uri: options.TrackingUri = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Repeat until Ctrl-C or SIGTERM, with a log line per change.")
-    ] = False,
-    interval_s: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=1, help="Time between two passes of --watch.")
-    ] = 60.0,
 ) -> int:
     """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
@@ -119,17 +112,10 @@ def sync(
     Examples:
         hpcdist sync
         hpcdist sync ddp-2026
-        hpcdist sync --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.tracking.sync_runs import watch as watch_runs
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
-    if runs and watch:
-        raise UserMistake("names of runs exclude --watch, which uploads all runs: use one of both")
-    if watch:
-        log_files.configure()
-        return watch_runs(runs_dir, os.environ, lambda run: experiment in (None, run.experiment), interval_s)
     listing = list_runs(runs_dir)
     chosen = [resolve_run(name, runs_dir) for name in runs] if runs else listing.runs
     if listing.note and not runs:

@@ -152,7 +152,7 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
         if is_foreign(path.parent) or (path == runs_dir and not cwd.is_relative_to(path)):
             return True
         if not path.is_dir():
-            return path.name.startswith(DATABASE) or path.name == ".sync.lock"
+            return path.name.startswith(DATABASE)
         return (
             (path / "pyvenv.cfg").exists()
             or ((path / "state.json").exists() and (path / "attempts").is_dir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import os
@@ -22,11 +21,10 @@ import pytest
 from hpcdist_runs import unused_port
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.errors import RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import lease
 from hpcdist.run.commands import CommandResult, LiveCommand, read_command, write_result
-from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
@@ -38,7 +36,7 @@ from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal import EventWriter
 from hpcdist.tracking.points import SentPoints, is_complete
 from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_run
-from hpcdist.tracking.sync_runs import SyncReport, _only_watch, sync
+from hpcdist.tracking.sync_runs import SyncReport, sync
 
 #: Process id of a dead parent.
 DEAD_PARENT = -1
@@ -266,51 +264,6 @@ def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.Monk
     _wait_for_first_step(scene.run, cast(_Parent, Parent()))
 
 
-# --- `hpcdist sync --watch`: a real process, with runs that come and go, one of which cannot be uploaded.
-
-
-WAIT_S = 240.0
-
-
-@pytest.mark.processes
-def test_watch_uploads_new_records_and_ends_on_sigterm(scene: Scene, tmp_path: Path) -> None:
-    log = tmp_path / "watch.log"
-    command = [sys.executable, "-m", "hpcdist", "sync", "--watch", "--interval", "1", "--runs-dir", f"{tmp_path}/runs"]
-
-    def watch() -> subprocess.Popen[bytes]:
-        with open(log, "ab") as output:
-            env = {**os.environ, "HPCDIST_TRACKING_URI": ""}
-            return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
-
-    scene.write_config({**CONFIG, "runs_dir": str(tmp_path / "runs"), "tracking": {"uri": scene.uri}})
-    scene.state(status="stopped", ended=time.time())
-    scene.log([1, 2, 3])
-    broken = RunDir.create(tmp_path / "runs" / "exp" / "broken")
-    broken.config.write_text(json.dumps({**CONFIG, "tracking": {"uri": "http://127.0.0.1:1"}}))
-    broken.write_state(replace(broken.read_state(), status="stopped", ended=time.time()))
-    first = watch()
-    try:
-        wait_until(lambda: "first: 4 points and" in log.read_text(), WAIT_S)
-        unreachable = "broken: MLflow at http://127.0.0.1:1: the server cannot be reached"
-        wait_until(lambda: unreachable in log.read_text(), WAIT_S)
-        assert is_complete(scene.run)
-        assert watch().wait(WAIT_S) == 2
-        other = f"hpcdist: another `hpcdist sync --watch` uploads the runs in {tmp_path}/runs: process {first.pid} on"
-        assert other in log.read_text()
-        scene.log([4, 5])
-        wait_until(lambda: "first: 2 points and" in log.read_text(), WAIT_S)
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(WAIT_S) == 0
-    finally:
-        first.kill()
-        first.wait()
-    text = log.read_text()
-    assert "ended by a signal; the next `hpcdist sync` uploads the rest" in text
-    assert "Traceback" not in text
-    assert text.count("broken: ") == 1, "a failure is logged once"
-    assert scene.steps() == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.processes
 def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scene) -> None:
     def log_tag() -> None:
@@ -330,24 +283,6 @@ def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scen
         assert not is_complete(scene.run)
         sync(scene.run, scene.uri)
         assert is_complete(scene.run)
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
-def test_watch_refuses_planted_locks_and_folders_of_others(tmp_path: Path) -> None:
-    (runs := tmp_path / "runs").mkdir()
-    (mine := tmp_path / "mine").write_text("valuable")
-    (runs / ".sync.lock").symlink_to(mine)
-    with pytest.raises(UserMistake, match="Too many levels of symbolic links"), _only_watch(runs):
-        pass
-    assert mine.read_text() == "valuable"
-    # In a folder that others can write to, the lock is in a folder of one's own.
-    runs.chmod(0o1777)
-    with _only_watch(runs):
-        assert (runs / f".hpcdist-{os.geteuid()}" / ".sync.lock").read_text().startswith("process ")
-    os.chown(runs, 65534, 65534)
-    with pytest.raises(RunFolderError, match="runs belongs to nobody"), _only_watch(runs):
-        pass
 
 
 # --- The tag `hpcdist.command`; the ranks are replaced.
