@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from hpcdist.config.topology import expand, port_for
 from hpcdist.host import machine as host_machine
 from hpcdist.host import storage as host_storage
 from hpcdist.host.commands import last_line, start
-from hpcdist.host.files import fill, read_json
-from hpcdist.host.machine import LEVELS, Check, Level, container_runtime, image_facts, note, ok, warning
+from hpcdist.host.files import read_json
+from hpcdist.host.machine import Check, Level, container_runtime, note, ok, warning
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name
@@ -107,7 +107,7 @@ def machine_sections(request: Request) -> list[Section]:
         return checks_machine.runtime_checks(host, expected=not inside)
 
     on_cluster = shutil.which("sbatch") is not None
-    sections = [
+    return [
         Section(
             "Software", lambda: checks_machine.software_checks(host_machine.versions(), torch_required=not on_cluster)
         ),
@@ -134,9 +134,6 @@ def machine_sections(request: Request) -> list[Section]:
         Section("End of jobs", lambda: job_end_checks(slurm()), SLURM_S),
         Section("Containers", runtimes, 3 * checks_machine.TIMEOUT_S + SLURM_S),
     ]
-    if inside:
-        sections.insert(0, Section("Container", lambda: checks_machine.container_checks(image_facts(env))))
-    return sections
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
@@ -163,9 +160,6 @@ def _store(request: Request) -> list[Check]:
     return site.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
 
 
-#: Number of failed attempts and of healthy nodes with a line each.
-SHOWN_ATTEMPTS = 5
-SHOWN_NODES = 16
 #: Node states of `sinfo` in which a node accepts no jobs.
 _BAD = ("down", "drain", "fail", "error", "inval", "unknown", "not_responding", "reboot")
 #: Limits for nodes to find each other, and for the whole step of the preflight beside the ranks.
@@ -180,17 +174,15 @@ _OTHER_PORT = 500
 def run_sections(run: RunDir, config: Config) -> list[Section]:
     sections = [
         Section("Run", lambda: _status(run), timeout_s=SLOW_S),
-        Section("Attempts", lambda: attempts(run)),
-        Section("Preflight", lambda: preflight(run)),
         Section("Nodes in Slurm", lambda: _node_states(run), timeout_s=SLOW_S),
         Section("Node preflight", lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
     ]
-    return sections[:3] if job_of(run) is None else sections
+    return sections[:1] if job_of(run) is None else sections
 
 
 def _status(run: RunDir) -> list[Check]:
     now = status_of(run)
-    checks = [status_check(run, now)]
+    checks = [status_check(run, now), *_suspect(run)]
     if now.slurm_error:
         text = f"Slurm cannot be reached: {now.slurm_error}"
         checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
@@ -213,47 +205,14 @@ def status_check(run: RunDir, now: RunStatus) -> Check:
     return ok("state", text)
 
 
-def attempts(run: RunDir) -> list[Check]:
-    """Return the node of each failed attempt; add a warning if it is always the same node."""
-    every = run.attempts()
-    found = [(attempt, failure) for attempt in every if (failure := read_json(attempt.failure)) is not None]
-    if not found:
-        return [ok("attempts", f"{len(every)} started, none failed" if every else "none started yet")]
-    checks = []
-    if len(found) > SHOWN_ATTEMPTS:
-        checks.append(note("attempts", f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed as well"))
-    for attempt, failure in found[-SHOWN_ATTEMPTS:]:
-        step = f" after step {failure['step']}" if failure.get("step") else ""
-        text = f"rank {failure.get('rank')} failed{step}: {' '.join(str(failure.get('error', '')).split())[:200]}"
-        checks.append(note(f"attempt {attempt.number}", text, node=str(failure.get("host", ""))))
-    hosts = {str(failure.get("host", "")) for _, failure in found}
-    if len(found) > 1 and len(hosts) == 1 and (host := hosts.pop()) and job_of(run) is not None:
-        text = f"all {len(found)} failures happened on this node"
-        fix = f"`hpcdist resume {run.name} cluster.exclude={host.partition('.')[0]}`, and report the node"
-        checks.append(warning("suspect", text, fix, node=host))
-    return checks
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Preflight:
-    """The part of `preflight.json` that the report shows."""
-
-    nodes: list[str] = field(default_factory=list)
-    checks: list[Any] = field(default_factory=list)
-
-
-def preflight(run: RunDir) -> list[Check]:
-    checked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
-    if not checked:
+def _suspect(run: RunDir) -> list[Check]:
+    """Return a warning if several attempts have failed, all on the same node of a job."""
+    found = [read_json(attempt.failure) for attempt in run.attempts()]
+    hosts = [str(failure.get("host", "")) for failure in found if failure is not None]
+    if job_of(run) is None or len(hosts) < 2 or len({*hosts}) > 1 or not hosts[0]:
         return []
-    newest = checked[-1]
-    saved = fill(_Preflight, read_json(newest.preflight) or {}, newest.preflight)
-    ago = max(0, int(time.time() - newest.preflight.stat().st_mtime)) // 60
-    when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.nodes)} nodes"
-    checks = [fill(Check, check, newest.preflight) for check in saved.checks if isinstance(check, dict)]
-    bad = [check for check in checks if LEVELS.index(check.level) >= LEVELS.index("warning")]
-    head = f"{len(bad)} finding{'s' * (len(bad) != 1)}" if bad else "no problems"
-    return [Check(name="result", level="note" if bad else "ok", text=f"{head} {when}"), *bad]
+    fix = f"`hpcdist resume {run.name} cluster.exclude={hosts[0].partition('.')[0]}`, and report the node"
+    return [warning("suspect", f"all {len(hosts)} failures happened on this node", fix, node=hosts[0])]
 
 
 def _node_states(run: RunDir) -> list[Check]:
@@ -272,7 +231,7 @@ def _node_states(run: RunDir) -> list[Check]:
 
 def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
     known = {state.name: state for state in states}
-    bad, healthy = [], []
+    bad, healthy = [], Counter[str]()
     for name in nodes:
         node = known.get(name)
         if node is None:
@@ -287,12 +246,9 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
             fix += f"After the repair an administrator runs `scontrol update nodename={name} state=resume`"
             bad.append(warning(name, ", ".join(parts), fix, node=name))
         else:
-            healthy.append((name, node.state))
-    shown = [ok(name, state, node=name) for name, state in healthy[:SHOWN_NODES]]
-    if len(healthy) > SHOWN_NODES:
-        counts = Counter(state for _, state in healthy[SHOWN_NODES:])
-        shown.append(ok("others", ", ".join(f"{count} {state}" for state, count in counts.items())))
-    return bad + shown
+            healthy[node.state] += 1
+    counts = ", ".join(f"{count} {state}" for state, count in healthy.items())
+    return [*bad, ok("others" if bad else "nodes", counts)] if counts else bad
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
@@ -302,7 +258,7 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         return [ok("nodes", "not run: the run has no nodes at present")]
     if config.cluster.roles and len(now.facts.nodes.split(",")) > 1 and config.cluster.het is not False:
-        return [note("nodes", "not available while a heterogeneous job runs; see the section Preflight")]
+        return [note("nodes", "not available while a heterogeneous job runs; see preflight.txt of its attempt")]
     nodes = expand(now.facts.nodes)
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
@@ -334,10 +290,7 @@ def _live(run: RunDir, config: Config) -> list[Check]:
         node: {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
         for node, answer in answers.items()
     }
-    checks = check_nodes(request, unused)
-    if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
-        checks.append(note("beside ranks", "the run was training during the measurement, so speeds are lower"))
-    return checks
+    return check_nodes(request, unused)
 
 
 #: Sections: title and results.

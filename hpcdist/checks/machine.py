@@ -81,7 +81,7 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
         if num_devices or driver:
             text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
             fix = "see the error of `nvidia-smi`; in a container pass GPUs in (docker: --gpus all, podman: --device"
-            return [warning("GPUs", text, f"{fix} nvidia.com/gpu=all)")]
+            return [warning("GPUs", text, f"{fix} nvidia.com/gpu=all, apptainer: --nv)")]
         return [note("GPUs", "none: training uses the CPUs")]
     checks = []
     for gpu in found:
@@ -305,8 +305,6 @@ def runtime_checks(
 ) -> list[Check]:
     """Return one result per installed runtime, or a note if there is none and one is `expected`."""
     installed = [command for command in _RUNTIMES if which(command)]
-    if "apptainer" in installed and "singularity" in installed:
-        installed.remove("singularity")
     with ThreadPoolExecutor() as pool:
         results = pool.map(lambda command: _check_runtime(command, host, query), installed)
         checks = [check for check in results if check is not None]
@@ -334,9 +332,6 @@ def _check_runtime(command: str, host: Host, query: RunCommand) -> Check | None:
     output = done.stdout + done.stderr
     found = re.search(r"(\d+)(\.\d+)+\S*", output)
     version = found[0].rstrip(",") if found else " ".join(output.split())[:60] or "answers"
-    if name == "singularity":
-        text = f"{version}; container.runtime=apptainer calls `apptainer`, which is not installed"
-        return note(name, text, 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`')
     if name in _OLDEST and found is not None and int(found[1]) < _OLDEST[name]:
         return warning(name, f"{version}; hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one")
     if further_problem is not None and (problem := further_problem(host, query)) is not None:
@@ -423,17 +418,4 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
     "enroot": ("enroot", ["version"], _enroot_problem),
     "ch-run": ("charliecloud", ["--version"], _namespace_problem),
     "srun": ("pyxis", ["--help"], None),
-    "singularity": ("singularity", ["--version"], None),
 }
-
-
-def container_checks(image: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
-    """Return the usual mistakes in containers that are started by hand, given the result of `image_facts`."""
-    build = image.get("image_build", "")[:12]
-    named = " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""]))
-    checks = [ok("image", named) if named else note("image", "not built by `hpcdist image build`")]
-    if (root / "proc/driver/nvidia/version").is_file() and not any((root / "dev").glob("nvidia[0-9]*")):
-        text = "the host has an NVIDIA driver, but no GPU is passed into the container: training uses the CPUs"
-        fix = "docker: --gpus all; podman: --device nvidia.com/gpu=all; apptainer: --nv; or `hpcdist run … --in docker`"
-        checks.append(warning("GPUs", text, fix))
-    return checks

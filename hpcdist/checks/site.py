@@ -180,16 +180,7 @@ def job_end_checks(found: SlurmFacts) -> list[Check]:
     kill_wait = parse_seconds(settings.get("KillWait", "")) or 0
     text = f"`scancel` sends SIGTERM, and SIGKILL {kill_wait} s later (KillWait)"
     checks = [ok("job ends", f"{text}; a run saves a checkpoint before its time limit (cluster.signal_lead_s)")]
-    if settings.get("PreemptType", "preempt/none") in ("preempt/none", "(null)"):
-        checks.append(ok("preemption", "off: no job ends because of another one"))
-    else:
-        by = "quality of service" if settings["PreemptType"].endswith("/qos") else "partition"
-        announced = (
-            "Slurm sends the user signal before it (preempt_send_user_signal)"
-            if "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
-            else "SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal is not set)"
-        )
-        checks.append(ok("preemption", f"decided by {by}; {announced}"))
+    if settings.get("PreemptType", "preempt/none") not in ("preempt/none", "(null)"):
         modes: dict[tuple[str, int], list[str]] = {}
         for one in found.partitions or []:
             mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
@@ -200,10 +191,6 @@ def job_end_checks(found: SlurmFacts) -> list[Check]:
         text = f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again"
         fix = "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes"
         checks.append(warning("requeue", text, fix))
-    if settings.get("ProctrackType", "").endswith("/pgid"):
-        text = "Slurm finds a job's processes by pgid, so processes outside their process group remain"
-        fix = "check the node with `ps`; administrators can set ProctrackType=proctrack/cgroup"
-        checks.append(note("clean-up", text, fix))
     return checks
 
 

@@ -15,7 +15,6 @@ from hpcdist.checks.machine import (
     Host,
     ResourceLimits,
     all_gpu_checks,
-    container_checks,
     host_name_checks,
     resource_checks,
     trial_checks,
@@ -97,15 +96,6 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
     found = ResourceLimits.inspect(write_files(tmp_path / "v1", unlimited))
     assert (found.quota, found.memory_limit_bytes) == (None, None)
     assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
-
-
-def test_container_shows_its_image_and_missing_gpus(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"proc/driver/nvidia/version": "NVRM"})
-    image, gpus = container_checks({"image": "localhost/hpcdist", "image_build": "abc"}, root)
-    assert image.sentence() == "image: localhost/hpcdist build abc"
-    assert (gpus.level, "docker: --gpus all" in gpus.fix) == ("warning", True)
-    write_files(tmp_path, {"dev/nvidia0": ""})
-    assert levels(container_checks({}, root)) == {"image": "note"}
 
 
 H200 = Gpu(index=0, name="NVIDIA H200", used_mb=500, total_mb=143771, uncorrected_errors=0)
@@ -211,7 +201,6 @@ WORKING = {
     "docker": answer("27.1.1\n"),
     "podman": answer("podman version 4.3.1\n"),
     "apptainer": answer("apptainer version 1.3.4-1.el9\n"),
-    "singularity": answer("singularity-ce version 4.1.0\n"),
     "enroot": answer("3.5.0\n"),
     "ch-run": answer(errors="0.31\n"),
     "srun": answer("      --container-image=[USER@][REGISTRY#]IMAGE\n"),
@@ -227,7 +216,7 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
 
 def test_runtimes_are_found_and_reported_when_missing_old_or_unusable() -> None:
     """Results of hpcdist's own tests are in the documentation."""
-    found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
+    found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
         "docker: 27.1.1",
         "podman: 4.3.1",
@@ -242,8 +231,6 @@ def test_runtimes_are_found_and_reported_when_missing_old_or_unusable() -> None:
     assert machine.runtime_checks(ADA, expected=False, which=lambda name: None) == []
     (check,) = checks_of_runtimes(ADA, "podman", podman=answer("podman version 3.4.4\n"))
     assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
-    (check,) = checks_of_runtimes(ADA, "singularity")
-    assert (check.level, "container.runtime=apptainer calls `apptainer`" in check.text) == ("note", True)
     for error, fix in (
         ("permission denied while trying to connect to the Docker daemon socket", "`sudo usermod -aG docker ada`"),
         ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", "start its daemon"),

@@ -143,7 +143,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 #: The most important files are tested with all kinds of damage, the others with a selection.
-READ_BY_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
+READ_BY_DOCTOR = ("environment.json", "attempts/001/failure.json", "lease")
 ALL_DAMAGES = ("state.json", "lease", "slurm.json")
 SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "pipe", "endless", "newer")
 
