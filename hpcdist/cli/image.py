@@ -14,8 +14,8 @@ from hpcdist.host.log_files import say
 app = typer.Typer(name="image", help="Build, check and convert container images.", no_args_is_help=True)
 
 EngineOption = Annotated[
-    Literal["docker", "podman", "buildah"] | None,
-    option("--engine", "ENGINE", "docker or podman; to build, also buildah. The first that works by default."),
+    Literal["docker", "podman"] | None,
+    option("--engine", "ENGINE", "docker or podman; the first that works by default."),
 ]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
 
@@ -47,7 +47,7 @@ def build(
     from hpcdist.containers.images import default_base, find_engine, look_up
 
     checkout = building.find_checkout(Path.cwd())
-    found = find_engine(engine, ("docker", "podman", "buildah"))
+    found = find_engine(engine)
     revision, created = building.revision_of(checkout)
     dockerfile, default_tag = building.TARGETS[target]
     named = base or default_base(checkout / dockerfile)
@@ -78,27 +78,15 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
     Example:  hpcdist image check hpcdist:slim
     """
-    from hpcdist.containers.images import RUNNERS, check_image, find_engine
+    from hpcdist.containers.images import check_image, find_engine
 
     failed = 0
-    for found in check_image(find_engine(engine, RUNNERS), image):
+    for found in check_image(find_engine(engine), image):
         failed += found.level == "failure"
         mark = "[green]ok[/]    " if found.level == "ok" else "[red]FAILED[/]"
         console().print(f"{mark} [bold]{found.name}[/]: ", end="", highlight=False)
         console().print(found.text, markup=False, highlight=False, soft_wrap=True)
     return 1 if failed else 0
-
-
-@app.command()
-def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
-    """Print the software bill of materials of an image: Debian and Python packages as CycloneDX JSON.
-
-    Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
-    """
-    from hpcdist.containers.images import RUNNERS, find_engine, inspect, read_sbom
-
-    found = find_engine(engine, RUNNERS)
-    say(read_sbom(found, inspect(found, image)))
 
 
 @app.command()
@@ -115,10 +103,10 @@ def convert(
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
-    from hpcdist.containers.images import RUNNERS, find_engine, inspect, require_fit
     from hpcdist.containers.images import convert as write
+    from hpcdist.containers.images import find_engine, inspect, require_fit
 
-    found = find_engine(engine, RUNNERS)
+    found = find_engine(engine)
     facts = inspect(found, image)
     require_fit(facts, machine=facts.architecture)
     target, written = write(found, facts, to, into)

@@ -184,15 +184,15 @@ def _run_in_container(
 def _container(source: str, config: Config, engine: str, image: str, *, is_file: bool, dry_run: bool) -> ContainerSpec:
     """Return the container with the mounts of a run. Raises UserMistake, or ImageError unless it is a dry run."""
     from hpcdist.config.document import find_config
-    from hpcdist.containers.images import RUNNERS, find_engine, inspect, local_container, require_driver, require_fit
+    from hpcdist.containers.images import find_engine, inspect, local_container, require_driver, require_fit
     from hpcdist.containers.spec import Mount
     from hpcdist.host.machine import driver_version
     from hpcdist.run.lease import user_name
     from hpcdist.supervisor.plan import Machine
 
-    if engine not in RUNNERS:
-        raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
-    found = find_engine(engine, RUNNERS)
+    if engine not in ("docker", "podman"):
+        raise UserMistake(f"--in must be docker or podman, got {engine!r}")
+    found = find_engine(engine)
     try:
         facts = inspect(found, image)
         require_fit(facts)

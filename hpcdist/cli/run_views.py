@@ -448,7 +448,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
             with retry.retry(lambda path=path: open_regular(path), path) as file:  # type: ignore[misc]
                 if os.fstat(file.fileno()).st_size < position:
-                    yield "\n[hpcdist: this log was truncated, see launch.log_max_mb]\n"
+                    yield "\n[hpcdist: this log was shortened]\n"
                     position = os.fstat(file.fileno()).st_size
                 file.seek(position)
                 while data := file.read(PIECE_BYTES):

@@ -120,11 +120,9 @@ class EnvironmentConfig(ConfigSection):
     uv_args: list[str] = field(default_factory=list)
     """Additional options of `uv sync`, such as `--extra=train` or `--python=3.12`."""
     stage: bool = True
-    """Copy the environment to each node's local disk; false uses a venv or uv environment from its shared folder."""
+    """Copy the environment to each node's local disk; false uses a venv from its shared folder."""
     local_dir: str = "/tmp"  # noqa: S108  # the copies are in a folder of the user's own
     """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
-    max_age_days: float = number(14, above=0)
-    """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
 
     def problems(self) -> list[str]:
         found = one_line(self, "path", "modules", "python", "uv_args", "local_dir")
@@ -137,6 +135,8 @@ class EnvironmentConfig(ConfigSection):
             found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
         if self.uv_args and self.kind != "uv":
             found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
+        if self.kind == "uv" and not self.stage:
+            found.append("stage=false is for kind=venv: create the environment by `uv sync`, and set kind=venv")
         for name in self.modules:
             if not name or name.startswith("-"):
                 found.append(f"modules must hold names such as cuda/13.0, got {name!r}")
@@ -232,9 +232,6 @@ class ClusterConfig(ConfigSection):
         problems += ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
         if self.fewest_nodes > self.nodes:
             problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
-        days, longest_job = self.environment.max_age_days, self.time_limit_min / (24 * 60)
-        if self.environment.kind != "none" and not days > longest_job:
-            problems.append(f"environment.max_age_days must be > {longest_job:g}, got {days}")
         return problems
 
     @property
@@ -363,8 +360,6 @@ class LaunchConfig(ConfigSection):
     """Maximum number of restarts from the newest checkpoint after failures."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
-    log_max_mb: float = number(1000.0, least=0)
-    """Maximum size of each log in MB, beyond which its middle is removed within a second; 0 means no limit."""
     code_max_mb: float = number(50.0, above=0)
     """Maximum size of the code snapshot in MB."""
 

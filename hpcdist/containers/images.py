@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import hpcdist
@@ -31,11 +31,9 @@ from hpcdist.host.files import is_shared, long_lock, parse_json, parse_object, u
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, Check, driver_problem, has_capability
 
-# The container engine of this machine: docker, podman or buildah.
+# The container engine of this machine.
 
-EngineName = Literal["docker", "podman", "buildah"]
-#: Engines that can run containers; buildah only builds images.
-RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
+EngineName = Literal["docker", "podman"]
 #: Limit for the first answer of the engine, because a daemon may hang.
 ANSWER_S = 30.0
 _TAR_SUMMARY = "Exiting with failure status due to previous errors"
@@ -63,16 +61,14 @@ class Engine:
         return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
 
 
-def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
-    if requested is not None and requested not in among:
-        raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
+def find_engine(requested: EngineName | None) -> Engine:
     problems = []
-    for name in (name for name in among if requested in (None, name)):
+    for name in (requested,) if requested else get_args(EngineName):
         if shutil.which(name) is None:
             problems.append(f"{name} is not installed")
             continue
-        # docker's client answers without its daemon, so the server's version is requested. The others have no daemon,
-        # and commands on their store would block for minutes while a build writes a large layer.
+        # docker's client answers without its daemon, so the server's version is requested. podman has no daemon,
+        # and commands on its store would block for minutes while a build writes a large layer.
         asked = ["version", "--format", "{{.Server.Version}}"] if name == "docker" else ["--version"]
         done = run_within([name, *asked], ANSWER_S)
         if done.returncode == 0:
@@ -165,17 +161,6 @@ def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
     )
 
 
-def read_sbom(engine: Engine, facts: ImageFacts) -> str:
-    """Return an image's bill of materials in CycloneDX's JSON."""
-    path = facts.labels.get(SBOM)
-    if not path:
-        raise ImageError(
-            f"image {facts.name} has no bill of materials (no label {SBOM!r}): build it again with"
-            " `hpcdist image build`"
-        )
-    return engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
-
-
 def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
     here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
     if facts.architecture != here:
@@ -236,8 +221,6 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     """Find the digest of a base image: in its name, in the store, or by pulling the image as the build would."""
     if digest := name.partition("@")[2]:
         return Base(name=name, digest=digest)
-    if engine.name == "buildah":
-        return Base(name=name, problem="buildah reports no digests; docker and podman do")
     done = engine.run("image", "inspect", name)
     if done.returncode and not pull:
         return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
@@ -471,11 +454,13 @@ def _result(name: str, text: str, good: bool = True) -> Check:
 
 
 def _sbom(engine: Engine, facts: ImageFacts) -> Check:
+    path = facts.labels.get(SBOM, "")
     try:
-        components = parse_object(read_sbom(engine, facts), "components")["components"]
+        text = engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
+        components = parse_object(text, "components")["components"]
     except (ImageError, ValueError) as error:
-        return _result("bill of materials", str(error), False)
-    return _result("bill of materials", f"{len(components)} components, `hpcdist image sbom` prints it")
+        return _result("bill of materials", f"the label {SBOM}={path!r} names none: {error}", False)
+    return _result("bill of materials", f"{len(components)} components in {path}")
 
 
 def _self_test(engine: Engine, image: str) -> dict[str, Any]:

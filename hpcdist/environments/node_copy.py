@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.environments.packed import first_difference, write_listing
+from hpcdist.environments.packed import MAX_AGE_S, first_difference, write_listing
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import long_lock, make_private, parse_object
 from hpcdist.slurm.on_nodes import print_answer
@@ -56,7 +56,6 @@ class NodeRequest:
     archive: str = ""
     sha256: str = ""
     prefix: str = ""
-    max_age_s: float = 0.0
 
 
 class CopyError(Exception):
@@ -114,7 +113,7 @@ def prepare(request: NodeRequest) -> bool:
             _finish(folder, sources.name, partial)
         for name in (request.key, sources.name):
             os.utime(_listing(folder, name))
-        _remove_unused(folder, request.max_age_s)
+        _remove_unused(folder)
     return copied
 
 
@@ -219,8 +218,8 @@ def relocate(copy: Path, prefix: str, target: Path) -> None:
                 file.truncate()
 
 
-def _remove_unused(folder: Path, max_age_s: float) -> None:
-    before = time.time() - max_age_s
+def _remove_unused(folder: Path) -> None:
+    before = time.time() - MAX_AGE_S
     for copy in filter(Path.is_dir, folder.iterdir()):
         listing = _listing(folder, copy.name)
         # A copy without a listing is one whose removal was interrupted.

@@ -154,14 +154,15 @@ def uv_program(env: Mapping[str, str]) -> str | None:
 # The packed environments of a `runs_dir`, each made once and used by all runs with the same environment.
 
 log = logging.getLogger(__name__)
-DAY_S = 86400.0
+#: Time without use after which copies on nodes and packed environments are removed; no job should be longer.
+MAX_AGE_S = 30 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
     key: str = ""  #: name of its copy on the nodes
     kind: str = ""
-    path: str = ""  #: the archive; for an environment that is used in place, its folder
+    path: str = ""  #: the archive
     sha256: str = ""  #: of the archive
     size_bytes: int = 0
     prefix: str = ""  #: folder of the environment that was packed, which its scripts name
@@ -176,8 +177,7 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
     make_private(store := store_of(runs_dir))
     source = Path(environment.path)
     digest = uv_fingerprint(source, environment.uv_args) if environment.kind == "uv" else fingerprint(source)
-    form = "" if environment.stage else "-in-place"
-    record = store / f"{environment.kind}-{digest[:16]}{form}.json"
+    record = store / f"{environment.kind}-{digest[:16]}.json"
     with long_lock(store / "lock"):
         raw = read_json(record)
         found = fill(Packed, raw, record) if raw is not None else None
@@ -186,18 +186,17 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
             log.info("packing %s, once for all runs", source)
             found = _make(environment, store, record.stem, env)
             write_json(record, asdict(found))
-            size = f", {found.size_bytes / 1e6:.0f} MB" if found.size_bytes else ""
-            log.info("packed %s in %.0f s%s: %s", source, time.monotonic() - began, size, found.path)
+            took_s, size_mb = time.monotonic() - began, found.size_bytes / 1e6
+            log.info("packed %s in %.0f s, %.0f MB: %s", source, took_s, size_mb, found.path)
         os.utime(record)
-        _remove_unused(store, environment.max_age_days, keep=record.stem)
+        _remove_unused(store, keep=record.stem)
     return found
 
 
 def touch(packed: Packed, runs_dir: Path) -> bool:
-    """Mark an environment as used now; returns whether its file or folder still exists."""
-    for record in store_of(runs_dir).glob(f"{packed.key}*.json"):
-        with suppress(OSError):
-            os.utime(record)
+    """Mark an environment as used now; returns whether its file still exists."""
+    with suppress(OSError):
+        os.utime(store_of(runs_dir) / f"{packed.key}.json")
     return Path(packed.path).exists()
 
 
@@ -205,13 +204,9 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
     original, archive = Path(environment.path), store / f"{name}.tar.zst"
     with ExitStack() as leftovers:
         if environment.kind == "uv":
-            source, original = original, store / f".{name}.{os.getpid()}" if environment.stage else store / name
-            shutil.rmtree(original, ignore_errors=True)
+            source, original = original, store / f".{name}.{os.getpid()}"
             leftovers.callback(shutil.rmtree, original, ignore_errors=True)
             build(source, environment.uv_args, original, env)
-            if not environment.stage:
-                leftovers.pop_all()
-                return Packed(key=name, kind=environment.kind, path=str(original))
         write_archive(original, interpreter(original, environment.python), archive)
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -221,9 +216,9 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
     )
 
 
-def _remove_unused(store: Path, max_age_days: float, *, keep: str) -> None:
+def _remove_unused(store: Path, *, keep: str) -> None:
     """Remove environments, copies of hpcdist and unfinished files that have not been used for a time."""
-    before = time.time() - max_age_days * DAY_S
+    before = time.time() - MAX_AGE_S
     for path in sorted(store.iterdir(), key=lambda path: path.suffix == ".json"):  # records after their files
         name = path.name.removesuffix(".json").removesuffix(".tar.zst")
         if name in (keep, "lock"):
@@ -235,7 +230,7 @@ def _remove_unused(store: Path, max_age_days: float, *, keep: str) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 if path != record:
                     record.unlink(missing_ok=True)
-                log.info("removed %s, which was not used for %g days", path, max_age_days)
+                log.info("removed %s, which was not used for 30 days", path)
 
 
 # A virtual environment as one compressed file, together with its Python unless that is part of the system.

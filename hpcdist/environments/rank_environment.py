@@ -21,7 +21,7 @@ import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.config.schema import Config
 from hpcdist.environments.node_copy import NodeRequest, local_sources
-from hpcdist.environments.packed import DAY_S, Packed, copy_sources, pack, store_of, touch, uv_problems
+from hpcdist.environments.packed import Packed, copy_sources, pack, store_of, touch, uv_problems
 from hpcdist.errors import ConfigError, HpcdistError, UserMistake
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import fill, make_private, write_json
@@ -100,8 +100,8 @@ class RankEnvironment:
 
 
 def is_packed(environment: EnvironmentConfig) -> bool:
-    """Whether it is prepared in `runs_dir` before it is used."""
-    return environment.kind == "uv" or (environment.stage and environment.kind == "venv")
+    """Whether it is packed in `runs_dir` and copied to the nodes."""
+    return environment.stage and environment.kind in ("venv", "uv")
 
 
 def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str, str]) -> None:
@@ -133,7 +133,7 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
             )
         request = NodeRequest(python=python, sources=sources)
     elif not environment.stage:
-        root = Path(packed.path if packed else environment.path)
+        root = Path(environment.path)
         python, env = str(root / "bin" / environment.python), activated(env, root)
         request = NodeRequest(python=python, sources=sources)
     else:
@@ -148,7 +148,6 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
             archive=packed.path,
             sha256=packed.sha256,
             prefix=packed.prefix,
-            max_age_s=environment.max_age_days * DAY_S,
         )
     record = asdict(packed) if packed else {"kind": environment.kind, "path": environment.path}
     record |= {"modules": environment.modules}
@@ -164,10 +163,7 @@ def python_of(config: Config) -> str | None:
         return None
     if environment.kind == "module":
         return environment.python
-    if environment.stage:
-        root = f"{environment.local_dir}/{user_folder()}/{environment.kind}-…"
-    else:
-        root = environment.path if environment.kind == "venv" else f"{store_of(Path(config.runs_dir))}/uv-…"
+    root = f"{environment.local_dir}/{user_folder()}/{environment.kind}-…" if environment.stage else environment.path
     return f"{root}/bin/{environment.python}"
 
 
@@ -316,7 +312,7 @@ def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
             found.append(f"cluster.environment.path: {path} is not a virtual environment: no program {program}")
     elif environment.kind == "uv":
         found += uv_problems(path, env)
-    if environment.kind in ("venv", "uv") and environment.stage and shutil.which("zstd", path=env.get("PATH")) is None:
+    if is_packed(environment) and shutil.which("zstd", path=env.get("PATH")) is None:
         found.append("cluster.environment: packing needs the program zstd: install it, or set stage=false")
     return found
 

@@ -28,6 +28,8 @@ from hpcdist.host.files import open_regular
 # log is removed. The file must be open for appending, so that writers continue at its new end; lines that they write
 # during the removal may be lost. Some network file systems do not support sparse files.
 
+#: Limit of a log.
+MAX_BYTES = 10**9
 CHECK_EVERY_S = 1.0
 #: Time until the next check of a log that was just shortened; later checks return to CHECK_EVERY_S.
 _SOON_S = 0.05
@@ -36,11 +38,11 @@ _COPY_BYTES = 1 << 20
 _KEPT = 8
 
 
-def limit_log(run: Path, max_mb: float) -> bool:
+def limit_log(run: Path) -> bool:
     """Limit the size of standard output if it is a log in the run folder `run`, and return whether it is."""
-    if max_mb <= 0 or not is_log_of(run, 1):
+    if not is_log_of(run, 1):
         return False
-    max_bytes, ending = int(max_mb * 1e6), threading.Event()
+    ending = threading.Event()
 
     def keep_below() -> None:
         pause_s, is_last = CHECK_EVERY_S, False
@@ -48,7 +50,7 @@ def limit_log(run: Path, max_mb: float) -> bool:
             is_last = ending.wait(pause_s)
             pause_s = min(CHECK_EVERY_S, 2 * pause_s)
             with suppress(OSError):  # the disk is full or not available: the next check tries again
-                if shorten(1, max_bytes):
+                if shorten(1, MAX_BYTES):
                     pause_s = _SOON_S
 
     thread = threading.Thread(target=keep_below, name="log limit", daemon=True)
@@ -84,7 +86,7 @@ def shorten(descriptor: int, max_bytes: int) -> int:
     # A descriptor opened for appending ignores positions, so a second one writes in the middle.
     with open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
         begin = size - kept
-        note = f"\n[hpcdist: {begin - kept:,} bytes of this log were removed here, see launch.log_max_mb]\n".encode()
+        note = f"\n[hpcdist: {begin - kept:,} bytes of this log were removed here]\n".encode()
         place = os.pwrite(file.fileno(), note, kept) + kept
         # Up to the current end: the file may have grown since.
         while data := os.pread(file.fileno(), _COPY_BYTES, begin):

@@ -92,7 +92,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
-    log_files.limit_log(run.path, config.launch.log_max_mb)
+    log_files.limit_log(run.path)
     os.environ.update(cache_environment(os.environ, run.path))
     records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
     # `launch.env.MLFLOW_TRACKING_URI` leaves MLflow in the ranks as the config says.

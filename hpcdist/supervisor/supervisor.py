@@ -98,7 +98,7 @@ class Supervisor:
             state = replace(self.folder.read_state(), status="running", reason="", ended=None)
             state = replace(state, rejected=False, lost=False, world_size=self.launcher.num_ranks)
             self._write(state)
-            limit_log(self.folder.path, self.config.launch.log_max_mb)
+            limit_log(self.folder.path)
             shipper: ShipperProcess | None = None
             try:
                 if self.tracking_uri:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.written import read_stored
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import lock_now, open_lock
@@ -169,7 +168,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         require_same(Path(argv[0]), env)
         run = RunDir.open(Path(argv[0]))
-        log_files.limit_log(run.path, read_stored(run.config).config.launch.log_max_mb)
+        log_files.limit_log(run.path)
         uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):
             return 0 if ship_run(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1

@@ -124,10 +124,6 @@ from hpcdist.errors import ConfigError, shown
             "{container: {runtime: podman, image: a}, cluster: {environment: {kind: venv, path: /a}}}",
             "cluster.environment.kind=venv and container.runtime=podman exclude each other: set one of them to none",
         ),
-        (
-            "cluster: {time_limit_min: 2880, environment: {kind: venv, path: /a, max_age_days: 2}}",
-            "cluster.environment.max_age_days must be > 2, got 2.0",
-        ),
         # Elastic runs.
         ("elastic: {exact: true}", "elastic.exact needs data.global_batch_size: set it"),
         ("elastic: {micro_batches: 4}", "elastic.micro_batches needs data.global_batch_size"),
@@ -186,7 +182,7 @@ from hpcdist.errors import ConfigError, shown
                 ("python: /usr/bin/python3", "python must be the name of a command, got '/usr/bin/python3'"),
                 ("python: ''", "python must not be empty"),
                 ("local_dir: scratch", "local_dir must be an absolute path or begin with a variable, got 'scratch'"),
-                ("max_age_days: 0", "max_age_days must be > 0, got 0.0"),
+                ("kind: uv, path: /a, stage: false", "stage=false is for kind=venv: create the environment by"),
                 ('local_dir: "/a\\nb"', r"local_dir must be one line without control characters, got '/a\nb'"),
             )
         ),

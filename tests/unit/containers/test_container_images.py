@@ -34,7 +34,6 @@ from hpcdist.containers.images import (
     inspect,
     look_up,
     parse,
-    read_sbom,
     repository,
     require_driver,
     require_fit,
@@ -62,10 +61,10 @@ CHECKOUT = Path(__file__).resolve().parents[3]
             " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src",
         ),
         (
-            "buildah",
+            "podman",
             Build(checkout=Path("/src"), tag=TARGETS["mlflow"][1], base=Base(name="base:1", id="sha256:cd"),
                   target="mlflow", uid=0, options=("--squash",)),
-            "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
+            "podman build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
             " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
             " --build-arg UID=0 --squash /src",
         ),
@@ -125,8 +124,6 @@ def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.Cap
 
 # --- The choice of a container engine, with scripts on PATH
 
-ALL = ("docker", "podman", "buildah")
-
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
@@ -144,23 +141,18 @@ def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
     down = "Cannot connect to the Docker daemon"
     programs.add_script("docker", f"echo first >&2; echo '{down}' >&2; exit 1")
     with pytest.raises(UserMistake) as raised:
-        find_engine(None, ALL)
+        find_engine(None)
     assert str(raised.value) == (
-        f"no container engine to use here: docker is installed, but fails: {down};"
-        " podman is not installed; buildah is not installed"
+        f"no container engine to use here: docker is installed, but fails: {down}; podman is not installed"
     )
-    with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
-        find_engine("buildah", ALL[:2])
     programs.add_script("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
-    programs.add_script("buildah", "exit 0")
-    assert find_engine(None, ALL).name == "podman"
-    assert find_engine("buildah", ALL).name == "buildah"
+    assert find_engine(None).name == "podman"
     programs.add_script("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
-    assert find_engine(None, ALL).name == "docker"
+    assert find_engine(None).name == "docker"
     programs.add_script("docker", "exec /bin/sleep 60")
     monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
     with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s$"):
-        find_engine("docker", ALL)
+        find_engine("docker")
 
 
 @pytest.mark.processes
@@ -231,12 +223,10 @@ def test_missing_image_is_pulled_unless_it_is_a_dry_run(programs: FakeCommands) 
     assert look_up(Engine("podman"), name, pull=True).digest == DIGEST
 
 
-def test_name_with_digest_and_buildah_need_no_command() -> None:
+def test_name_with_digest_needs_no_command() -> None:
     name = f"docker.io/library/debian@{DIGEST}"
     assert look_up(Engine("podman"), name, pull=True) == Base(name=name, digest=DIGEST)
     assert Base(name=name, digest=DIGEST).reference == name
-    problem = "buildah reports no digests; docker and podman do"
-    assert look_up(Engine("buildah"), "debian", pull=True).problem == problem
 
 
 def test_default_base_is_read_from_the_dockerfile(tmp_path: Path) -> None:
@@ -406,11 +396,6 @@ def test_base_has_digest_or_id(facts: ImageFacts) -> None:
     assert replace(facts, labels=name | {"hpcdist.base.id": "sha256:cd"}).base == "debian:12 sha256:cd"
     digest = {"org.opencontainers.image.base.digest": "sha256:ab"}
     assert replace(facts, labels=name | digest).base == "debian:12 sha256:ab"
-
-
-def test_missing_bill_of_materials_is_an_error(facts: ImageFacts) -> None:
-    with pytest.raises(ImageError, match=r"image hpcdist has no bill of materials .*: build it again with `hpcdist"):
-        read_sbom(Engine("podman"), facts)
 
 
 @pytest.mark.parametrize(

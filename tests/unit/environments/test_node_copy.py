@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd"),
 ]
-DAY_S = 86400.0
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,6 @@ def request_of(found: Packed, tmp_path: Path) -> NodeRequest:
         archive=found.path,
         sha256=found.sha256,
         prefix=found.prefix,
-        max_age_s=DAY_S,
     )
 
 
@@ -344,10 +342,10 @@ def test_environment_is_packed_again_only_after_a_change(venv: Path, tmp_path: P
 
 @pytest.mark.usefixtures("small")
 def test_unused_packed_environments_are_removed(venv: Path, tmp_path: Path) -> None:
-    environment = EnvironmentConfig(kind="venv", path=str(venv), max_age_days=2)
+    environment = EnvironmentConfig(kind="venv", path=str(venv))
     found = pack(environment, tmp_path, os.environ)
     store = store_of(tmp_path)
-    old = time.time() - 3 * DAY_S
+    old = time.time() - packed.MAX_AGE_S - 60
     for name in ("venv-old.json", "venv-old.tar.zst", ".venv-unfinished.tar.zst.1", "venv-used.tar.zst"):
         (store / name).write_text("{}")
         os.utime(store / name, (old, old))
@@ -382,25 +380,7 @@ def test_own_sources_are_copied_once_with_entry_points(tmp_path: Path) -> None:
 # --- listings
 
 
-def test_uv_environment_in_place_is_not_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "uv.lock").write_text("version = 1\n")
-    (project / "pyproject.toml").write_text("")
-
-    def fake_build(source: Path, uv_args: object, target: Path, env: object) -> None:
-        target.mkdir()
-
-    monkeypatch.setattr(packed, "build", fake_build)
-    environment = EnvironmentConfig(kind="uv", path=str(project), stage=False)
-    found = pack(environment, tmp_path / "runs", os.environ)
-    assert Path(found.path).is_dir()
-    assert (found.sha256, found.path) == ("", str(store_of(tmp_path / "runs") / found.key))
-    assert pack(environment, tmp_path / "runs", os.environ) == found
-
-
-@pytest.mark.parametrize("stage", [True, False])
-def test_interrupted_build_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: bool) -> None:
+def test_interrupted_build_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "uv.lock").write_text("version = 1\n")
     (tmp_path / "pyproject.toml").write_text("")
 
@@ -410,5 +390,5 @@ def test_interrupted_build_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(packed, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pack(EnvironmentConfig(kind="uv", path=str(tmp_path), stage=stage), tmp_path / "runs", os.environ)
+        pack(EnvironmentConfig(kind="uv", path=str(tmp_path)), tmp_path / "runs", os.environ)
     assert [path for path in store_of(tmp_path / "runs").iterdir() if path.is_dir()] == []

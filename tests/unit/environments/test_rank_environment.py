@@ -287,7 +287,7 @@ def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock")
     without = environment_problems(config_of(tmp_path, kind="venv", path=str(venv)), {"PATH": "/nowhere"})
     assert without == ["cluster.environment: packing needs the program zstd: install it, or set stage=false"]
-    assert tested.is_packed(EnvironmentConfig(kind="uv", path="/a", stage=False))
+    assert not tested.is_packed(EnvironmentConfig(kind="venv", path="/a", stage=False))
 
 
 # --- The check that ranks find torch.
