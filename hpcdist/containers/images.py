@@ -61,9 +61,9 @@ class Engine:
         return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
 
 
-def find_engine(requested: EngineName | None) -> Engine:
+def find_engine(requested: str | None) -> Engine:
     problems = []
-    for name in (requested,) if requested else get_args(EngineName):
+    for name in (name for name in get_args(EngineName) if requested in (None, name)):
         if shutil.which(name) is None:
             problems.append(f"{name} is not installed")
             continue
