@@ -43,38 +43,26 @@ def build(
         hpcdist image build --target slim --base docker.io/library/ubuntu:24.04
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
-    from hpcdist.containers import images as building
-    from hpcdist.containers.images import default_base, find_engine, look_up
+    from hpcdist.containers import images
 
-    checkout = building.find_checkout(Path.cwd())
-    found = find_engine(engine)
-    revision, created = building.revision_of(checkout)
-    dockerfile, default_tag = building.TARGETS[target]
-    named = base or default_base(checkout / dockerfile)
-    looked_up = look_up(found, named, pull=not dry_run)
+    checkout = images.find_checkout(Path.cwd())
+    found = images.find_engine(engine)
+    named = base or images.default_base(checkout / images.TARGETS[target][0])
+    looked_up = images.look_up(found, named, pull=not dry_run)
     if looked_up.problem:
         kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
         say(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", error=True)
-    wanted = building.Build(
-        checkout=checkout,
-        tag=tag or default_tag,
-        target=target,
-        base=looked_up,
-        uid=uid,
-        gid=gid,
-        revision=revision,
-        created=created,
-        options=tuple(more or ()),
+    command = images.build_argv(
+        found.name, checkout, looked_up, tag=tag, target=target, uid=uid, gid=gid, options=more or ()
     )
-    command = building.build_argv(found.name, wanted)
     say(shlex.join(command))
     if not dry_run:
-        building.run(found, command)
+        images.run(found, command)
 
 
 @app.command()
 def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
-    """Test an image: versions, imports, user, entrypoint, RDMA, and a training on two ranks.
+    """Test an image: version, bill of materials, entrypoint, user, and a training on two ranks.
 
     Example:  hpcdist image check hpcdist:slim
     """

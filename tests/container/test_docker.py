@@ -283,7 +283,8 @@ def test_image_check_passes_with_docker(box: DockerBox, tmp_path: Path) -> None:
     done = box.hpcdist("image", "check", "hpcdist:slim", "--engine", "docker", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
-    assert found["base"] == f"{TRUSTING_BASE} {box.inspect(TRUSTING_BASE, 'image')['Id']}"
+    labels = box.inspect("hpcdist:slim", "image")["Config"]["Labels"]
+    assert labels["hpcdist.base.id"] == box.inspect(TRUSTING_BASE, "image")["Id"]
     assert found["training on 2 ranks"].startswith("finished: trained 20 steps")
 
 

@@ -41,13 +41,12 @@ def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
     assert found["entrypoint"] == "tini -- hpcdist"
-    assert found["user"] == "uid 1000"
-    assert found["base"] == f"{BASE} sha256:{containers.inspect(BASE)['Id']}"
+    assert found["user"] == "1000:1000"
     assert re.fullmatch(rf"\d{{3,}} components in {SBOM}", found["bill of materials"])
-    assert found["RDMA"] == "libibverbs.so.1, librdmacm.so.1, libnuma.so.1, numactl"
-    assert found["torch.compile"] == "can be used"
     assert found["training on 2 ranks"].startswith("finished: trained 20 steps")
     assert found["digest"] == f"sha256:{containers.inspect(image('default'))['Id']}"
+    load = "import ctypes; [ctypes.CDLL(f'lib{name}.so.1') for name in ('ibverbs', 'rdmacm', 'numa')]"
+    containers.podman("run", "--rm", "--entrypoint", "python3", image("default"), "-c", load)
 
 
 def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image: BuildImage) -> None:

@@ -19,13 +19,10 @@ from slurm_recordings import FakeCommands
 
 import hpcdist
 from hpcdist.containers.images import (
-    TARGETS,
     Base,
-    Build,
     Engine,
     ImageFacts,
     _sbom,
-    _self_test,
     build_argv,
     convert,
     default_base,
@@ -50,28 +47,31 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
-    ("engine", "build", "command"),
+    ("engine", "base", "settings", "command"),
     [
         (
             "docker",
-            Build(checkout=Path("/src"), tag="hpcdist", base=Base(name="debian:12", digest="sha256:ab"), revision="abc",
-                  created="2026-11-20T08:00:00+00:00"),
+            Base(name="debian:12", digest="sha256:ab"),
+            {},
             "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
             " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
-            " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src",
+            " --build-arg REVISION=abc --build-arg CREATED=2026-11-20 /src",
         ),
         (
             "podman",
-            Build(checkout=Path("/src"), tag=TARGETS["mlflow"][1], base=Base(name="base:1", id="sha256:cd"),
-                  target="mlflow", uid=0, options=("--squash",)),
+            Base(name="base:1", id="sha256:cd"),
+            {"target": "mlflow", "uid": 0, "options": ("--squash",)},
             "podman build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
             " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
-            " --build-arg UID=0 --squash /src",
+            " --build-arg UID=0 --build-arg REVISION=abc --build-arg CREATED=2026-11-20 --squash /src",
         ),
     ],
 )  # fmt: skip
-def test_command_of_a_build(engine: Any, build: Build, command: str) -> None:
-    assert shlex.join(build_argv(engine, build)) == command
+def test_command_of_a_build(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, base: Base, settings: dict[str, Any], command: str
+) -> None:
+    monkeypatch.setattr("hpcdist.containers.images.revision_of", lambda _: ("abc", "2026-11-20"))
+    assert shlex.join(build_argv(engine, Path("/src"), base, **settings)) == command
 
 
 def test_dockerfile_has_the_version_of_hpcdist_and_the_cuda_version_of_torch() -> None:
@@ -389,15 +389,6 @@ def facts() -> ImageFacts:
     return parse("hpcdist", RAW)
 
 
-def test_base_has_digest_or_id(facts: ImageFacts) -> None:
-    assert facts.base == ""
-    name = {"org.opencontainers.image.base.name": "debian:12", "org.opencontainers.image.base.digest": ""}
-    assert replace(facts, labels=name).base == "debian:12"
-    assert replace(facts, labels=name | {"hpcdist.base.id": "sha256:cd"}).base == "debian:12 sha256:cd"
-    digest = {"org.opencontainers.image.base.digest": "sha256:ab"}
-    assert replace(facts, labels=name | digest).base == "debian:12 sha256:ab"
-
-
 @pytest.mark.parametrize(
     ("changes", "machine", "message"),
     [
@@ -451,6 +442,4 @@ def test_odd_answers_of_the_engine_are_one_clear_error(answer: str, programs: Fa
     for read in (inspect, partial(look_up, pull=False)):
         with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
             read(Engine("podman"), "x")
-    with pytest.raises(ImageError, match=r"the self-test of image x gives no valid answer: "):
-        _self_test(Engine("podman"), "x")
     assert _sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
