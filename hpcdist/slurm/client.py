@@ -161,10 +161,6 @@ def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeS
     return output.parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={output.NODE_FORMAT}"))
 
 
-def node_features(names: Sequence[str]) -> dict[str, frozenset[str]]:
-    return output.parse_node_features(_node_records(names))
-
-
 def nodes_booted_since(names: Sequence[str], since: float) -> list[str]:
     return [name for name, booted in output.parse_boot_times(_node_records(names)).items() if booted > since]
 

@@ -7,15 +7,14 @@ the roles request the same hardware.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import Roles, rank_table
+from hpcdist.config.topology import Roles, expand, rank_table
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.slurm.output import parse_memory_mb
 
@@ -149,7 +148,7 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
     """Return one allocation for all components: the sum of the nodes, each with the maximum of the requests."""
     if len(parts) == 1:
         return parts[0]
-    for name in ("partition", "sbatch"):
+    for name in ("partition", "constraint", "sbatch"):
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
             raise ConfigError([problem])
@@ -157,18 +156,6 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
     if None in memories.values():
         wrong = next(mem for mem, size in memories.items() if size is None)
         raise ConfigError([f"cluster.mem must be like 64G, got {wrong!r}"])
-    constraint = parts[0].constraint
-    if any(part.constraint != constraint for part in parts):
-        # With the number of nodes per feature: `[cpu*1&gpu*2]`.
-        counts: dict[str, int] = {}
-        for part in parts:
-            if part.constraint is None:
-                continue
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.constraint):
-                problem = f"constraint {part.constraint!r} needs a heterogeneous job (cluster.het)"
-                raise ConfigError([f"cluster.roles: {problem}"])
-            counts[part.constraint] = counts.get(part.constraint, 0) + part.nodes
-        constraint = f"[{'&'.join(f'{kind}*{count}' for kind, count in counts.items())}]"
     return JobComponent(
         roles=tuple(role for part in parts for role in part.roles),
         nodes=sum(part.nodes for part in parts),
@@ -177,30 +164,26 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         cpus_per_task=max(part.cpus_per_task for part in parts),
         mem=max(memories, key=lambda mem: memories[mem] or float("inf"), default=None),  # 0: all memory of a node
         partition=parts[0].partition,
-        constraint=constraint,
+        constraint=parts[0].constraint,
         sbatch=parts[0].sbatch,
     )
 
 
-def assign_nodes(
-    parts: Sequence[JobComponent], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
-) -> list[tuple[str, ...]]:
-    """Return the nodes of each component within one allocation, in the allocation's order."""
-    # Components with a constraint come first, and get the matching nodes that have the fewest features.
-    free = list(nodes)
-    chosen: dict[int, tuple[str, ...]] = {}
-    differ = len({part.constraint for part in parts}) > 1
-    for index, part in sorted(enumerate(parts), key=lambda item: not (differ and item[1].constraint)):
-        fitting = [node for node in free if not (differ and part.constraint) or part.constraint in features[node]]
-        mine = sorted(fitting, key=lambda node: len(features.get(node, ())))[: part.nodes] if differ else fitting
-        mine = [node for node in nodes if node in mine[: part.nodes]]
-        if len(mine) < part.nodes:
-            raise HpcdistError(
-                f"{' and '.join(part.roles)} need {part}, but only {len(mine)} of {', '.join(nodes)} are left and match"
-            )
-        chosen[index] = tuple(mine)
-        free = [node for node in free if node not in mine]
-    return [chosen[index] for index in range(len(parts))]
+def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the nodes of each component of the current job, by Slurm's variables.
+
+    The components of one allocation get its nodes one after the other. Raises HpcdistError if it has too few of them.
+    """
+    parts = components(config)
+    if is_het(config):
+        return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
+    nodes = expand(env["SLURM_JOB_NODELIST"])
+    if len(parts) == 1:
+        return [tuple(nodes)]
+    if len(nodes) < (needed := sum(part.nodes for part in parts)):
+        raise HpcdistError(f"the roles need {needed} nodes, but the job has {len(nodes)}: {', '.join(nodes)}")
+    left = iter(nodes)
+    return [tuple(islice(left, part.nodes)) for part in parts]
 
 
 def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]]) -> list[str]:

@@ -194,14 +194,6 @@ def parse_node_states(text: str) -> list[NodeState]:
     return list(found.values())
 
 
-def parse_node_features(text: str) -> dict[str, frozenset[str]]:
-    return {
-        record["NodeName"]: frozenset(record.get("ActiveFeatures", "").split(",")) - {"", "(null)"}
-        for record in parse_records(text)
-        if "NodeName" in record
-    }
-
-
 def parse_boot_times(text: str) -> dict[str, float]:
     """Return the boot time by node from `scontrol show node --oneliner`, if Slurm knows it."""
     times = ((record.get("NodeName"), parse_time(record.get("BootTime"))) for record in parse_records(text))

@@ -30,7 +30,6 @@ from hpcdist.slurm.output import (
     parse_boot_times,
     parse_memory_mb,
     parse_minutes,
-    parse_node_features,
     parse_node_states,
     parse_partitions,
     parse_record,
@@ -190,7 +189,6 @@ def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> No
         partition.allowed("Accounts")
     parse_settings(text)
     parse_node_states(text)
-    parse_node_features(text)
     parse_boot_times(text)
 
 

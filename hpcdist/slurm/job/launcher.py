@@ -36,7 +36,7 @@ from hpcdist.slurm.client import (
     running_steps,
     signal_named_steps,
 )
-from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
+from hpcdist.slurm.components import allocations, components, hosts_by_rank, is_het, nodes_of
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -495,14 +495,3 @@ def job_resources(
         share = min(each, allocated / max(1, len(ranks[host])))
         shares[host] = NodeShare(allocated=allocated, share=share, ranks=ranks[host])
     return Resources(unit="GPU" if use_gpus else "core", nodes=shares, idle=tuple(idle))
-
-
-def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
-    parts = components(config)
-    if is_het(config):
-        return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
-    nodes = expand(env["SLURM_JOB_NODELIST"])
-    if len(parts) == 1:
-        return [tuple(nodes)]
-    wants_features = len({part.constraint for part in parts}) > 1
-    return assign_nodes(parts, nodes, client.node_features(nodes) if wants_features else {})

@@ -116,14 +116,13 @@ def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
 # --- cluster
 
 
-def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
+def test_boot_times_of_nodes(commands: FakeCommands) -> None:
     commands.add(
         "scontrol",
-        "NodeName=n1 ActiveFeatures=a,b BootTime=2026-11-20T06:35:00\n"
-        "NodeName=n2 ActiveFeatures=(null) BootTime=2026-11-20T07:35:00\n"
+        "NodeName=n1 BootTime=2026-11-20T06:35:00\n"
+        "NodeName=n2 BootTime=2026-11-20T07:35:00\n"
         "NodeName=n3 BootTime=None\n",
     )
-    assert client.node_features(["n1", "n2", "n3"]) == {"n1": {"a", "b"}, "n2": set(), "n3": set()}
     assert client.nodes_booted_since(["n1", "n2", "n3"], time_of("2026-11-20T07:00:00")) == ["n2"]
     assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
 

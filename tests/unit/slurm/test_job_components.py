@@ -14,11 +14,11 @@ from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.slurm.components import (
     JobComponent,
     allocations,
-    assign_nodes,
     components,
     hosts_by_rank,
     is_het,
     merged,
+    nodes_of,
     rank_table_lines,
 )
 
@@ -123,11 +123,12 @@ def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_request
     cfg = config(
         {"server": 1, "worker": 4},
         {
-            "server": {"cpus_per_task": 8, "mem": "900M", "constraint": "cpu"},
-            "worker": {"nodes": 2, "gpus_per_node": 2, "mem": "2G", "constraint": "a100"},
+            "server": {"cpus_per_task": 8, "mem": "900M"},
+            "worker": {"nodes": 2, "gpus_per_node": 2, "mem": "2G"},
         },
         het=False,
         partition="main",
+        constraint="a|b",
     )
     assert allocations(cfg) == (
         part(
@@ -138,19 +139,15 @@ def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_request
             cpus_per_task=8,
             mem="2G",
             partition="main",
-            constraint="[cpu*1&a100*2]",
+            constraint="a|b",
         ),
     )
 
 
-def test_single_allocation_requests_the_maximum_memory_and_the_nodes_of_each_constraint() -> None:
+def test_single_allocation_requests_the_maximum_memory() -> None:
     maxima = {(None, None): None, (None, "1G"): "1G", ("1T", "1000G"): "1T", ("5000", "4G"): "5000", ("1G", "0"): "0"}
     for (one, other), maximum in maxima.items():
         assert merged([part("a", mem=one), part("b", mem=other)]).mem == maximum
-    assert merged([part("a", constraint="x"), part("b", constraint="x")]).constraint == "x"
-    assert merged([part("a"), part("b", constraint="x", nodes=3)]).constraint == "[x*3]"
-    three = [part("a", constraint="x"), part("b", constraint="y"), part("c", constraint="x", nodes=2)]
-    assert merged(three).constraint == "[x*3&y*1]"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +155,8 @@ def test_single_allocation_requests_the_maximum_memory_and_the_nodes_of_each_con
     [
         ({"partition": "gpu"},
          "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)"),
-        ({"constraint": "a|b"}, "cluster.roles: constraint 'a|b' needs a heterogeneous job (cluster.het)"),
+        ({"constraint": "fast"},
+         "cluster.roles: constraint differs between roles, which needs a heterogeneous job (cluster.het)"),
         ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
     ],
 )  # fmt: skip
@@ -170,10 +168,6 @@ def test_requests_that_need_a_heterogeneous_job_are_rejected(request_: dict[str,
 def test_memory_must_be_set_for_all_components_or_none() -> None:
     with pytest.raises(ConfigError, match=r"^cluster\.roles\.worker\.mem must be set because server sets it$"):
         allocations(config({"server": 1, "worker": 2}, {"server": {"mem": "64G"}, "worker": {}}))
-
-
-TWO = [part("server"), part("worker", nodes=2, tasks_per_node=2)]
-KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "a", "n3": "b", "n4": "b"}.items()}
 
 
 @pytest.mark.parametrize(
@@ -192,20 +186,18 @@ def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[st
         components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))
 
 
-def test_nodes_are_assigned_in_order_and_by_feature() -> None:
-    assert assign_nodes(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
-    alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
-    assert assign_nodes(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
-    assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
-    requests = [part("server"), part("worker", constraint="b", nodes=2)]
-    assert assign_nodes(requests, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
-    assert assign_nodes(requests[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
-    other = [part("server", constraint="b"), part("worker", constraint="a", nodes=2)]
-    assert assign_nodes(other, ["n1", "n2", "n3"], KINDS) == [("n3",), ("n1", "n2")]
-    few = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
-    with pytest.raises(HpcdistError) as caught:
-        assign_nodes(few, ["n1", "n2"], KINDS)
-    assert str(caught.value) == "worker and helper need 2 nodes × 1, b, but only 1 of n1, n2 are left and match"
+def test_nodes_of_each_component() -> None:
+    requests = {"worker": {"nodes": 2}}
+    alike = config({"server": 1, "worker": 4}, requests)
+    assert nodes_of(Config(), {"SLURM_JOB_NODELIST": "n[1-3]"}) == [("n1", "n2", "n3")]
+    assert nodes_of(alike, {"SLURM_JOB_NODELIST": "n[1-3]"}) == [("n1",), ("n2", "n3")]
+    with pytest.raises(HpcdistError, match=r"^the roles need 3 nodes, but the job has 2: n1, n2$"):
+        nodes_of(alike, {"SLURM_JOB_NODELIST": "n[1-2]"})
+    assert hosts_by_rank(components(alike), [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
+    # In the batch step of a heterogeneous job SLURM_JOB_NODELIST contains only the first component's nodes.
+    groups = {"": "n2", "_HET_GROUP_0": "n2", "_HET_GROUP_1": "n[3-4]"}
+    env = {f"SLURM_JOB_NODELIST{group}": nodes for group, nodes in groups.items()}
+    assert nodes_of(config({"server": 1, "worker": 4}, requests, het=True), env) == [("n2",), ("n3", "n4")]
 
 
 # --- the rank table

@@ -15,7 +15,7 @@ import pytest
 from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
@@ -26,7 +26,7 @@ from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import launcher
-from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher, nodes_of
+from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
@@ -36,29 +36,6 @@ from hpcdist.supervisor.supervisor import Supervisor
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
-
-
-def roles(**worker: object) -> Config:
-    requests = {"worker": RoleRequest(nodes=2, **worker)}  # type: ignore[arg-type]
-    return Config(roles={"server": 1, "worker": 4}, cluster=ClusterConfig(roles=requests))
-
-
-def test_nodes_by_component(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocation = {"SLURM_JOB_NODELIST": "n[1-3]"}
-    assert nodes_of(Config(), allocation) == [("n1", "n2", "n3")]
-    assert nodes_of(roles(), allocation) == [("n1",), ("n2", "n3")]
-    # In the batch step of a heterogeneous job SLURM_JOB_NODELIST contains only the first component's nodes.
-    groups = {"": "n2", "_HET_GROUP_0": "n2", "_HET_GROUP_1": "n[3-4]"}
-    het = {f"SLURM_JOB_NODELIST{group}": nodes for group, nodes in groups.items()}
-    assert nodes_of(roles(gpus_per_node=1), het) == [("n2",), ("n3", "n4")]
-
-    def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
-        return {node: frozenset({"fast"} if node in ("n1", "n2") else ()) for node in nodes}
-
-    monkeypatch.setattr(client, "node_features", node_features)
-    config = roles(constraint="fast")
-    placed = Config(roles=config.roles, cluster=ClusterConfig(roles=config.cluster.roles, het=False))
-    assert nodes_of(placed, allocation) == [("n3",), ("n1", "n2")]
 
 
 # --- the ranks of a step
