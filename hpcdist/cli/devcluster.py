@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hpcdist.cli.options import Json, flag, option
-from hpcdist.devcluster.settings import DEFAULT_STATE, Layout, Settings
+from hpcdist.devcluster.settings import MAX_NODES, Layout, Settings
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -25,17 +24,16 @@ app = typer.Typer(
 node_app = typer.Typer(name="node", help="Inject faults: kill, start or slow down a node.", no_args_is_help=True)
 app.add_typer(node_app)
 
-State = Annotated[Path, option("--state", "DIR", "Folder of the cluster's files.", envvar="HPCDIST_DEVCLUSTER_STATE")]
 Node = Annotated[str, typer.Argument(metavar="NAME", help="Name of a node, such as n2.")]
 
 
-def _setting(flag: str, metavar: str, text: str, default: object) -> Any:
+def _setting(flag: str, metavar: str, text: str, default: object, **more: Any) -> Any:
     """Return an option that keeps the setting of an existing cluster if it is not given."""
-    return option(flag, metavar, text, show_default=str(default))
+    return option(flag, metavar, text, show_default=str(default), **more)
 
 
 Proctrack = Annotated[
-    str | None,
+    Literal["cgroup", "linuxproc"] | None,
     _setting(
         "--proctrack",
         "cgroup|linuxproc",
@@ -44,7 +42,7 @@ Proctrack = Annotated[
     ),
 ]
 Runtime = Annotated[
-    str | None,
+    Literal["none", "apptainer", "docker", "pyxis"] | None,
     _setting(
         "--runtime",
         "apptainer|docker|pyxis",
@@ -56,52 +54,47 @@ Runtime = Annotated[
 
 @app.command()
 def up(
-    num_nodes: Annotated[int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes)] = None,
+    num_nodes: Annotated[
+        int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes, min=1, max=MAX_NODES)
+    ] = None,
     cpus_per_node: Annotated[
-        int | None, _setting("--cpus-per-node", "N", "CPUs that each node reports.", Settings.cpus_per_node)
+        int | None, _setting("--cpus-per-node", "N", "CPUs that each node reports.", Settings.cpus_per_node, min=1)
     ] = None,
     gpus_per_node: Annotated[
-        int | None, _setting("--gpus-per-node", "N", "Fake GPUs of each node.", Settings.gpus_per_node)
+        int | None, _setting("--gpus-per-node", "N", "Fake GPUs of each node.", Settings.gpus_per_node, min=0)
     ] = None,
     memory_mb: Annotated[
-        int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb)
-    ] = None,
-    grace_time_s: Annotated[
-        int | None, _setting("--grace-time-s", "S", "Grace time of a preempted job.", Settings.grace_time_s)
+        int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb, min=1)
     ] = None,
     proctrack: Proctrack = None,
     runtime: Runtime = None,
     pyxis_plugin: Annotated[
         str | None, _setting("--pyxis-plugin", "FILE", "With --runtime pyxis: its plugin.", Settings.pyxis_plugin)
     ] = None,
-    subnet: Annotated[str | None, _setting("--subnet", "CIDR", "Network of the nodes.", Settings.subnet)] = None,
     users: Annotated[
         list[str] | None,
         option("--user", "NAME", "A user who may submit, besides root and SUDO_USER; repeat for more."),
     ] = None,
     install: Annotated[bool, flag("--install", "Install missing Debian packages.")] = False,
-    state: State = DEFAULT_STATE,
 ) -> None:
     """Start the cluster, or its missing parts.
 
     Examples:
         sudo hpcdist devcluster up --install
-        sudo hpcdist devcluster up --nodes 16 --grace-time-s 20
+        sudo hpcdist devcluster up --nodes 16
         sudo hpcdist devcluster up --runtime docker
     """
     from hpcdist.devcluster import cluster
 
-    layout = Layout(state)
+    layout = Layout()
     asked = {
         "num_nodes": num_nodes,
         "cpus_per_node": cpus_per_node,
         "gpus_per_node": gpus_per_node,
         "memory_mb": memory_mb,
-        "grace_time_s": grace_time_s,
         "proctrack": proctrack,
         "runtime": runtime,
         "pyxis_plugin": pyxis_plugin,
-        "subnet": subnet,
     }
     changes = {name: value for name, value in asked.items() if value is not None}
     caller = os.environ.get("SUDO_USER")
@@ -111,26 +104,26 @@ def up(
 
 
 @app.command()
-def down(state: State = DEFAULT_STATE) -> None:
+def down() -> None:
     """Remove the cluster with all its files, mounts and processes; its jobs are killed.
 
     Example:  sudo hpcdist devcluster down
     """
     from hpcdist.devcluster import cluster
 
-    killed = cluster.down(Layout(state))
+    killed = cluster.down(Layout())
     say(f"the dev cluster is removed: {killed} processes ended")
 
 
 @app.command()
-def status(as_json: Json = False, state: State = DEFAULT_STATE) -> int:
+def status(as_json: Json = False) -> int:
     """Show nodes, partitions and how to use them; the exit code is 1 unless the whole cluster is up.
 
     Example:  hpcdist devcluster status
     """
     from hpcdist.devcluster import cluster
 
-    layout = Layout(state)
+    layout = Layout()
     found = cluster.status(layout)
     if as_json:
         say(json.dumps(asdict(found) | {"is_up": found.is_up}, indent=2, default=str))
@@ -143,7 +136,6 @@ def status(as_json: Json = False, state: State = DEFAULT_STATE) -> int:
 def kill(
     name: Node,
     keep_link: Annotated[bool, flag("--keep-link", "Kill the processes only: peers see closed connections.")] = False,
-    state: State = DEFAULT_STATE,
 ) -> None:
     """Simulate a power failure of a node: cut its link, then kill its processes.
 
@@ -151,7 +143,7 @@ def kill(
     """
     from hpcdist.devcluster import cluster
 
-    killed = cluster.kill_node(Layout(state), name, keep_link=keep_link)
+    killed = cluster.kill_node(Layout(), name, keep_link=keep_link)
     say(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
 
 
@@ -159,7 +151,6 @@ def kill(
 def start(
     name: Node,
     own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False,
-    state: State = DEFAULT_STATE,
 ) -> None:
     """Start a killed node again.
 
@@ -167,7 +158,7 @@ def start(
     """
     from hpcdist.devcluster import cluster, host, settings
 
-    layout = Layout(state)
+    layout = Layout()
     cluster.start_node(layout, name, own_mounts=own_mounts)
     pid = host.pid_of(layout, settings.slurmd(name))
     say(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
@@ -177,7 +168,6 @@ def start(
 def slow(
     name: Node,
     rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None,
-    state: State = DEFAULT_STATE,
 ) -> None:
     """Slow down a node's link; without options, restore its full speed.
 
@@ -187,7 +177,7 @@ def slow(
     """
     from hpcdist.devcluster import cluster
 
-    cluster.slow_node(Layout(state), name, rate_mbit=rate_mbit)
+    cluster.slow_node(Layout(), name, rate_mbit=rate_mbit)
     say(f"node {name}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")
 
 

@@ -190,7 +190,6 @@ def up(
             host.install(env)
         host.require_commands()
         host.require_namespaces()
-        host.require_folder(layout)
         settings = _choose(layout, changes)
         host.require_cgroups(settings)
         host.require_free_network(settings, layout)
@@ -307,7 +306,6 @@ def down(layout: Layout) -> int:
     """Remove a cluster in any state with all its files; return the number of killed processes."""
     host.require_root("down")
     with exclusive():
-        host.require_folder(layout)
         host.remove_left_policy()
         killed = remove(layout)
         host.write_hosts(files.without_hosts_block(host.HOSTS.read_text()))
@@ -333,10 +331,7 @@ def describe(status: Status, layout: Layout) -> Iterator[str]:
     gpus = f"{settings.gpus_per_node} fake GPUs"
     yield f"each node claims {settings.cpus_per_node} CPUs, {gpus}, {settings.memory_mb} MiB"
     yield f"processes are tracked and signalled by proctrack/{settings.proctrack}"
-    yield (
-        f"partitions: main (default), high (preempts jobs of main: they are requeued, GraceTime"
-        f" {settings.grace_time_s} s)"
-    )
+    yield "partitions: main (default), high (preempts jobs of main: they are requeued)"
     yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
     yield "use it:"
     yield f"  export SLURM_CONF={layout.slurm_conf}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import os
 import secrets
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +20,7 @@ from hpcdist.devcluster.settings import (
     COMMANDS,
     HEAD,
     LINK,
+    NETWORK,
     PACKAGES,
     SERVICES,
     Daemon,
@@ -285,42 +283,15 @@ def require_cgroups(settings: Settings) -> None:
         )
 
 
-def require_folder(layout: Layout) -> None:
-    if layout.state.exists() and any(layout.state.iterdir()) and not layout.settings_file.exists():
-        raise DevClusterError(
-            f"--state {layout.state} contains other files than a dev cluster's: choose another folder"
-        )
-    if not layout.state.parent.is_dir():
-        raise DevClusterError(f"--state {layout.state}: its parent folder {layout.state.parent} does not exist")
-    for folder in layout.state.parents:
-        mode = folder.stat().st_mode
-        if not mode & stat.S_IXOTH or (mode & stat.S_IWOTH and not mode & stat.S_ISVTX):
-            raise DevClusterError(
-                f"--state {layout.state}: {folder} must be accessible to users munge and mysql, and writable by its"
-                " owner only, like the default under /var/lib"
-            )
-
-
 def require_free_network(settings: Settings, layout: Layout) -> None:
     if taken := taken_names(HOSTS.read_text(), settings):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
     if HEAD not in mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
-        raise DevClusterError(
-            f"interface {LINK} already exists: stop its dev cluster with its own --state, or `ip link delete {LINK}`"
-        )
-    if other := overlapping_route(run(["ip", "-json", "-4", "route", "show", "table", "all"]), settings):
-        raise DevClusterError(f"--subnet {settings.subnet} overlaps {other} of this machine: choose another")
-
-
-def overlapping_route(routes: str, settings: Settings) -> str | None:
-    """Return the first route (`ip -json route`) that overlaps the cluster's network."""
-    for route in json.loads(routes):
-        target, device = route["dst"], route.get("dev", "")
-        if target != "default" and device != LINK:
-            network = ipaddress.IPv4Network(target, strict=False)
-            if network.prefixlen and network.overlaps(settings.network):
-                return f"{target} ({device or route.get('type', 'route')})"
-    return None
+        raise DevClusterError(f"interface {LINK} already exists: `ip link delete {LINK}`")
+    # Larger networks do not matter: the cluster's addresses are a more specific route.
+    routes = run(["ip", "-4", "route", "show", "table", "all", "root", str(NETWORK)]).splitlines()
+    if others := [line.strip() for line in routes if f"dev {LINK}" not in line]:
+        raise DevClusterError(f"this machine uses addresses of {NETWORK}, the dev cluster's network: {others[0]}")
 
 
 def write_hosts(text: str) -> None:

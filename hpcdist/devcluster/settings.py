@@ -10,11 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcdist.errors import DevClusterError
-
 # Settings and paths of a dev cluster: values without side effects.
 
-DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
+STATE = Path("/var/lib/hpcdist-devcluster")
 #: Host name of the namespace with the controller, the accounting daemon and the bridge.
 HEAD = "devcluster-head"
 #: Name of this machine on the nodes, for example for a tracking server.
@@ -23,54 +21,28 @@ HOST = "devcluster-host"
 LINK = "hpcdist0"
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
-PROCTRACK = ("cgroup", "linuxproc")
-RUNTIMES = ("none", "apptainer", "docker", "pyxis")
-RESERVED_ADDRESSES = 4  # network, broadcast, head and host
-#: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
-MAX_STATE_LENGTH = 60
+NETWORK = ipaddress.IPv4Network("10.213.77.0/24")
+#: The network has further addresses for the head and this machine.
+MAX_NODES = 250
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a cluster. Raises DevClusterError for invalid values."""
+    """Settings of a cluster."""
 
-    num_nodes: int = 4
+    num_nodes: int = 4  #: at most MAX_NODES
     cpus_per_node: int = 8  #: that Slurm assumes; may exceed those of the machine
     gpus_per_node: int = 2  #: fake ones, which Slurm counts and assigns
     memory_mb: int = 32768  #: MiB that Slurm assumes; not enforced
-    grace_time_s: int = 0  #: between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts
     proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
     runtime: str = "none"  #: container runtime that the nodes have beside Slurm
     pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"  #: must be built for the installed Slurm
-    subnet: str = "10.213.77.0/24"  #: private IPv4 network of the nodes; must not overlap others of this machine
-
-    def __post_init__(self) -> None:
-        for name, least in {"num_nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "memory_mb": 1}.items():
-            if getattr(self, name) < least:
-                raise DevClusterError(f"{option(name)} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.grace_time_s < 65534:  # limit of Slurm
-            raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
-        if self.proctrack not in PROCTRACK:
-            raise DevClusterError(f"--proctrack must be {' or '.join(PROCTRACK)}, got {self.proctrack!r}")
-        if self.runtime not in RUNTIMES:
-            raise DevClusterError(f"--runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
-        try:
-            network = ipaddress.IPv4Network(self.subnet)
-        except ValueError as error:
-            raise DevClusterError(f"--subnet must be like 10.213.77.0/24: {error}") from None
-        if self.num_nodes > network.num_addresses - RESERVED_ADDRESSES:
-            room = max(network.num_addresses - RESERVED_ADDRESSES, 0)
-            raise DevClusterError(f"--subnet {self.subnet} has room for {room} nodes, not {self.num_nodes}: widen it")
-
-    @cached_property
-    def network(self) -> ipaddress.IPv4Network:
-        return ipaddress.IPv4Network(self.subnet)
 
     @cached_property
     def addresses(self) -> dict[str, str]:
         """Address of every name: nodes from the start of the network, head and host at its end."""
-        named = {name: str(self.network[number]) for number, name in enumerate(self.nodes, 1)}
-        return {**named, HEAD: str(self.network[-2]), HOST: str(self.network[-3])}
+        named = {name: str(NETWORK[number]) for number, name in enumerate(self.nodes, 1)}
+        return {**named, HEAD: str(NETWORK[-2]), HOST: str(NETWORK[-3])}
 
     @property
     def nodes(self) -> list[str]:
@@ -78,7 +50,7 @@ class Settings:
 
     def batch(self, name: str, device: str) -> str:
         """Return commands of `ip -batch -`."""
-        return f"addr add {self.addresses[name]}/{self.network.prefixlen} dev {device}\nlink set {device} up\n"
+        return f"addr add {self.addresses[name]}/{NETWORK.prefixlen} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -97,16 +69,9 @@ def option(name: str) -> str:
 
 
 class Layout:
-    """Paths of a cluster, all below its state folder. Raises DevClusterError for an invalid folder."""
+    """Paths of a cluster, all below its state folder, whose path is short, because it contains sockets."""
 
-    def __init__(self, state: Path = DEFAULT_STATE) -> None:
-        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(state)) or ".." in state.parts:
-            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(state)!r}")
-        if len(str(state)) > MAX_STATE_LENGTH:
-            raise DevClusterError(
-                f"--state must have at most {MAX_STATE_LENGTH} characters, as paths of sockets are short,"
-                f" got {len(str(state))}: {state}"
-            )
+    def __init__(self, state: Path = STATE) -> None:
         self.state = state
         #: Identifies the folder: created first and removed last.
         self.settings_file = state / "devcluster.json"
@@ -201,8 +166,7 @@ AccountingStoragePass={layout.munge_socket}
 AccountingStorageEnforce=associations
 AccountingStorageTRES=gres/gpu
 NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
-PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 GraceTime={settings.grace_time_s} \
-DefaultTime=01:00:00 MaxTime=1-00:00:00
+PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 DefaultTime=01:00:00 MaxTime=1-00:00:00
 PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
 """
 
