@@ -79,7 +79,7 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     """Return the state of a job, or None if Slurm does not know the job (any more).
 
     The controller forgets a job a few minutes after its end. Accounting, if the cluster has it, knows older ones, and
-    for `history` also memory, steps and earlier starts.
+    for `history` also memory and steps.
     """
     controller_error = current = past = None
     try:
@@ -92,7 +92,7 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
         text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
         past = output.parse_sacct(text, job_id)
     if current is not None and past is not None:
-        return replace(current, max_rss=past.max_rss, earlier=past.earlier, step_states=past.step_states)
+        return replace(current, max_rss=past.max_rss, step_states=past.step_states)
     if current is not None:
         return current
     if past is None and controller_error is not None:
@@ -161,19 +161,12 @@ def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeS
     return output.parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={output.NODE_FORMAT}"))
 
 
-def nodes_booted_since(names: Sequence[str], since: float) -> list[str]:
-    return [name for name, booted in output.parse_boot_times(_node_records(names)).items() if booted > since]
-
-
 def failed_nodes(names: Sequence[str], since: float) -> list[str]:
     """Return the nodes that are down or do not respond now, or have booted after a time (seconds since the epoch)."""
     failed = {node.name for node in node_states(names=names) if node.has_failed}
-    failed |= set(nodes_booted_since(names, since))
+    records = run("scontrol", "show", "node", "--oneliner", ",".join(names), timeout_s=JOB_TIMEOUT_S)
+    failed |= {name for name, booted in output.parse_boot_times(records).items() if booted > since}
     return [name for name in names if name in failed]
-
-
-def _node_records(names: Sequence[str]) -> str:
-    return run("scontrol", "show", "node", "--oneliner", ",".join(names), timeout_s=JOB_TIMEOUT_S)
 
 
 # --- accounting
@@ -202,17 +195,16 @@ def estimate_start(script: str) -> str:
     return re.sub(r"\bJob \d+ to start", "the job would start", text)
 
 
-def option_error(program: str, options: Mapping[str, str | bool]) -> str | None:
-    """Return the reason why sbatch or srun cannot parse options; None if it can, or cannot be run."""
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+def srun_option_error(name: str, value: str | bool) -> str | None:
+    """Return the reason why srun cannot parse an option; None if it can, or cannot be run."""
     try:
         # --help ends the program after the options before it are parsed; it does not contact the controller.
-        run(program, *words, "--help")
+        run("srun", f"--{name}" if value is True else f"--{name}={value}", "--help")
     except SlurmError as error:
         if not error.stderr or error.timed_out:
             return None
         lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
-        return "; ".join(line.removeprefix(f"{program}: ").removeprefix("error: ") for line in lines)
+        return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines)
     return None
 
 

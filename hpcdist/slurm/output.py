@@ -234,7 +234,6 @@ class JobInfo:
     nodes: str = ""
     restarts: int = 0
     max_rss: str = ""  #: largest memory of a task, as sacct prints it
-    earlier: tuple[str, ...] = ()  #: final states of the job before each requeue, from accounting
     step_states: tuple[str, ...] = ()  #: states of the steps since the last requeue
 
     @property
@@ -302,7 +301,7 @@ def parse_squeue(text: str, job_id: str) -> JobInfo | None:
 
 
 def parse_sacct(text: str, job_id: str) -> JobInfo | None:
-    """Return a job from `sacct --duplicates`: its last start, the final states of earlier ones, and its steps."""
+    """Return a job from `sacct --duplicates`: its last start, the number of earlier ones, and its steps."""
     starts: list[tuple[dict[str, str], list[dict[str, str]]]] = []
     for line in text.splitlines():
         row = dict(zip(_SACCT_KEYS, line.split("|"), strict=False))  # fewer in a line of another format
@@ -325,7 +324,6 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
         row,
         restarts=len(starts) - 1,
         max_rss=max((step["MaxRSS"] for step in steps), key=_num_bytes, default=""),
-        earlier=tuple(start["JobState"] for start, _ in starts[:-1]),
         step_states=tuple(step["JobState"] for step in steps),
     )
 

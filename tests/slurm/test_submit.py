@@ -150,8 +150,12 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
         ),
         ("cluster.qos=nope", "cluster.qos=nope: no such QOS, the cluster has normal"),
         ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
-        ("cluster.sbatch.mail-typo=FAIL", "cluster.sbatch.mail-typo=FAIL: sbatch has no such flag"),
-        ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
+        (
+            "cluster.sbatch.mail-typo=FAIL",
+            "Slurm rejects this job: sbatch: unrecognized option '--mail-typo=FAIL'"
+            ' Try "sbatch --help" for more information',
+        ),
+        ("cluster.srun.foo=1", "cluster.srun.foo=1: srun rejects it: unrecognized option '--foo=1'"),
     ],
 )
 def test_submit_rejects_impossible_requests(slurm_runs: SlurmRuns, override: str, line: str) -> None:

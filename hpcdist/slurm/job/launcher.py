@@ -105,8 +105,6 @@ class SlurmLauncher:
         self.containers = NoContainers()
         if box is not None:
             self.containers = ContainerSteps(box, run, self._env, het=self._het, present=lambda: self.nodes.answering)
-        #: When the last attempt was started.
-        self._began = time.time()
         self._preflight = Preflight(run, config, job, allocated, env=self._env, python=self._python, box=box)
 
     @property
@@ -164,7 +162,6 @@ class SlurmLauncher:
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
-        self._began = time.time()
         config, used = self.nodes.sized(self._config), self.nodes.used
         self._hosts = hosts_by_rank(components(config), used.by_component)
         command = step_command(
@@ -262,14 +259,7 @@ class SlurmLauncher:
         return ", avoided from now on" if self.avoid else ""
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
-        left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, self.nodes.abandoned)
-        if left is None or left.nodes:
-            return left
-        try:
-            rebooted = client.nodes_booted_since(self.nodes.used.names, self._began)
-        except HpcdistError:  # the reason stays unknown
-            rebooted = []
-        return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
+        return end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, self.nodes.abandoned)
 
     def _kill_ranks(self) -> list[str]:
         answers = ranks_on_nodes(self._run, "kill", self.nodes.used, self._env)

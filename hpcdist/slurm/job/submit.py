@@ -264,7 +264,6 @@ def commented(text: str) -> str:
 
 # `--dependency` of sbatch with names of runs in the place of job ids.
 
-KINDS = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok", "singleton")
 _JOB = re.compile(r"\d+(_(\d+|\*))?")
 #: Final status that a dependency of a kind can never meet. Slurm would start the job once it has forgotten the run's.
 _NEVER = {"afterok": "failed", "aftercorr": "failed", "afternotok": "finished"}
@@ -278,11 +277,8 @@ def resolve(text: str, runs_dir: Path) -> str:
             found += part
             continue
         kind, *names = part.split(":")
-        if kind not in KINDS or bool(names) == (kind == "singleton") or not all(names):
-            raise UserMistake(
-                f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB"
-                f" (or {', '.join(name for name in KINDS if name != 'afterok')})"
-            )
+        if not kind.isalpha() or not all(names):
+            raise UserMistake(f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB")
         found += ":".join([kind, *(_job_id(kind, name, runs_dir) for name in names)])
     return found
 

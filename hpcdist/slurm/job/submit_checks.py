@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from hpcdist.host.files import LARGEST, read_json
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.run import create
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError, option_error
+from hpcdist.slurm.client import SlurmError, srun_option_error
 from hpcdist.slurm.components import allocations, component_cluster
 from hpcdist.slurm.job import submit
 from hpcdist.slurm.job.srun import exposed_secrets, option_value
@@ -217,19 +217,15 @@ def _conflict(program: str, flag: str) -> str:
     return f": hpcdist sets --{name} itself: remove it" if name in reserved else ""
 
 
-def rejected_flags(program: str, flags: Mapping[str, str], options: Collection[str] = ()) -> list[str]:
-    """Return a problem for each flag that sbatch or srun does not know; `options` are options of `hpcdist` itself."""
-    values = {flag: option_value(value) for flag, value in flags.items() if not _conflict(program, flag)}
-    given = {flag: value for flag, value in values.items() if value is not None}
-    if not given or option_error(program, given) is None:
-        return []
-    found = []
-    for flag, value in given.items():
-        if (error := option_error(program, {flag: value})) is not None:
-            source = f"--{flag} {flags[flag]}" if flag in options else f"cluster.{program}.{flag}={flags[flag]}"
-            reason = "has no such flag" if "unrecognized option" in error else f"rejects it: {error}"
-            found.append(f"{source}: {program} {reason}")
-    return found
+def rejected_flags(flags: Mapping[str, str]) -> list[str]:
+    """Return a problem for each flag that srun does not know; sbatch reports its own."""
+    values = {flag: option_value(value) for flag, value in flags.items() if not _conflict("srun", flag)}
+    errors = {flag: srun_option_error(flag, value) for flag, value in values.items() if value is not None}
+    return [
+        f"cluster.srun.{flag}={flags[flag]}: srun rejects it: {error}"
+        for flag, error in errors.items()
+        if error is not None
+    ]
 
 
 # The checks of a submission.
@@ -261,9 +257,7 @@ def check_submission(
         # The following checks would pass the secrets to other programs on command lines.
         raise ConfigError(problems)
     requests = _requests(config)
-    sbatch_flags = {name: value for cluster in requests for name, value in cluster.sbatch.items()}
-    problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
-    problems += rejected_flags("srun", config.cluster.srun)
+    problems += rejected_flags(config.cluster.srun)
     problems += container_problems(config, cwd or Path.cwd(), os.environ)
     problems += environment_problems(config, os.environ)
     findings = _check_cluster(config, requests, missing_data)

@@ -98,9 +98,9 @@ def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
     commands.add("sacct", recorded("sacct", "requeued"))
     info = client.query_job("8", history=True)
     assert info is not None
-    assert (info.state, info.reason, info.earlier) == ("PENDING", "BeginTime", ("REQUEUED",))
+    assert (info.state, info.reason, info.step_states) == ("PENDING", "BeginTime", ("RUNNING",))
     commands.add("sacct", error=NO_ACCOUNTING, code=1)
-    assert client.query_job("8", history=True) == replace(info, earlier=(), step_states=())
+    assert client.query_job("8", history=True) == replace(info, step_states=())
 
 
 def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
@@ -116,30 +116,16 @@ def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
 # --- cluster
 
 
-def test_boot_times_of_nodes(commands: FakeCommands) -> None:
-    commands.add(
-        "scontrol",
-        "NodeName=n1 BootTime=2026-11-20T06:35:00\n"
-        "NodeName=n2 BootTime=2026-11-20T07:35:00\n"
-        "NodeName=n3 BootTime=None\n",
-    )
-    assert client.nodes_booted_since(["n1", "n2", "n3"], time_of("2026-11-20T07:00:00")) == ["n2"]
-    assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
-
-
 def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
     states = ("allocated", "down*", "drained", "idle*", "idle", "failing")
     lines = "".join(f"n{n}|{state}|(null)|(null)|8|32768|Unknown|root|none\n" for n, state in enumerate(states, 1))
     commands.add("sinfo", lines)
-    commands.add("scontrol", "NodeName=n1 BootTime=2026-11-20T06:35:00\nNodeName=n5 BootTime=2026-11-20T07:35:00\n")
-    found = client.failed_nodes([f"n{n}" for n in range(1, 7)], time_of("2026-11-20T07:00:00"))
-    assert found == ["n2", "n4", "n5", "n6"]
-
-
-def time_of(text: str) -> float:
-    found = parse_time(text)
-    assert found is not None
-    return found
+    booted = {"n1": "2026-11-20T06:35:00", "n3": "None", "n5": "2026-11-20T07:35:00"}
+    commands.add("scontrol", "".join(f"NodeName={name} BootTime={at}\n" for name, at in booted.items()))
+    since = parse_time("2026-11-20T07:00:00")
+    assert since is not None
+    assert client.failed_nodes([f"n{n}" for n in range(1, 7)], since) == ["n2", "n4", "n5", "n6"]
+    assert commands.calls()[-1] == "scontrol show node --oneliner n1,n2,n3,n4,n5,n6"
 
 
 # --- Snapshots of a run's job.

@@ -194,16 +194,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of fake Slurm commands, the first one on PATH.
 
     Files of this folder contain their output: `steps` that of squeue, `nodes` the node names, `ranks` the answers to
-    the request to kill ranks, `booted` that of scontrol. Steps end when they are cancelled, unless `stubborn` exists.
+    the request to kill ranks. Steps end when they are cancelled, unless `stubborn` exists.
     """
     for name, text in {
         "squeue": "cat steps",
         "scancel": 'echo "$@" >> cancelled; if test ! -e stubborn; then echo "7.batch batch" > steps; fi',
         "srun": f'{IF_KILL} echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
-        "scontrol": "cat booted",
     }.items():
         fake(tmp_path, name, text)
-    outputs = {"steps": "7.batch batch\n", "nodes": alive("n1", "n2"), "ranks": surviving(n1=[], n2=[]), "booted": ""}
+    outputs = {"steps": "7.batch batch\n", "nodes": alive("n1", "n2"), "ranks": surviving(n1=[], n2=[])}
     for name, text in outputs.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -285,21 +284,19 @@ def test_no_ranks_start_while_an_old_step_remains(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "booted", "spare", "why", "avoid"),
+    ("ranks", "spare", "why", "avoid"),
     [
         # Only Slurm's record of the step remains: a restart of the job on any nodes removes it.
-        (surviving(n1=[], n2=[]), "2036-11-22T01:00:00", "n1 n2",
-         ", although none of its ranks is left (n2 has rebooted)", []),
-        (surviving(n1=[], n2=[2, 3]), "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
-        (surviving(n2=[]), "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
+        (surviving(n1=[], n2=[]), "n1 n2", ", although none of its ranks is left", []),
+        (surviving(n1=[], n2=[2, 3]), "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
+        (surviving(n2=[]), "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
     ],
 )  # fmt: skip
 def test_step_that_does_not_end_is_a_reason_to_requeue(
-    slurm: Path, runs_dir: Path, no_waiting: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
+    slurm: Path, runs_dir: Path, no_waiting: None, ranks: str, spare: str, why: str, avoid: list[str]
 ) -> None:
     stay(slurm)
     (slurm / "ranks").write_text(ranks)
-    (slurm / "booted").write_text(f"NodeName=n1 BootTime=2026-11-22T01:00:00\nNodeName=n2 BootTime={booted}\n")
     launcher = launcher_of(slurm, runs_dir, spare)
     assert launcher.broken() == f"step 7.0 (attempt-001) does not end{why}"
     assert launcher.avoid == avoid

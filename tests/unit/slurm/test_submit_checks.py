@@ -319,28 +319,19 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
     assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
 
 
-def test_flags_that_sbatch_rejects_are_reported(commands: FakeCommands) -> None:
+def test_flags_that_srun_rejects_are_reported(commands: FakeCommands) -> None:
+    assert rejected_flags({"foo": "1"}) == [], "there is no srun"
     commands.add_script(
-        "sbatch",
+        "srun",
         """for option in "$@"; do case "$option" in
-    --mail-type=FAIL|--exclusive) ;;
-    --begin=*) echo 'Invalid time specification (pos=0): x' >&2; echo 'sbatch: error: Invalid --begin specification' >&2
-        exit 255 ;;
+    --mpi=none|--exact) ;;
     --help) exit 0 ;;
-    *) echo "sbatch: unrecognized option '$option'" >&2; echo 'Try "sbatch --help" for more' >&2; exit 255 ;;
+    *) echo "srun: unrecognized option '$option'" >&2; echo 'Try "srun --help" for more information' >&2; exit 255 ;;
 esac; done""",
     )
-    assert rejected_flags("sbatch", {}) == []
-    assert rejected_flags("sbatch", {"mail-type": "FAIL", "exclusive": "true", "mail-user": "false"}) == []
-    assert commands.calls() == ["sbatch --mail-type=FAIL --exclusive --help"]
-    assert rejected_flags("srun", {"foo": "1"}) == [], "there is no srun"
-    flags = {"mail-typ": "FAIL", "mail-type": "FAIL", "nodes": "3", "begin": "x"}
-    why = "sbatch rejects it: Invalid time specification (pos=0): x; Invalid --begin specification"
-    assert rejected_flags("sbatch", flags, options={"begin"}) == [
-        "cluster.sbatch.mail-typ=FAIL: sbatch has no such flag",
-        f"--begin x: {why}",
-    ]
-    assert rejected_flags("sbatch", {"begin": "x"}) == [f"cluster.sbatch.begin=x: {why}"]
+    flags = {"mpi": "none", "exact": "true", "label": "false", "nodes": "3", "foo": "1"}
+    assert rejected_flags(flags) == ["cluster.srun.foo=1: srun rejects it: unrecognized option '--foo=1'"]
+    assert commands.calls() == ["srun --mpi=none --help", "srun --exact --help", "srun --foo=1 --help"]
 
 
 # --- Strings of the config in batch scripts: malicious ones are rejected or quoted.
