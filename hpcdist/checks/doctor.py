@@ -21,7 +21,6 @@ from hpcdist.checks.site import client_checks, job_end_checks, partition_checks,
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, port_for
 from hpcdist.host import machine as host_machine
-from hpcdist.host import storage as host_storage
 from hpcdist.host.commands import last_line, start
 from hpcdist.host.files import read_json
 from hpcdist.host.machine import Check, Level, container_runtime, note, ok, warning
@@ -35,7 +34,6 @@ from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeState
 from hpcdist.slurm.preflight_checks import check_nodes
 from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
-from hpcdist.tracking.uri import sqlite_path
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
 def _store(request: Request) -> list[Check]:
     if not request.store:
         return [warning("store", request.store_problem)]
-    database = sqlite_path(request.store)
-    kind = host_storage.mount_of(host_storage.existing(database))[0] if database is not None else ""
-    return site.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
+    return site.store_checks(request.store, request.env)
 
 
 #: Node states of `sinfo` in which a node accepts no jobs.

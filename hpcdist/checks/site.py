@@ -260,30 +260,20 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
     if all(check.level != "failure" for check in space):
         space.append(_speed(place))
     if any(check.level == "failure" for check in space):
-        return checks + space  # the remaining tests need to write files
-    return [*checks, *space, *_file_operations(place)]
+        return checks + space  # the test of locks writes a file
+    return [*checks, *space, _locks(place)]
 
 
 def is_in_container_layer(place: Path) -> bool:
     return place.stat().st_dev == Path("/").stat().st_dev
 
 
-def _file_operations(place: Path) -> list[Check]:
-    broken = []
-    if problem := storage.rename_problem(place):
-        text = f"{problem}: readers may see partial files, and a restart may find no checkpoint"
-        broken.append(failure("replacing", text, f"{_CHOOSE}, on a POSIX file system"))
-    if problem := storage.exclusive_problem(place):
-        text = f"{problem}: two supervisors could take the same run"
-        broken.append(failure("making once", text, f"{_CHOOSE}, on a POSIX file system"))
-    if broken:
-        return broken
-    checks = [ok("files", "atomic replacement and exclusive creation work")]
+def _locks(place: Path) -> Check:
     if problem := storage.lock_problem(place):
-        text = f"locks do not work ({problem}): sqlite's database and concurrent `hpcdist` commands need them"
+        text = f"do not work ({problem}): sqlite's database and concurrent `hpcdist` commands need them"
         fix = "set another MLflow store (tracking.uri); Lustre: mount with -o flock; NFS: check rpc.statd"
-        checks.append(warning("locks", text, fix))
-    return checks
+        return warning("locks", text, fix)
+    return ok("locks", "exclude other processes of this machine")
 
 
 def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
@@ -328,14 +318,14 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> list[Check]:
+def store_checks(uri: str, env: Mapping[str, str]) -> list[Check]:
     """Check whether a run's metrics would arrive in the store; nothing is created."""
     shown = redact_text(uri)
     checks = [ok("client", f"MLflow {version_of('mlflow')}")]
     if not version_of("mlflow"):
         checks = [warning("client", f"mlflow is not installed; {_LATER}", "`pip install mlflow`")]
     if (database := sqlite_path(uri)) is not None:
-        return [*checks, *_sqlite(shown, database, file_system)]
+        return [*checks, _sqlite(shown, database)]
     if uri.startswith(("http://", "https://")):
         return [*checks, _server(uri, env)]
     if "://" not in uri or uri.startswith("file:"):
@@ -386,18 +376,14 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
         return str(answer.read(10_000).decode(errors="replace"))
 
 
-def _sqlite(uri: str, path: Path, file_system: str) -> list[Check]:
-    checks = []
-    if file_system:
-        text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
-        checks.append(note("database", text, "use a server (tracking.uri) if several users or jobs log at a time"))
+def _sqlite(uri: str, path: Path) -> Check:
     folder = storage.existing(path.parent)
     if not path.exists() and os.access(folder, os.W_OK):
-        return [*checks, ok("database", f"{path} does not exist; the first run creates it")]
+        return ok("database", f"{path} does not exist; the first run creates it")
     if not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
         fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
-        return [*checks, warning("database", text, fix)]
+        return warning("database", text, fix)
     try:
         # Not read-only: a killed process may have left a journal, which must be rolled back before a query.
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as connection:
@@ -405,8 +391,8 @@ def _sqlite(uri: str, path: Path, file_system: str) -> list[Check]:
             row = connection.execute("select version_num from alembic_version").fetchone() if has_schema else None
     except sqlite3.Error as error:
         fix = "restore a backup, or set another store for new runs (tracking.uri)"
-        return [*checks, warning("database", f"{path} cannot be read ({error}): {_LATER}", fix)]
-    return [*checks, _schema(uri, str(row[0]) if row else "")]
+        return warning("database", f"{path} cannot be read ({error}): {_LATER}", fix)
+    return _schema(uri, str(row[0]) if row else "")
 
 
 def _schema(shown: str, found: str) -> Check:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 #: Folders that each machine, or each job, has for itself.
 PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
 _CHUNK = 2**20
-_RENAMES = 200
 
 
 def mount_of(path: Path) -> tuple[str, str]:
@@ -102,51 +99,6 @@ def lock_problem(folder: Path) -> str:
         return "" if done.returncode else "two processes got the same lock"
     except OSError as error:
         return error.strerror or str(error)
-
-
-def rename_problem(folder: Path) -> str:
-    """Return why replacing a file is not atomic for readers in a folder; empty if it is."""
-    ended = threading.Event()
-    problems: list[str] = []
-
-    def watch(path: Path) -> None:
-        while not ended.is_set() and not problems:
-            try:
-                if path.read_bytes() not in (b"old", b"new"):
-                    problems.append("a reader saw a partial file")
-            except OSError as error:
-                problems.append(f"a reader saw no file ({error.strerror})")
-
-    try:
-        with _own_file(folder, "rename") as path, _own_file(folder, "rename.new") as temporary:
-            path.write_bytes(b"old")
-            reader = threading.Thread(target=watch, args=(path,), daemon=True)
-            reader.start()
-            for _ in range(_RENAMES):
-                temporary.write_bytes(b"new")
-                os.replace(temporary, path)
-            ended.set()
-            reader.join()
-    except OSError as error:
-        return error.strerror or str(error)
-    finally:
-        ended.set()
-    return problems[0] if problems else ""
-
-
-def exclusive_problem(folder: Path) -> str:
-    """Return why exclusive creation (O_EXCL) does not work in a folder; empty if it does."""
-    with _own_file(folder, "exclusive") as path:
-        for expected in (None, errno.EEXIST):
-            try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            except OSError as error:
-                if error.errno != expected:
-                    return error.strerror or str(error)
-            else:
-                if expected is not None:
-                    return "the same file was created twice"
-    return ""
 
 
 def describe(folder: Path, limit_s: float) -> dict[str, Any]:

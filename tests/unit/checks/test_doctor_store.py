@@ -26,9 +26,9 @@ KNOWN = migrations()
 BEFORE = KNOWN[HEAD]
 
 
-def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
+def last_check(uri: str, env: dict[str, str] | None = None) -> Check:
     """Return the last result; the first is about the client."""
-    client, *checks = store_checks(uri, env or {}, file_system)
+    client, *checks = store_checks(uri, env or {})
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]
 
@@ -68,12 +68,8 @@ def test_schema_is_compared_and_not_changed(tmp_path: Path) -> None:
         (tmp_path / "mlflow.db").unlink()
 
 
-def test_unusable_database_is_a_warning_and_one_on_a_network_file_system_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_database_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"sqlite:///{tmp_path}/text.db"
-    _, shared, _ = store_checks(uri, {}, "nfs4")
-    assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
     (tmp_path / "text.db").write_text("no database\n" * 100)
     check = last_check(uri)
     assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
@@ -220,12 +216,7 @@ def test_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (check.level, text in check.text) == (level, True)
 
 
-def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module.storage, "rename_problem", lambda path: "a reader saw no file")
-        patch.setattr(module.storage, "exclusive_problem", lambda path: "the same file was created twice")
-        found = checks_of(tmp_path)
-    assert found["replacing"].level == found["making once"].level == "failure"
+def test_missing_locks_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.storage, "lock_problem", lambda path: "No locks available")
     assert checks_of(tmp_path)["locks"].level == "warning"
 
@@ -235,7 +226,7 @@ def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, mo
         raise OSError(errno.EROFS, "Read-only file system")
 
     found = checks_of(tmp_path / "runs")
-    assert {name for name, check in found.items() if check.level == "ok"} >= {"runs", "file system", "disk", "files"}
+    assert {name for name, check in found.items() if check.level == "ok"} >= {"runs", "file system", "disk", "locks"}
     assert found["runs"].text == f"{tmp_path}/runs (the first run creates it)"
     assert list(tmp_path.iterdir()) == [], "the check creates nothing"
     monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**20)

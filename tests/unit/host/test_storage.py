@@ -36,31 +36,19 @@ def test_mount_is_the_last_one_on_the_nearest_parent(monkeypatch: pytest.MonkeyP
 @pytest.mark.processes
 def test_local_folder_has_no_problems(tmp_path: Path) -> None:
     assert storage.lock_problem(tmp_path) == ""
-    assert storage.rename_problem(tmp_path) == ""
-    assert storage.exclusive_problem(tmp_path) == ""
     assert storage.write_speed(tmp_path / "not" / "there", 2**20 + 5, 5.0) > 0
     assert list(tmp_path.iterdir()) == [], "temporary files are removed"
 
 
 @pytest.mark.processes
-def test_wrong_locks_renames_and_creations_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_and_missing_locks_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    def replace(source: Path, target: Path) -> None:
-        target.unlink()
-        threading.Event().wait(0.05)
-        source.rename(target)
 
     monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
     assert storage.lock_problem(tmp_path) == "two processes got the same lock"
     monkeypatch.setattr(storage.fcntl, "flock", fail)
     assert storage.lock_problem(tmp_path) == "No locks available"
-    monkeypatch.setattr(storage.os, "replace", replace)
-    monkeypatch.setattr(storage, "_RENAMES", 5)
-    assert storage.rename_problem(tmp_path) == "a reader saw no file (No such file or directory)"
-    monkeypatch.setattr(storage.os, "O_EXCL", 0)
-    assert storage.exclusive_problem(tmp_path) == "the same file was created twice"
 
 
 def test_full_file_system_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
