@@ -18,7 +18,7 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, flag, option
-from hpcdist.cli.run import run_here, submission_flags, submit_run
+from hpcdist.cli.run import run_here, submit_run
 from hpcdist.config.redaction import redact_text
 from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import HpcdistError, UserMistake
@@ -62,8 +62,6 @@ def rerun(
         float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
     ] = 0.0,
     follow: options.Follow = True,
-    dependency: options.Dependency = None,
-    begin: options.Begin = None,
     force: options.Force = False,
     runs_dir: options.RunsDir = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -97,8 +95,6 @@ def rerun(
             return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance)
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
         on_slurm = recorded.environment.get("launcher") == "slurm" and not here
-        if (dependency or begin) and not on_slurm:
-            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
         config, changed = _config(recorded, overrides or [], runs_dir, steps, on_slurm=on_slurm)
         source = None
         if not with_current_code:
@@ -134,8 +130,7 @@ def rerun(
 
         origin = read_origin(recorded.folder) if recorded.folder is not None else None
         if on_slurm:
-            flags = submission_flags(config, dependency, begin)
-            code = submit_run(config, flags, origin, follow=follow, force=force, restore=restore)
+            code = submit_run(config, {}, origin, follow=follow, force=force, restore=restore)
         else:
             code = run_here(config, origin=origin, follow=follow, restore=restore)
         if follow and not code:

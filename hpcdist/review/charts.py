@@ -15,7 +15,6 @@ from hpcdist.review.facts import Series, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.text import duration
-from hpcdist.run.records import CAUSES
 
 # Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes
 # all texts.
@@ -182,17 +181,8 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-#: Colours of causes and phases. A phase that is one cause has its colour; `train` consists of several causes, and time
-#: in the queue is none.
-_CAUSE_COLOURS: dict[str, int] = {cause: index for index, cause in enumerate(CAUSES)}
 PHASE_COLOURS = {
-    "queue": 10,
-    "start": _CAUSE_COLOURS["start"],
-    "compile": _CAUSE_COLOURS["compile"],
-    "train": 11,
-    "evaluate": _CAUSE_COLOURS["evaluation"],
-    "save": _CAUSE_COLOURS["checkpoint"],
-    "down": _CAUSE_COLOURS["down"],
+    phase: number for number, phase in enumerate(("queue", "start", "compile", "train", "evaluate", "save", "down"))
 }
 #: Attempts with a row of their own in the timeline.
 MAX_ATTEMPTS = 40
@@ -233,16 +223,6 @@ def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
     # Long phases first, so that short ones are drawn over them.
     flat = [interval for own in found.values() for interval in own]
     return sorted(flat, key=lambda interval: interval.began - interval.ended)
-
-
-def ledger_bar(ledger: Ledger) -> Markup:
-    """Return one bar of the allocated time by cause; empty without entries."""
-    bars, end = [], 0.0
-    for cause, seconds in ledger.seconds.items():
-        share = 100 * seconds / ledger.allocated_s
-        bars.append(Bar(end, end + share, _CAUSE_COLOURS[cause], f"{cause}: {share:.1f} %"))
-        end += share
-    return bar_rows({"allocated": bars}, x_label="percent of the allocated time") + legend(_CAUSE_COLOURS)
 
 
 def draw(figure: Figure) -> Markup:

@@ -387,13 +387,6 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
     text = table((*ATTEMPT_COLUMNS, "Logs"), rows)
     if facts.is_script and len(facts.attempts) > 1:
         text += "\n\nSteps are those that the script has reported."
-    if facts.num_job_starts and len(facts.attempts) > 1:
-        starts, restarts = (f"{n} time{'s' * (n != 1)}" for n in (facts.num_job_starts, facts.state.restarts))
-        text += (
-            f"\n\nSlurm started the run {starts}; the ranks were restarted {restarts} within these starts."
-            " An attempt lasts from the start to the end of its ranks; the allocated time around it is in Cost"
-            " (*start*, *down*)."
-        )
     if report := _artifact(facts, "report.html"):
         text += f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts."
     return text
@@ -430,15 +423,6 @@ def _load(facts: RunFacts) -> Iterator[str]:
             last = f"folder = {str(checkpoint.path)!r}\nstate_dict = load_weights(folder)"
         code = f"{first}from hpcdist.checkpoint.state import load_weights\n\n{last}"
         yield f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
-    if facts.registered_as:
-        name = escaped(facts.registered_as)
-        best = (
-            f" Its alias `best` (models:/{name}&#64;best) is the version with the best last value of"
-            f" {escaped(facts.monitor)} among all runs{'' if is_final else ', not the best checkpoint of this run'}."
-        )
-        yield f"The registered model {name} has a version for the **final** model of each finished run." + (
-            best if facts.monitor else ""
-        )
 
 
 def _cost(ledger: Ledger) -> str:

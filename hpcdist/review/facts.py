@@ -144,14 +144,10 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
 
 
 def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
-    """Return the causes of the attempts that did not finish; those in the middle are left out of a longer text."""
-    texts = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
-    num_chars, num_all = sum(len(text) + 2 for text in texts), len(texts)
-    while num_chars > max_chars - 20 and len(texts) > 2:
-        num_chars -= len(texts.pop(len(texts) // 2)) + 2
-    if len(texts) < num_all:
-        texts.insert((len(texts) + 1) // 2, f"{num_all - len(texts)} more")
-    return "; ".join(texts)[:max_chars]
+    """Return the causes of the attempts that did not finish; of a longer text the end."""
+    causes = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
+    text = "; ".join(causes)
+    return text if len(text) <= max_chars else "…" + text[len(text) - max_chars + 1 :]
 
 
 def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
@@ -265,7 +261,6 @@ class RunFacts:
     host: str = ""  #: the machine on which the run was created
     launcher: str = ""  #: `local` or `slurm`
     job_id: str = ""  #: of Slurm
-    num_job_starts: int = 0  #: how often Slurm has started the jobs of the run
     command: str = ""  #: the command that created the run
     cwd: str = ""  #: the folder in which that command was started
     versions: Mapping[str, str] = field(default_factory=dict)  #: by package, on `host`
@@ -304,7 +299,6 @@ class RunFacts:
     best: CheckpointFacts | None = None
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
     has_model: bool = False  #: whether the final model is exported in MLflow's format
-    registered_as: str = ""  #: name of the registered model of the config; empty without one
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
 
@@ -355,7 +349,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     return replace(
         _setup(run, state, stored),
         parameters=parameters(run, stored),
-        num_job_starts=len(readable(lambda: all_job_starts(run)) or []),
         num_parameters=training.num_parameters,
         datasets=training.datasets,
         monitor=monitor.monitor,
@@ -417,7 +410,6 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         rerun=read_rerun(run),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
         model=config.model.name if stored.trainer and "model" in stored.trainer.shared_sections else "",
-        registered_as=config.tracking.register_as or "",
     )
 
 

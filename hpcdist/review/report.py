@@ -20,7 +20,6 @@ from hpcdist.review.charts import (
     MAX_ATTEMPTS,
     draw,
     is_hidden,
-    ledger_bar,
     metric_charts,
     number,
     timeline,
@@ -110,7 +109,7 @@ def environment() -> jinja2.Environment:
     found.filters["percent"] = lambda share: percent(share, 1)
     found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
     found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command)
-    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, ledger_bar=ledger_bar, draw=draw)
+    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, draw=draw)
     return found
 
 

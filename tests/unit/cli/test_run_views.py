@@ -208,48 +208,37 @@ def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]
     return rows_of(console)
 
 
-def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: Make) -> None:
+def test_end_of_a_run_shows_metrics_report_and_the_next_command(
+    console: Console, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make(attempt=2, status="finished", reason="all [3] epochs are done")
     beat(run, 1, 0, metrics={"old": 1.0})
     beat(run, 2, 0, metrics=METRICS)
-    lines = end(console, run, run.read_state())
-    assert lines[-2:] == [
-        "review in MLflow: hpcdist ui --runs-dir '/my runs'",
-        "finished: all [3] epochs are done",
-    ]
-    table = "\n".join(lines[:-2])
-    assert "exp/first" in table
-    assert [word for word in ("eval/accuracy", "0.975", "train/loss", "0.123456", "lr") if word not in table] == []
-    assert "old" not in table
-
-
-def test_end_of_a_run_names_its_report(
-    console: Console, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(attempt=1, status="finished", reason="done")
     run.artifacts.mkdir()
-    beat(run, 1, 0, metrics=METRICS)  # of a benchmark: those of its largest message, which are not shown
     assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
         "review in MLflow: hpcdist ui --runs-dir '/my runs'",
         f"report: hpcdist bench show {run.path}",
-        "finished: done",
-    ]
+        "finished: all [3] epochs are done",
+    ], "the last metrics of a benchmark are those of its largest message only"
     run.report.write_text("<!doctype html>")
     monkeypatch.chdir(tmp_path)
-    assert end(console, run, run.read_state())[-2] == "report: runs/exp/first/report.html"
-
-
-def test_end_of_an_unfinished_run_names_the_resume_command(console: Console, make: Make) -> None:
-    run = make(status="failed", reason="a reason")
+    lines = end(console, run, run.read_state())
+    assert lines[-2:] == ["report: runs/exp/first/report.html", "finished: all [3] epochs are done"]
+    table = "\n".join(lines)
+    words = ("exp/first", "eval/accuracy", "0.975", "train/loss", "0.123456", "lr")
+    assert [word for word in words if word not in table] == []
+    assert "old" not in table
     uri = TrackingConfig(uri="http://ada:s3cret@mlflow")
-    assert end(console, run, run.read_state(), tracking=uri) == [
+    failed = State(status="failed", reason="a reason")
+    assert end(console, run, failed, tracking=uri)[-4:] == [
         "review in MLflow: hpcdist ui --tracking-uri 'http://ada:***@mlflow'",
-        f"continue: hpcdist resume {run.path}",
+        "report: runs/exp/first/report.html",
+        "continue: hpcdist resume runs/exp/first",
         "failed: a reason",
     ]
     ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}
     write_json(run.mlflow, ids)  # it is in MLflow: links to its page and views
-    assert end(console, run, run.read_state(), tracking=uri)[3:-2] == [
+    assert end(console, run, failed, tracking=uri)[-5:-3] == [
         "review in MLflow: http://mlflow/#/experiments/7/runs/ab?workflowType=machine_learning",
         "  Cost: http://mlflow/#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-cost",
     ]

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,18 +35,6 @@ from hpcdist.slurm.client import JobSnapshot
 pytestmark = pytest.mark.processes
 
 # --- `hpcdist runs`, `status`, `logs`, `follow` and `explain`
-
-
-def test_runs_lists_runs_by_creation_time(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    make("first", status="finished", attempt=1)
-    make("second", status="failed", attempt=1)
-    for arguments in (["runs"], ["runs", "--runs-dir", "./runs"]):
-        result = hpcdist(*arguments)
-        assert result.code == 0
-        assert result.out.index("exp/first") < result.out.index("exp/second")
-    assert hpcdist("runs", "--runs-dir", "elsewhere").out.startswith("no runs under ")
-    monkeypatch.setenv("HPCDIST_RUNS_DIR", "elsewhere")
-    assert hpcdist("runs").out.startswith("no runs under ")
 
 
 def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> None:
@@ -103,15 +90,14 @@ def test_request_is_written_to_the_last_attempt(hpcdist: Cli, make: Make) -> Non
         ), "no promise that it is saved"
 
 
-@pytest.mark.parametrize(("status", "attempt"), [("running", 1), ("finished", 1), ("created", 0)])
-def test_stop_and_cancel_reject_a_run_that_is_not_running(hpcdist: Cli, make: Make, status: str, attempt: int) -> None:
-    run = make("first", status=status, attempt=attempt)
-    with hold(run) if status == "created" else nullcontext():
-        for command in ("stop", "cancel"):
-            message = one_line(hpcdist(command, "first"))
-            assert message.startswith("run first is not running")
+def test_stop_and_cancel_reject_a_run_that_is_not_running(hpcdist: Cli, make: Make) -> None:
+    lost, created = make("lost", status="running", attempt=1), make("created")
+    with hold(created):
+        for command, run, status in (("stop", lost, "running"), ("cancel", created, "created")):
+            message = one_line(hpcdist(command, run.name))
+            assert message.startswith(f"run {run.name} is not running")
             assert repr(status) in message
-    assert list(run.path.rglob("request.json")) == []
+            assert list(run.path.rglob("request.json")) == []
 
 
 @pytest.fixture
@@ -291,10 +277,12 @@ def test_newest_sweep_stands_for_its_cells(hpcdist: Cli, make: Make, made: list[
     assert hpcdist("logs").err.splitlines()[1] == "hpcdist: grid is a sweep: name one of its cells (grid-1, …)"
 
 
-def test_folder_without_runs_is_an_error_that_names_it(hpcdist: Cli, tmp_path: Path) -> None:
+def test_folder_without_runs_is_named(hpcdist: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("status", "logs", "explain", "follow", "stop", "resume", "cost"):
         message = one_line(hpcdist(command))
         assert message.startswith(f"no run in {tmp_path / 'runs'}"), command
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", "elsewhere")
+    assert hpcdist("runs").out == f"no runs under {tmp_path / 'elsewhere'}\n"
 
 
 def test_misspelt_names_have_a_suggestion(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:

@@ -292,9 +292,6 @@ def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: Seen) -> 
     assert one_line(hpcdist("rerun", "first", "--compare")) == (
         "run first is not a rerun: `hpcdist compare` compares any runs"
     )
-    assert one_line(hpcdist("rerun", "first", "--begin", "20:00")) == (
-        "--dependency and --begin need Slurm, and this run is repeated on this machine"
-    )
     facts = read_json(first.environment) or {}
     write_json(first.environment, {**facts, "code": {"copied": True}})
     assert "is damaged: it has no cwd" in one_line(hpcdist("rerun", "first"))

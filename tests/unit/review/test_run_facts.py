@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,23 +143,19 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         attempts = folder.facts(status="finished").attempts
         assert attempts[2].cause == f"{cause} (Slurm: NODE_FAIL)"
         assert read_faults(folder.run)[0].where == f"node {nodes}"
-    assert folder.facts().num_job_starts == 3
     assert interruptions(attempts, 8000) == (
         "1: rank 1 was killed; 2: a job of higher priority preempted this one (Slurm: PREEMPTED): everything saved;"
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
 
 
-def test_interruptions_in_the_middle_are_left_out(folder: Folder) -> None:
+def test_interruptions_end_with_the_newest() -> None:
     one = AttemptFacts(number=1, started=1.0, ended=2.0, status="failed", cause="rank 1 was killed")
     attempts = [replace(one, number=number) for number in range(1, 101)]
     text = interruptions([*attempts, replace(one, number=101, status="running", cause="")], 300)
-    assert len(text) <= 300
-    assert text.startswith("1: rank 1 was killed; 2: rank 1 was killed; ")
-    assert text.endswith("; 100: rank 1 was killed")
-    left_out = int(re.findall(r"; (\d+) more; ", text)[0])
-    assert left_out + text.count("killed") == 100
-    assert interruptions(attempts[:1], 5) == "1: ra"
+    assert len(text) == 300
+    assert text.startswith("…")
+    assert text.endswith("; 99: rank 1 was killed; 100: rank 1 was killed")
     assert interruptions([replace(one, status="finished", cause="trained 9 steps")], 300) == ""
 
 
