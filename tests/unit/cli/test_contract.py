@@ -53,15 +53,18 @@ def test_help_texts(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 SITE = """\
 partition: gpu
 account: climate
+qos: long
+constraint: a100|h100
+exclude: n[7-9]
 nodes: 2
 tasks_per_node: 4
 gpus_per_node: 4
 cpus_per_task: 8
 mem: 64G
 time_limit_min: 90
-sbatch: {mail-type: FAIL}
-srun: {mpi: none}
-env: {NCCL_DEBUG: WARN}
+sbatch: {mail-type: FAIL, exclusive: "true", hold: "false"}
+srun: {mpi: none, exact: "true"}
+env: {NCCL_DEBUG: WARN, GREETING: "it's $HOME"}
 setup: [module load cuda]
 """
 

@@ -28,33 +28,6 @@ from hpcdist.slurm.job.submit import resolve
 pytestmark = pytest.mark.processes
 
 RUN = RunDir(Path("/shared/my runs/digits/first"))
-SUPERVISE = f"""\
-trap 'left=0' TERM
-supervise() {{
-  for left in 3 2 1 0; do
-    code=0; {sys.executable} -u -m hpcdist.slurm.job.submitit_entry "$@" || code=$?
-    [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
-    echo "the supervisor was killed (exit code $code): restarting it"
-  done
-}}"""
-SITE: dict[str, Any] = {
-    "partition": "gpu",
-    "account": "climate",
-    "qos": "long",
-    "nodes": 2,
-    "tasks_per_node": 4,
-    "gpus_per_node": 4,
-    "cpus_per_task": 8,
-    "mem": "64G",
-    "time_limit_min": 90,
-    "signal_lead_s": 300,
-    "constraint": "a100|h100",
-    "exclude": "n[7-9]",
-    "sbatch": {"mail-type": "FAIL", "exclusive": "true", "hold": "false"},
-    "srun": {"mpi": "none", "exact": "true"},
-    "env": {"GREETING": "it's $HOME"},
-    "setup": ["module load cuda"],
-}
 
 
 def sbatch(flags: str) -> list[str]:
@@ -77,90 +50,11 @@ def test_range_of_nodes_and_spare_nodes(cluster: dict[str, Any], flags: str) -> 
     assert found == sbatch(flags)
 
 
-def test_step_of_forked_ranks() -> None:
-    """The parents start beside the ranks; an option of Slurm that prevents them is named."""
-    site = SITE | {"srun": {}, "fork": True}
-    step = submit.render(Config(cluster=ClusterConfig(**site)), RUN)[1]
-    parents, ranks = map(shlex.split, step.splitlines())
-    assert parents[:5] == ["srun", "--job-name=rank-parents", "--overlap", "--whole", "--nodes=2"]
-    assert f"--output={RUN.path}/attempts/rank-parent-%N.log" in parents
-    assert parents[-4:] == ["hpcdist.rank.parent", str(RUN.path), "120", "NAME"]
-    assert ranks[:2] == ["srun", "--job-name=attempt-001"]
-    assert ranks[-5:] == ["hpcdist.rank.parent_client", "NAME", "20", "60", str(RUN.path)]
-    bound = ClusterConfig(**(site | {"sbatch": {"gpus-per-task": "1"}}))
-    note, ranks_line = submit.render(Config(cluster=bound), RUN)[1].splitlines()
+def test_option_that_prevents_forks_is_named() -> None:
+    cluster = ClusterConfig(fork=True, sbatch={"gpus-per-task": "1"})
+    note, ranks = submit.render(Config(cluster=cluster), RUN)[1].splitlines()
     assert note.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs")
-    assert shlex.split(ranks_line)[-2:] == ["hpcdist.rank.worker", str(RUN.path)]
-
-
-def test_script_and_step() -> None:
-    script, step = submit.render(Config(cluster=ClusterConfig(**SITE)), RUN)
-    lines = script.splitlines()
-    folder = RUN.path / "submitit"
-    assert lines[0] == "#!/bin/bash"
-    flags = "account=climate constraint='a100|h100' cpus-per-task=8 exclude='n[7-9]' exclusive gpus-per-node=4"
-    flags += " job-name=digits/first mail-type=FAIL mem=64G nodes=2 ntasks-per-node=4 open-mode=append"
-    output = f"#SBATCH --output='{folder}/%j_0_log.out'"
-    last = sbatch("partition=gpu qos=long requeue signal=USR2@300 time=90")
-    assert sorted(line for line in lines if line.startswith("#SBATCH ")) == [*sbatch(flags), output, *last]
-    commands = [line for line in lines if line and not line.startswith("#")]
-    assert commands == [
-        "export GREETING='it'\"'\"'s $HOME'",
-        "module load cuda",
-        *SUPERVISE.splitlines(),
-        "export SUBMITIT_EXECUTOR=slurm",
-        f"supervise -u -m submitit.core._submit '{folder}'",
-    ]
-    assert step == (
-        "srun --job-name=attempt-001 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
-        " --kill-on-bad-exit=1 --input=none --open-mode=append"
-        " '--output=/shared/my runs/digits/first/attempts/001/rank-%5t.log' --mpi=none --exact"
-        " sh -c 'trap '\"'\"''\"'\"' USR2; exec \"$@\"' sh"
-        f" {sys.executable} -P -m hpcdist.rank.worker '/shared/my runs/digits/first'"
-    )
-
-
-def with_roles(**cluster: Any) -> Config:
-    requests = {
-        "server": RoleRequest(partition="cpu", cpus_per_task=8, mem="16G"),
-        "worker": RoleRequest(
-            nodes=2,
-            gpus_per_node=4,
-            mem="64G",
-            constraint="a100|h100",
-            sbatch={"gres-flags": "x y", "exclusive": "true"},
-        ),
-    }
-    more = {"setup": ["module load cuda"], "sbatch": {"mail-type": "FAIL"}, "exclude": "n9"} | cluster
-    return Config(
-        roles={"server": 1, "worker": 8},
-        cluster=ClusterConfig(roles=requests, partition="gpu", account="climate", time_limit_min=90, **more),
-    )
-
-
-def test_script_of_a_heterogeneous_job() -> None:
-    """sbatch reads only #SBATCH lines before the first command, so those of all components come first."""
-    script, step = submit.render(with_roles(), RUN)
-    folder = RUN.path / "submitit"
-    flags = "account=climate cpus-per-task=8 exclude=n9 job-name=digits/first mail-type=FAIL mem=16G nodes=1"
-    of_all = sbatch(f"{flags} ntasks-per-node=1 open-mode=append")
-    flags = "partition=gpu constraint='a100|h100' mem=64G exclude=n9 nodes=2 ntasks-per-node=4 gpus-per-node=4"
-    of_worker = [*sbatch(f"{flags} cpus-per-task=1 mail-type=FAIL"), "#SBATCH --gres-flags='x y'", *sbatch("exclusive")]
-    assert [line for line in script.splitlines() if line] == [
-        "#!/bin/bash",
-        "# Parameters",
-        *of_all,
-        f"#SBATCH --output='{folder}/%j_0_log.out'",
-        *("#SBATCH --partition=cpu", "#SBATCH --requeue", "#SBATCH --signal=USR2@120", "#SBATCH --time=90"),
-        *("# setup", "#SBATCH hetjob"),
-        *of_worker,
-        "module load cuda",
-        *SUPERVISE.splitlines(),
-        "# command",
-        "export SUBMITIT_EXECUTOR=slurm",
-        f"supervise -u -m submitit.core._submit '{folder}'",
-    ]
-    assert step.startswith("srun --het-group=0 ")
+    assert shlex.split(ranks)[-2:] == ["hpcdist.rank.worker", str(RUN.path)]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +75,7 @@ def test_killed_supervisor_is_restarted(tmp_path: Path, command: str, code: int,
     python.write_text(f"#!/bin/sh\necho $4 >> starts\n{command}\n")
     python.chmod(0o755)
     # Set-up lines of a site may contain `set -eu`.
-    script = "\n".join(["set -eu", SUPERVISE.replace(sys.executable, str(python)), "supervise argument"])
+    script = "\n".join(["set -eu", submit._SUPERVISE % f"{python} -u -m MODULE", "supervise argument"])
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert (tmp_path / "starts").read_text() == "argument\n" * starts
@@ -205,10 +99,9 @@ def test_batch_step_runs_submitits_pickle_without_numpy(tmp_path: Path) -> None:
 
 def test_script_and_step_contain_no_secret() -> None:
     env = {"WANDB_API_KEY": "s3cret", "HTTPS_PROXY": "http://u:s3cret@proxy", "PLAIN": "visible"}
-    mine = {**SITE, "env": env}
     other = {"A_TOKEN": "s3cret"}
     config = Config(
-        cluster=ClusterConfig(**mine),
+        cluster=ClusterConfig(env=env),
         launch=LaunchConfig(env=other),
         tracking=TrackingConfig(uri="http://u:s3cret@mlflow"),
         container=ContainerConfig(runtime="podman", image="i"),

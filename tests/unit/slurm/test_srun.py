@@ -22,7 +22,6 @@ from hpcdist.slurm import on_nodes
 from hpcdist.slurm.job import node_steps
 from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
 from hpcdist.slurm.job.srun import (
-    parents_command,
     rank_env,
     step_command,
     watchdog_command,
@@ -35,58 +34,6 @@ from hpcdist.supervisor.plan import rank_command
 #: Many tests of this file start processes.
 pytestmark = pytest.mark.processes
 RANK = ["python", "-m", "worker", "/shared/my run"]
-#: A rank ignores SIGUSR2 until it has a handler.
-WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "words"),
-    [
-        (
-            {"nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 8, "srun": {"mpi": "none"}},
-            "--nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 --kill-on-bad-exit=1"
-            " --input=none --open-mode=append --output=/e/r/attempts/012/rank-%5t.log --mpi=none",
-        ),
-        (
-            {"srun": {"kill-on-bad-exit": "0"}},  # flags of the site override defaults
-            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0"
-            " --input=none --open-mode=append --output=/e/r/attempts/012/rank-%5t.log",
-        ),
-    ],
-)
-def test_command_of_a_step(cluster: dict[str, Any], words: str) -> None:
-    found = step_command(Config(cluster=ClusterConfig(**cluster)), Attempt(Path("/e/r/attempts/012")), RANK)
-    assert found == ["srun", "--job-name=attempt-012", *words.split(), *WRAPPED]
-
-
-def roles(**cluster: Any) -> Config:
-    requests = {"server": RoleRequest(cpus_per_task=4), "worker": RoleRequest(nodes=2, gpus_per_node=2)}
-    return Config(
-        roles={"server": 1, "worker": 4},
-        cluster=ClusterConfig(roles=requests, srun={"mpi": "none"}, **cluster),
-    )
-
-
-def test_step_of_a_heterogeneous_job() -> None:
-    """Each rank opens its own log, because srun numbers %t by component."""
-    shell = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
-    first = "--het-group=0 --job-name=attempt-001 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4"
-    second = "--het-group=1 --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1"
-    more = "--kill-on-bad-exit=1 --input=none --mpi=none"
-    assert step_command(roles(), Attempt(Path("/a/001")), RANK) == [
-        *("srun", *first.split(), *more.split(), "sh", "-c", shell, "/a/001", *RANK),
-        *(":", *second.split(), "--gpus-per-node=2", *more.split(), "sh", "-c", shell, "/a/001"),
-        *("env", "-u", "MALLOC_MMAP_THRESHOLD_", "-u", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS=1", *RANK),
-    ]
-
-
-def test_step_with_a_host_file() -> None:
-    """The host file determines nodes and tasks per node."""
-    words = (
-        "srun --job-name=attempt-001 --ntasks=5 --cpus-per-task=4 --gpus-per-node=2 --kill-on-bad-exit=1 --input=none"
-        " --open-mode=append --output=/a/001/rank-%5t.log --mpi=none --distribution=arbitrary"
-    )
-    assert step_command(roles(het=False), Attempt(Path("/a/001")), RANK) == [*words.split(), *WRAPPED]
 
 
 def test_watchdog_runs_on_a_node_of_the_second_component_or_on_a_given_one() -> None:
@@ -103,7 +50,9 @@ def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
     assert env == {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", **malloc, "A": "job", "B": "rank"}
     env = rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(num_threads=3)))
     assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
-    assert rank_env(roles())["OMP_NUM_THREADS"] == "4", "of the first component"
+    roles = {"server": RoleRequest(cpus_per_task=4), "worker": RoleRequest(nodes=2)}
+    found = rank_env(Config(roles={"server": 1, "worker": 4}, cluster=ClusterConfig(roles=roles)))
+    assert found["OMP_NUM_THREADS"] == "4", "of the first component"
 
 
 def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
@@ -111,17 +60,6 @@ def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     words = step_command(config, attempt, RANK, None, ("n1", "n3"), overlap=True)
     assert {"--nodes=2", "--ntasks=4", "--nodelist=n1,n3", "--overlap"} <= set(words)
     assert "--overlap" not in step_command(config, attempt, RANK, None, ("n1", "n3"))
-
-
-def test_parents_have_the_processors_of_all_ranks() -> None:
-    """The step is not limited to the cores of one task, and its task is not bound."""
-    cluster = ClusterConfig(gpus_per_node=4, cpus_per_task=8, srun={"mpi": "none", "cpu-bind": "cores"})
-    command = parents_command(cluster, ["n1", "n2"], ["python"], output=Path("/a/rank-parent-%N.log"))
-    assert command == [
-        *("srun", "--job-name=rank-parents", "--overlap", "--whole", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"),
-        *("--nodelist=n1,n2", "--gpus-per-node=4", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0"),
-        *("--input=none", "--open-mode=append", "--output=/a/rank-parent-%N.log", "python"),
-    ]
 
 
 # --- The step of the processes that fork ranks, with a fake srun that prints what the test has written, and waits.
