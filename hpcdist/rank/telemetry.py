@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from hpcdist.errors import TrainerError
-from hpcdist.host.files import write_atomic, write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, beat_interval_s
 from hpcdist.run.records import CAUSES, Cause
 
@@ -299,11 +299,9 @@ _ENTRIES = 2000
 #: Number of latest entries that are written for each process group, and the limit including unfinished ones.
 _NUM_LAST = 20
 _NUM_UNFINISHED = 200
-#: Maximum world size for a complete NCCL dump, which is 1 MB for each rank; larger runs dump unfinished entries only.
-_MAX_FULL_DUMP = 64
 
 
-def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
+def dump_on_signal(attempt: Attempt, rank: int) -> None:
     """Write stacks and flight records whenever this rank receives SIGUSR1."""
     wake, waker = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(waker, False)
@@ -316,7 +314,7 @@ def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
         while numbers := os.read(wake, 64):
             if signal.SIGUSR1 in numbers:
                 try:
-                    write_records(attempt, rank, world_size)
+                    write_records(attempt, rank)
                 except (OSError, RuntimeError, ValueError) as error:
                     log.warning("the flight records cannot be written: %s", error)
 
@@ -333,8 +331,8 @@ def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> 
             env[names[0]] = value
 
 
-def write_records(attempt: Attempt, rank: int, world_size: int) -> None:
-    """Write the last collectives of each process group as JSON, and NCCL's own dump."""
+def write_records(attempt: Attempt, rank: int) -> None:
+    """Write the last collectives of each process group as JSON."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     found: dict[str, dict[str, Any]] = {}
     # ProcessGroupNCCL has a recorder of its own, if torch is built with NCCL.
@@ -351,7 +349,3 @@ def write_records(attempt: Attempt, rank: int, world_size: int) -> None:
             if kept:
                 found[backend] = {**recorded, "entries": kept[::-1]}
     write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": found})
-    if c10d is not None and "nccl" in found:
-        only_active = world_size > _MAX_FULL_DUMP
-        # The input of torch's analyzer: `torchfrtrace FOLDER --prefix flight-rank-`.
-        write_atomic(attempt.path / f"flight-rank-{rank}", c10d._dump_nccl_trace(True, True, only_active))

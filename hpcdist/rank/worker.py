@@ -89,7 +89,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
 
     Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
     """
-    dump_on_signal(attempt, topology.rank, topology.world_size)
+    dump_on_signal(attempt, topology.rank)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     log_files.limit_log(run.path)

@@ -176,10 +176,9 @@ def main():
     sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(
         _dump_fr_trace_json=lambda: recorded(rank, "gloo"),
         _dump_nccl_trace_json=lambda: recorded(rank, "nccl"),
-        _dump_nccl_trace=lambda *flags: repr(flags).encode(),
     )
     attempt = RunDir(Path(sys.argv[1])).attempt(int(os.environ["HPCDIST_ATTEMPT"]))
-    dump_on_signal(attempt, rank, int(os.environ["HPCDIST_WORLD_SIZE"]))
+    dump_on_signal(attempt, rank)
     print("up", flush=True)
     train(rank)
 

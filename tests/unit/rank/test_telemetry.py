@@ -174,15 +174,12 @@ def entry(number: int, group: str = "0", *, done: bool = True) -> dict[str, Any]
     return {"collective_seq_id": number, "process_group": [group, ""], "retired": done}
 
 
-def replace_recorder(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**functions))
-
-
 def test_last_and_unfinished_entries_of_each_group_are_kept(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry(1, "7"), *(entry(number, done=number not in (5, 400, 500)) for number in range(1, 501))]
     recorded = json.dumps({"entries": entries, "pg_status": {"0": {}}}).encode()
-    replace_recorder(monkeypatch, _dump_fr_trace_json=lambda: recorded, _dump_nccl_trace_json=lambda: b"{}")
-    write_records(attempt, 0, 4)
+    recorders = SimpleNamespace(_dump_fr_trace_json=lambda: recorded, _dump_nccl_trace_json=lambda: b"{}")
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorders)
+    write_records(attempt, 0)
     record = read_json(attempt.flight(0)) or {}
     assert set(record["recorders"]) == {"gloo"}, "NCCL has no entries"
     kept = [(e["process_group"][0], e["collective_seq_id"]) for e in record["recorders"]["gloo"]["entries"]]
@@ -190,23 +187,6 @@ def test_last_and_unfinished_entries_of_each_group_are_kept(attempt: Attempt, mo
         "unfinished entry 5 is beyond the limit"
     )
     assert record["recorders"]["gloo"]["pg_status"] == {"0": {}}
-    assert not list(attempt.path.glob("flight-rank-*"))
-
-
-def test_nccl_dump_is_written_unchanged(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In large runs the dump has only unfinished entries. NCCL is simulated."""
-    recorded = json.dumps({"entries": [entry(1)]}).encode()
-    dumped: list[tuple[bool, ...]] = []
-
-    def dump(*flags: bool) -> bytes:
-        dumped.append(flags)
-        return b"a pickle"
-
-    replace_recorder(monkeypatch, _dump_nccl_trace_json=lambda: recorded, _dump_nccl_trace=dump)
-    for world_size in (64, 65):
-        write_records(attempt, 3, world_size)
-    assert dumped == [(True, True, False), (True, True, True)]
-    assert (attempt.path / "flight-rank-3").read_bytes() == b"a pickle"
 
 
 def test_recorders_are_enabled_unless_the_user_has_set_their_variables(attempt: Attempt) -> None:

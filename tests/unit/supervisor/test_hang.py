@@ -86,8 +86,6 @@ def test_stacks_of_hung_ranks_are_collected(attempt: Attempt, tmp_path: Path) ->
     for rank in range(4):
         record = read_json(attempt.flight(rank)) or {}
         assert set(record["recorders"]) == {"gloo", "nccl"}
-        # Arguments that torch's trace analyzer needs; a real dump would need a GPU.
-        assert (attempt.path / f"flight-rank-{rank}").read_text() == "(True, True, False)"
     left = {path.name for path in attempt.path.iterdir()}
     assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
 
