@@ -39,9 +39,7 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.step_timing import Totals
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import read_records
-from hpcdist.tracking.rank_records import run_id_of
 
 CONFIG = Config(seed=5, checkpoint=CheckpointConfig(every_steps=4))
 
@@ -120,18 +118,6 @@ def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_pa
         assert torch.equal(values["restored"].model["weight"], ranks[0]["initial"])
     assert len({values["draws"] for values in others}) == 3
     assert not {values["draws"] for values in others} & {values["after saving"] for values in ranks}
-
-
-def test_mlflow_in_a_rank_reads_back_what_the_context_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow import MlflowClient  # starts a thread, which forked ranks would not have
-
-    monkeypatch.setattr(rank_records, "_own", None)
-    run = new_run(tmp_path)
-    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
-        records = rank_records.begin(ctx._records)
-        ctx.log({"train/loss": 0.5}, 3)
-        assert MlflowClient(records.uri).get_run(run_id_of(run)).data.metrics == {"train/loss": 0.5}
-        ctx.close()
 
 
 def train_the_example(here: Rank, path: Path) -> None:

@@ -450,42 +450,31 @@ def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pyt
 # --- metrics of a node
 
 
-def test_first_rank_of_each_node_logs_at_the_logging_interval(
+def test_first_rank_with_steps_of_each_node_logs_at_an_interval(
     trainer: TimedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_timing.socket, "gethostname", lambda: "n2")
-    times = [NodeTimes(trainer.timer, topology_of(rank, 4, 2), log_every=2) for rank in range(4)]
-    trainer.step(data=1, compute=4, rest=5)
-    assert [one.due(1) for one in times] == [{}] * 4
-    trainer.step(data=3, compute=6, rest=7)
-    expected = {"time/n2/step_s": 13, "time/n2/data_s": 2, "time/n2/compute_s": 5}
-    assert [one.due(2) for one in times] == [expected, {}, expected, {}]
-    trainer.step(data=1, compute=1)
-    trainer.step(data=1, compute=1)
-    assert times[0].due(4) == {"time/n2/step_s": 2, "time/n2/data_s": 1, "time/n2/compute_s": 1}, (
-        "means since the last point"
-    )
-    assert times[0].due(6) == {}, "no step since the last point"
-
-
-def test_first_rank_with_steps_of_each_node_logs(trainer: TimedTrainer) -> None:
-    trainer.step(data=1, compute=1)
-    names = {"time/step_s", "time/data_s", "time/compute_s"}
-    assert set(NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)) == names, "of a single node"
-    times = [NodeTimes(trainer.timer, topology_of(rank, 6, 2), 1) for rank in range(6)]
+    times = [NodeTimes(trainer.timer, topology_of(rank, 6, 2), log_every=2) for rank in range(6)]
     for one in times:
         one.leave_to([1, 2, 3, 5])  # 0 and 4 are parameter servers
-    assert [rank for rank, one in enumerate(times) if one.due(1)] == [1, 3]
-
-
-def test_logging_rate_of_many_nodes_is_limited(trainer: TimedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.step(data=1, compute=4, rest=5)
+    assert [one.due(1) for one in times] == [{}] * 6
+    trainer.step(data=3, compute=6, rest=7)
+    expected = {"time/n2/step_s": 13, "time/n2/data_s": 2, "time/n2/compute_s": 5}
+    assert {rank: found for rank, one in enumerate(times) if (found := one.due(2))} == {1: expected, 3: expected}
+    trainer.step(data=1, compute=1)
+    trainer.step(data=1, compute=1)
+    since = {"time/n2/step_s": 2, "time/n2/data_s": 1, "time/n2/compute_s": 1}
+    assert times[1].due(4) == since, "means since the last point"
+    assert times[1].due(6) == {}, "no step since the last point"
+    one_node = NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)
+    assert set(one_node) == {"time/step_s", "time/data_s", "time/compute_s"}
     clock = [100.0]
     monkeypatch.setattr(step_timing.time, "monotonic", lambda: clock[0])
-    times = NodeTimes(trainer.timer, topology_of(0, 1024, 512), 1)
-    logged = 0
+    of_many, logged = NodeTimes(trainer.timer, topology_of(0, 1024, 512), 1), 0
     for step in range(1000):
         trainer.step(data=1, compute=1)
-        logged += bool(times.due(step))
+        logged += bool(of_many.due(step))
         clock[0] += 0.5
     assert logged == pytest.approx(500 / (512 / TIMES_PER_S), abs=1)
 
