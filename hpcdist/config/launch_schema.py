@@ -115,8 +115,6 @@ class EnvironmentConfig(ConfigSection):
     """A virtual environment (venv), or a folder with a `uv.lock` (uv)."""
     modules: list[str] = field(default_factory=list)
     """Modules to load for the ranks, such as `cuda/13.0`; with `kind: module` they contain the ranks' Python."""
-    python: str = "python3"
-    """Name of the Python, for an environment that has several, such as `python3.12`."""
     uv_args: list[str] = field(default_factory=list)
     """Additional options of `uv sync`, such as `--extra=train` or `--python=3.12`."""
     stage: bool = True
@@ -125,7 +123,7 @@ class EnvironmentConfig(ConfigSection):
     """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
 
     def problems(self) -> list[str]:
-        found = one_line(self, "path", "modules", "python", "uv_args", "local_dir")
+        found = one_line(self, "path", "modules", "uv_args", "local_dir")
         if self.kind in ("venv", "uv") and not self.path:
             meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock"}
             found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
@@ -140,10 +138,6 @@ class EnvironmentConfig(ConfigSection):
         for name in self.modules:
             if not name or name.startswith("-"):
                 found.append(f"modules must hold names such as cuda/13.0, got {name!r}")
-        if "/" in self.python:
-            found.append(f"python must be the name of a command, got {self.python!r}")
-        if not self.python:
-            found.append("python must not be empty")
         if not self.local_dir.startswith(("/", "$")):
             found.append(f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}")
         return found
@@ -261,8 +255,6 @@ class ContainerConfig(ConfigSection):
     """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
     env: list[str] = field(default_factory=list)
     """Additional variables to pass, by name or as `NAME_*`; those of Slurm, NCCL and this config are passed."""
-    gpus: Literal["auto", "none", "all"] = "auto"
-    """GPUs in the container; `auto` passes those that Slurm allocates if `cluster.gpus_per_node` requests some."""
     python: str = "python3"
     """Python of the image with hpcdist installed: a command on the image's PATH, or a path in the image."""
     extra_args: list[str] = field(default_factory=list)

@@ -52,11 +52,6 @@ from hpcdist.slurm.on_nodes import lines_of_task, task_words
 #: Never mounted just because they are the current folder: they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
 
-#: Image references that `enroot import` accepts for pyxis: of a registry, or of the docker daemon on each node.
-_PYXIS_REFERENCE = re.compile(
-    r"(docker://)?([^@/#]+@)?([^@/#]+[#/])?[a-z0-9][a-z0-9/._-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?|dockerd://[A-Za-z0-9/._:-]+"
-)
-
 
 def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> ContainerSpec | None:
     """Return the container of a run's ranks; None if `container.runtime` is `none`."""
@@ -81,7 +76,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
         mounts=without_nested([*own, *same]),
         workdir=cwd,
         env=tuple(dict.fromkeys(env)),
-        gpus="all" if container.gpus == "all" or (container.gpus == "auto" and uses_gpus) else "",
+        gpus="all" if uses_gpus else "",
         python=container.python,
         extra_args=tuple(container.extra_args),
         unpacked=container.runtime == "enroot" and Path(container.image).is_dir(),
@@ -103,11 +98,6 @@ def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> lis
         is_file = container.runtime == "pyxis" and image.startswith(("/", "."))
         if is_file or container.runtime in ("apptainer", "charliecloud", "enroot"):
             _check_path(container.runtime, image)
-        elif container.runtime == "pyxis" and not _PYXIS_REFERENCE.fullmatch(image):
-            raise UserMistake(
-                f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
-                " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
-            )
         run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
         spec = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
         if spec is not None and not found:
@@ -219,23 +209,9 @@ _CONSEQUENCE = re.compile(r"\[ERROR\] (Failed to mount: |/\S+ exited with return
 _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
 #: Errors that no retry solves, and what to do about them.
 _FIXES = (
-    (
-        "rlimit type 8: operation not permitted",
-        "its daemon lacks CAP_SYS_RESOURCE (rootless, or in a container) and cannot unlock memory for RDMA:"
-        " container.extra_args=[--ulimit=memlock=65536:65536] leaves the limit, and NCCL_IB_DISABLE=1 avoids RDMA",
-    ),
-    (
-        "Requesting capability set",
-        "root lacks a capability here (as in a container): name it in APPTAINER_DROP_CAPS, for example"
-        " `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
-    ),
     ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
     (
-        "could not create (character|block) device",
-        "only root can unpack the device files of this image, and no container needs them: create the .sqsh again with"
-        " `mksquashfs … -wildcards -e 'dev/*'`",
-    ),
-    (
+        "rlimit type 8: operation not permitted|Requesting capability set|could not create (character|block) device|"
         "permission denied while trying to connect|could not select device driver|/dev/fuse: Permission denied|"
         r"Failed to create user namespace|Command not found: |\[ERROR\] Invalid argument: /|mkdir: .*enroot",
         "docs/how-to/containers.md lists what the runtime needs on each node",

@@ -30,6 +30,8 @@ from hpcdist.run.folder import own_place
 
 # Listings of the files of an environment, to find out whether it has changed or a copy is incomplete.
 
+#: Name of the Python in an environment.
+PYTHON = "python3"
 #: Python writes these at any time, so they neither change nor complete an environment.
 CACHE = "__pycache__"
 
@@ -207,7 +209,7 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
             source, original = original, store / f".{name}.{os.getpid()}"
             leftovers.callback(shutil.rmtree, original, ignore_errors=True)
             build(source, environment.uv_args, original, env)
-        write_archive(original, interpreter(original, environment.python), archive)
+        write_archive(original, interpreter(original), archive)
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     size_bytes = archive.stat().st_size
@@ -266,9 +268,9 @@ class Interpreter:
         return not in_system and self.executable.is_relative_to(self.base)
 
 
-def interpreter(environment: Path, python: str) -> Interpreter:
+def interpreter(environment: Path) -> Interpreter:
     """Return the Python of a virtual environment, by starting it."""
-    program = environment / "bin" / python
+    program = environment / "bin" / PYTHON
     try:
         done = subprocess.run([program, "-I", "-c", _PROBE], capture_output=True, text=True, check=True)
         found = parse_object(done.stdout, "base", "executable", "library")

@@ -21,7 +21,7 @@ import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.config.schema import Config
 from hpcdist.environments.node_copy import NodeRequest, local_sources
-from hpcdist.environments.packed import Packed, copy_sources, pack, store_of, touch, uv_problems
+from hpcdist.environments.packed import PYTHON, Packed, copy_sources, pack, store_of, touch, uv_problems
 from hpcdist.errors import ConfigError, HpcdistError, UserMistake
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import fill, make_private, write_json
@@ -126,20 +126,18 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
     if environment.modules:
         env = load_modules(environment.modules, env)
     if environment.kind == "module":
-        python = shutil.which(environment.python, path=env.get("PATH", "")) or ""
+        python = shutil.which(PYTHON, path=env.get("PATH", "")) or ""
         if not python:
-            raise UserMistake(
-                f"cluster.environment.python: no {environment.python} on the PATH after loading the modules"
-            )
+            raise UserMistake(f"cluster.environment.modules: no {PYTHON} on the PATH after loading them")
         request = NodeRequest(python=python, sources=sources)
     elif not environment.stage:
         root = Path(environment.path)
-        python, env = str(root / "bin" / environment.python), activated(env, root)
+        python, env = str(root / "bin" / PYTHON), activated(env, root)
         request = NodeRequest(python=python, sources=sources)
     else:
         assert packed is not None
         folder = Path(expanded(environment.local_dir, env)) / user_folder()
-        python, env = str(folder / packed.key / "bin" / environment.python), activated(env, folder / packed.key)
+        python, env = str(folder / packed.key / "bin" / PYTHON), activated(env, folder / packed.key)
         request = NodeRequest(
             python=python,
             sources=sources,
@@ -162,9 +160,9 @@ def python_of(config: Config) -> str | None:
     if environment.kind == "none":
         return None
     if environment.kind == "module":
-        return environment.python
+        return PYTHON
     root = f"{environment.local_dir}/{user_folder()}/{environment.kind}-…" if environment.stage else environment.path
-    return f"{root}/bin/{environment.python}"
+    return f"{root}/bin/{PYTHON}"
 
 
 def user_folder() -> str:
@@ -307,7 +305,7 @@ def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
     path = Path(environment.path)
     found = []
     if environment.kind == "venv":
-        program = path / "bin" / environment.python
+        program = path / "bin" / PYTHON
         if not os.access(program, os.X_OK):
             found.append(f"cluster.environment.path: {path} is not a virtual environment: no program {program}")
     elif environment.kind == "uv":

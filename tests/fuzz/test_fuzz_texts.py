@@ -1,28 +1,19 @@
-"""Command lines, configs, and damaged answers of engines, images and Slurm give own errors only."""
+"""Command lines, configs, and damaged answers of Slurm give own errors only."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from config_strategies import NASTY, axes, files, overrides
-from containers import SPEC
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-import hpcdist
 from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.topology import Topology, expand, expand_tasks, port_for
 from hpcdist.config.written import secrets_of, to_yaml
-from hpcdist.containers.images import Engine, inspected, look_up, parse, require_fit
-from hpcdist.containers.steps import probe_outcome
-from hpcdist.errors import ConfigError, HpcdistError, ImageError, TopologyError
+from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.rank.process_group import ranks_on_node
 from hpcdist.run.sweeps import make_sweep, parse_axes
 from hpcdist.slurm.output import (
@@ -39,46 +30,6 @@ from hpcdist.slurm.output import (
     parse_settings,
     parse_squeue,
 )
-
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=5,
-)
-
-
-def answers(keys: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Return objects with valid and other values for these keys."""
-    return st.fixed_dictionaries({}, optional={key: st.one_of(st.just(it), VALUES) for key, it in keys.items()})
-
-
-CONFIG = answers({"Entrypoint": ["tini"], "User": "1000", "Labels": {"hpcdist.cuda": "13.2"}, "Env": ["A=1"]})
-DESCRIPTION = {"Id": "ab", "Architecture": "amd64", "Size": 7, "RepoDigests": ["a@sha256:1"], "Config": {}}
-IMAGES = st.builds(lambda found, config: [found | {"Config": config}], answers(DESCRIPTION), CONFIG)
-
-
-@fuzz(found=st.one_of(IMAGES, VALUES))
-def test_description_of_an_image(found: Any) -> None:
-    try:
-        text = json.dumps(found)
-        podman = SimpleNamespace(name="podman", run=lambda *words: subprocess.CompletedProcess(words, 0, text, ""))
-        look_up(cast(Engine, podman), "x", pull=False)
-        image = inspected(Engine("podman"), "x", text)
-        with suppress(ImageError):
-            require_fit(parse("x", image))
-    except ImageError as error:
-        check_message(error)
-
-
-FACTS = {"node": "n1", "hpcdist": hpcdist.__version__, "python": "3.12.1", "cuda": "13.2", "driver": "1", "source": ""}
-
-
-@fuzz(facts=answers(FACTS), cut=st.integers(0, 60))
-def test_answer_of_an_image(facts: Any, cut: int) -> None:
-    text = json.dumps(facts)
-    for line in (text, text[cut:], text[:-cut]):
-        probe_outcome(SPEC, f"hpcdist-image {line}\n", "", "n1")
-
 
 APP = make_app()
 #: Commands that start no processes; `run` has `--dry-run` for that.
@@ -130,15 +81,6 @@ def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words
     loaded = load_run_config(written, [], secrets_of(config))
     # Compared as text, since nan is not equal to itself.
     assert repr(loaded) == repr(config)
-
-
-@pytest.mark.slow
-@fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))
-def test_override_gives_a_config_or_an_error(words: list[str]) -> None:
-    try:
-        to_yaml(load_config("ddp_digits", words)).encode()
-    except ConfigError as error:
-        check_message(error)
 
 
 @fuzz(words=st.lists(axes, min_size=1, max_size=2), more=st.lists(overrides, max_size=1))

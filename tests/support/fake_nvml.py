@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -21,7 +20,6 @@ class FakeNvml:
 
     gpus: Sequence[Mapping[str, Any] | None] = ()
     driver: str = ""
-    queries: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvmlDeviceGet"):
@@ -35,19 +33,13 @@ class FakeNvml:
         return query
 
     def nvmlInit(self) -> None:
-        self.queries.append("nvmlInit")
+        pass
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return self.driver
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Mapping[str, Any]:
-        for one in self.gpus:
-            if one is not None and one.get("nvmlDeviceGetUUID") == uuid:
-                return one
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Mapping[str, Any]:
         if (gpu := self.gpus[index]) is None:
@@ -66,11 +58,3 @@ def install_fake_nvml(
 def gpu(name: str, **results: Any) -> dict[str, Any]:
     """Return the results of a GPU's queries; the keywords are function names without `nvmlDeviceGet`."""
     return {f"nvmlDeviceGet{query}": value for query, value in {"Name": name, **results}.items()}
-
-
-def memory(used_mb: int, total_mb: int) -> SimpleNamespace:
-    return SimpleNamespace(used=used_mb << 20, total=total_mb << 20)
-
-
-def processes(*pids: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(pid=pid) for pid in pids]

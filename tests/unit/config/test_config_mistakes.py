@@ -179,8 +179,6 @@ from hpcdist.errors import ConfigError, shown
                     "kind: venv, path: /a, uv_args: [--extra=x]",
                     "uv_args are options of `uv sync`, but kind=venv: remove",
                 ),
-                ("python: /usr/bin/python3", "python must be the name of a command, got '/usr/bin/python3'"),
-                ("python: ''", "python must not be empty"),
                 ("local_dir: scratch", "local_dir must be an absolute path or begin with a variable, got 'scratch'"),
                 ("kind: uv, path: /a, stage: false", "stage=false is for kind=venv: create the environment by"),
                 ('local_dir: "/a\\nb"', r"local_dir must be one line without control characters, got '/a\nb'"),
@@ -214,34 +212,25 @@ def test_all_mistakes_of_a_file_are_reported_at_once_and_nothing_else(write: Wri
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("stop.max_steps=abc", "stop.max_steps must be int | None, got 'abc'"),
         ("data.root=", """data.root must be str, got None: write '' for an empty string ("''" in a shell)"""),
         ("optim={lr: -1}", "optim.lr must be > 0, got -1.0"),
         ("launch.env.a b=1", "launch.env: 'a b' is not a valid variable name: use letters, digits and '_', not"),
         ("cluster.roles.x.nodes=2", "cluster.roles.x: no such role, `roles` has trainer"),
-        ("launch.backend=nccl", "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
         ("seed=${optim.name}", "seed must be int, got 'adam'"),
         ("experiment=!!bool x", "experiment must be a plain folder name"),
-        ("seed=${", "seed: malformed interpolation"),
         ("seed=" + "9" * 5000, "seed must be int, got '999"),
         ("params.a=\udcff", "params.a must be UTF-8 text, got '\\udcff'"),
         ("params.\udcff=1", "params: a key must be UTF-8 text, got '\\udcff'"),
         (r"params=\${x}", "params must be dict[str, Any], got '${x}'"),
-        ("roles=[1]", "roles must be dict[str, int], got [1]"),
         ("runs_dir=***", "runs_dir: *** stands for a redacted secret: write the value, or ${oc.env:NAME}"),
         ("launch.device.x=1", "launch.device.x: a part of this path is a value already, not a section"),
         *((word, f"{word!r} is no override: write key=value, as in optim.lr=0.01") for word in ("optim.lr", "=3", "")),
         *(
-            (f"{key}={value}", f"{key}{more}: the home folder of '~nosuchuser' is unknown: use an absolute path")
-            for key, value, more in (
-                ("runs_dir", "~nosuchuser/x", ""),
-                ("data.root", "~nosuchuser/x", ""),
-                ("rnn.files", "[~nosuchuser/x]", ""),
-                ("hybrid.file", "~nosuchuser/x", ""),
-                ("trainer.script", "[~nosuchuser/x]", ""),
-                ("tracking.uri", "sqlite:///~nosuchuser/x", ""),
-                ("container", "{runtime: apptainer, image: ~nosuchuser/x}", ".image"),
-                ("container.mounts", "[~nosuchuser/x:/x]", ""),
+            (f"{key}={value}", f"{key}: the home folder of '~nosuchuser' is unknown: use an absolute path")
+            for key, value in (
+                *((key, "~nosuchuser/x") for key in ("runs_dir", "data.root", "hybrid.file")),
+                *((key, "[~nosuchuser/x:/x]") for key in ("rnn.files", "trainer.script", "container.mounts")),
+                ("tracking.uri", "sqlite:///~nosuchuser/x"),
             )
         ),
     ],

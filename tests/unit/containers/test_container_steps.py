@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from containers import SPEC
@@ -278,29 +278,19 @@ def test_configured_mount_replaces_the_default_one_and_system_folders_are_never_
     assert not {"/", "/usr"} & mounts.keys()
 
 
-@pytest.mark.parametrize(
-    ("setting", "device", "gpus", "expected"),
-    [("auto", "auto", 4, True), ("auto", "cpu", 4, False), ("auto", "auto", 0, False), ("all", "cpu", 0, True),
-     ("none", "auto", 4, False)],
-)  # fmt: skip
-def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gpus: int, expected: bool) -> None:
-    config = Config(
-        launch=LaunchConfig(device=device),
-        cluster=ClusterConfig(gpus_per_node=gpus),
-        container=ContainerConfig(runtime="podman", image=IMAGE, gpus=setting),
-    )
-    assert spec_of(config).gpus == ("all" if expected else "")
+def test_gpus_depend_on_device_and_request() -> None:
+    for device, gpus, expected in (("auto", 4, "all"), ("cpu", 4, ""), ("auto", 0, "")):
+        config = Config(
+            launch=LaunchConfig(device=cast(Any, device)),
+            cluster=ClusterConfig(gpus_per_node=gpus),
+            container=ContainerConfig(runtime="podman", image=IMAGE),
+        )
+        assert spec_of(config).gpus == expected
 
 
 # --- checks before submission
 def config(**container: Any) -> Config:
     return Config(name="x", runs_dir="/runs", container=ContainerConfig(**container))
-
-
-NO_REFERENCE = (
-    "{image} is neither a path that begins with / nor an image reference of pyxis: [USER@][REGISTRY#]IMAGE[:TAG] with"
-    " IMAGE in lower case"
-)
 
 
 @pytest.mark.processes
@@ -309,13 +299,10 @@ NO_REFERENCE = (
     [
         ("pyxis", "/no.sqsh", "no such file or folder: /no.sqsh"),
         ("pyxis", "/proc/self", "/proc/self is a folder, and pyxis needs a .sqsh file or an image reference"),
-        *(("pyxis", image, NO_REFERENCE) for image in ("podman://hpcdist", "HPC", "registry#a#b")),
         ("apptainer", "docker://hpcdist",
          "docker://hpcdist would be fetched by every rank: convert it to a file first"),
         ("charliecloud", "/proc/self", "/proc/self holds no root file system (no usr and dev in it)"),
-        *(("pyxis", image, None) for image in (
-            "ada@registry.site:5000#team/hpcdist:0.1.0", f"docker://nvcr.io/nvidia/pytorch@sha256:{'0a' * 32}",
-            "dockerd://localhost/Mine:1", str(Path(__file__)))),
+        *(("pyxis", image, None) for image in ("ada@registry.site:5000#team/hpcdist:0.1.0", str(Path(__file__)))),
     ],
 )  # fmt: skip
 def test_images_that_a_runtime_cannot_start_are_reported(
@@ -444,7 +431,7 @@ ON_NODES = "docs/how-to/containers.md lists what the runtime needs on each node"
     ("runtime", "errors", "fix"),
     [
         ("docker", "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: error"
-         " setting rlimit type 8: operation not permitted: unknown.", "its daemon lacks CAP_SYS_RESOURCE"),
+         " setting rlimit type 8: operation not permitted: unknown.", ON_NODES),
         ("docker", "docker: permission denied while trying to connect to the Docker daemon socket at"
          " unix:///run/docker.sock\n\nRun 'docker run --help' for more information", ON_NODES),
         ("apptainer", "FATAL:   squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied", ON_NODES),
@@ -546,11 +533,12 @@ CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set i
         ("pyxis", 1, PYXIS_CORRUPT_LOG, "pyxis: FATAL ERROR: File system corruption detected", ""),
         ("docker", 127, "", "it printed nothing", None),
         ("podman", 126, "e", "e", None),
-        ("apptainer", 1, f"\x1b[91mERROR  : {CAPABILITIES}\n\x1b[0m", f"ERROR : {CAPABILITIES}", ": root lacks"),
+        ("apptainer", 1, f"\x1b[91mERROR  : {CAPABILITIES}\n\x1b[0m", f"ERROR : {CAPABILITIES}", f": {ON_NODES}"),
         ("apptainer", 1, f"{UNKNOWN_FLAG}\n\nOptions for exec:\n  -u, --userns\n", UNKNOWN_FLAG, ": see contain"),
         ("docker", 125, "unknown flag: --frob\n\nUsage:  docker run\n", "unknown flag: --frob", ": see contain"),
         ("pyxis", 1, PYXIS_DEVICES_LOG,
-         "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!", ": only"),
+         "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!",
+         f": {ON_NODES}"),
     ],
 )  # fmt: skip
 def test_failures_of_the_runtime_name_the_reason_and_the_fix_if_no_retry_helps(

@@ -257,7 +257,7 @@ def test_odd_answers_of_a_python_are_clear_errors(facts: str, prepared: Prepared
     with pytest.raises(CopyError, match=f"{odd} gives no valid description of itself: "):
         start_python(replace(prepared(), python=str(odd)))
     with pytest.raises(UserMistake, match=r"cluster\.environment: .*python3 does not start: "):
-        interpreter(odd.parents[1], "python3")
+        interpreter(odd.parents[1])
 
 
 def test_full_disk_while_hpcdist_is_copied(
@@ -300,8 +300,8 @@ exec(sys.argv[-1])
     program.parent.mkdir()
     program.write_text(text)
     program.chmod(0o755)
-    assert interpreter(tmp_path, "python3").base == real
-    assert interpreter(tmp_path, "python3").is_packed
+    assert interpreter(tmp_path).base == real
+    assert interpreter(tmp_path).is_packed
 
 
 def test_archive_that_cannot_be_written_leaves_no_file(
@@ -310,11 +310,11 @@ def test_archive_that_cannot_be_written_leaves_no_file(
     target = tmp_path / "a.tar.zst"
     monkeypatch.setattr(packed, "_COMPRESS", ("sh", "-c", "echo disk is full >&2; exit 1"))
     with pytest.raises(OSError, match=r"cannot write .*a\.tar\.zst: disk is full"):
-        write_archive(venv, interpreter(venv, "python3"), target)
+        write_archive(venv, interpreter(venv), target)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(packed.shutil, "which", lambda _: None)
     with pytest.raises(UserMistake, match="packing needs the program zstd"):
-        write_archive(venv, interpreter(venv, "python3"), target)
+        write_archive(venv, interpreter(venv), target)
 
 
 # --- the packed environments of a runs_dir

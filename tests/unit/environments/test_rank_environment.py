@@ -144,15 +144,18 @@ def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str
     assert module_problems(with_setup, modules_env) == []
 
 
-def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:
+def test_environment_of_modules(
+    modules_env: dict[str, str], tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
     assert found.python == f"{modules_env['MODULE_BIN']}/python3"
     assert (found.env["LOADEDMODULES"], found.env["MULTI"]) == ("first:python/3.12", "a\nb")
     assert Path(*found.import_path, "hpcdist", "__init__.py").is_file()
     assert found.request.folder == ""
     assert found.record == {"kind": "module", "path": "", "modules": ["python"]}
-    with pytest.raises(UserMistake, match=r"cluster\.environment\.python: no python9 on the PATH after loading"):
-        rank_environment(config_of(tmp_path, kind="module", modules=["python"], python="python9"), run, modules_env)
+    monkeypatch.setattr(tested, "PYTHON", "python9")
+    with pytest.raises(UserMistake, match=r"cluster\.environment\.modules: no python9 on the PATH after loading them"):
+        rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
 
 
 # --- uv

@@ -36,7 +36,7 @@ from hpcdist.host.machine import (
     visible_gpus,
 )
 from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
-from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml, memory, processes
+from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
 # --- The facts of this machine: versions, ports, name lookups, network interfaces
 
@@ -67,13 +67,18 @@ def test_lookups_have_address_time_or_error_within_the_limit(monkeypatch: pytest
 
 # --- The GPU facts against a replacement for NVML, since test machines have no GPU
 
+
+def memory(used_mb: int, total_mb: int) -> SimpleNamespace:
+    return SimpleNamespace(used=used_mb << 20, total=total_mb << 20)
+
+
 IDLE = gpu("NVIDIA H200", MemoryInfo=memory(4, 143771), TotalEccErrors=0, CurrentClocksEventReasons=0x01)
 BROKEN = gpu(
     "NVIDIA H200",
     MemoryInfo=memory(90210, 143771),
     TotalEccErrors=2,
     CurrentClocksEventReasons=0xC4,
-    ComputeRunningProcesses=processes(4711, 4712),
+    ComputeRunningProcesses=[SimpleNamespace(pid=4711), SimpleNamespace(pid=4712)],
     UtilizationRates=SimpleNamespace(gpu=3),
 )
 WITHOUT_ECC = gpu(
