@@ -17,7 +17,6 @@
         journal/sent-points.json                 offsets of the records that MLflow has received
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
-        journal/names.json                       original names of renamed metrics, parameters and tags
         checkpoints/step-00000100/               see checkpoint/store.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples

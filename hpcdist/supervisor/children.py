@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.errors import TrackingError
 from hpcdist.host.log_files import last_lines, say
 from hpcdist.rank.parent_client import NoParentError, receive, request_rank
 from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import parent_command
-from hpcdist.tracking.journal import upload_progress
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
@@ -132,9 +131,8 @@ class ForkedRank:
 
 # The shipper process, which starts before the ranks and ends after them.
 
-#: Time after which an upload is noted, and interval of further notes.
-FIRST_NOTE_S = 1.0
-NOTE_EVERY_S = 5.0
+#: Time after which an upload is noted.
+NOTE_AFTER_S = 1.0
 
 
 class ShipperProcess:
@@ -144,7 +142,6 @@ class ShipperProcess:
     """
 
     def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
-        self._run = run
         flags = ["--through-queue"] if through_queue else []
         with open(run.path / "shipper.log", "ab") as file:
             self._process = subprocess.Popen(
@@ -165,20 +162,15 @@ class ShipperProcess:
                 pipe.write(b".")
         else:
             _set_nice(self._process.pid, 0)  # the ranks have ended; on a busy machine low priority takes minutes
-        until, pause_s, shown = time.monotonic() + timeout_s, FIRST_NOTE_S, ""
-        while True:
-            left_s = max(0.0, until - time.monotonic())
-            try:
-                return self._process.wait(min(pause_s, left_s)) == 0
-            except subprocess.TimeoutExpired:
-                if left_s <= pause_s:
-                    self._process.kill()
-                    self._process.wait()
-                    return False
-            with suppress(RunFolderError, OSError):
-                if (text := upload_progress(self._run)) != shown:
-                    note(shown := text)
-            pause_s = NOTE_EVERY_S
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(min(NOTE_AFTER_S, timeout_s)) == 0
+        if timeout_s > NOTE_AFTER_S:
+            note("uploading to MLflow")
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout_s - NOTE_AFTER_S) == 0
+        self._process.kill()
+        self._process.wait()
+        return False
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:

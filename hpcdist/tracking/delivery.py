@@ -22,7 +22,6 @@ from hpcdist.run.records import CAUSES, reached_step
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.journal import (
-    ChangedNames,
     Event,
     SentFacts,
     SentFiles,
@@ -69,7 +68,6 @@ class Delivery:
         self.uri = uri
         self.stored = pages.read_config(run)
         self._config_mark = ""
-        self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._sweep_run = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
@@ -101,7 +99,6 @@ class Delivery:
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):  # at the start, and after a resume
             self.stored = pages.read_config(self.run)
             mlflow.log_params(pages.params(self.run, self.stored))
-            self._names.note(pages.names(self.run, self.stored))
             self._config_mark = mark
         state = state or self.run.read_state()
         config = self.stored.config
@@ -158,7 +155,6 @@ class Delivery:
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
             while (found := self.batches.next(state.attempt, over=state.status in ENDED)) is not None:
-                self._names.note(self.batches.tail.names)
                 self.batches.commit(mlflow.log_points(found))
                 if time.monotonic() >= until:
                     break
@@ -214,7 +210,6 @@ class Delivery:
             for key, value in redact_tree(tags).items()
             if not key.startswith(_CONTEXT_TAGS)
         }
-        self._names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
         mlflow.log_params(shown)
         mlflow.set_tags(shown_tags)
         if datasets:
@@ -271,7 +266,7 @@ class Uploads:
             if state.status in ENDED:
                 weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
                 others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights
-                self._upload(chain(found, *others), counted=True)
+                self._upload(chain(found, *others))
             else:
                 self._upload(found)
                 if time.monotonic() >= self._search_at:
@@ -293,19 +288,13 @@ class Uploads:
         except OSError as error:
             raise TrackingError(f"a file of {self._run.name} cannot be uploaded: {error}") from error
 
-    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
-        """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
-
-        With `counted`, the number of those that are left is recorded for `upload_progress`.
-        """
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them."""
         saved_at = time.monotonic()
         until = saved_at + within_s
         is_unsaved = False
         new = [item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target))]
         try:
-            if counted:
-                self.sent.left = len(new)
-                self._save()
             for number, item in enumerate(new, 1):
                 # Checked right before the upload, which follows links.
                 if reason := artifacts.leaves_folder(item.source, self._run):
@@ -316,8 +305,6 @@ class Uploads:
                     self._mlflow.upload(item.source, item.target)
                     self.sent.artifacts[item.target] = item.fingerprint
                     is_unsaved = True
-                if counted:
-                    self.sent.left, is_unsaved = len(new) - number, True
                 if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
                     self._save()
                     log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))

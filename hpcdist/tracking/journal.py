@@ -14,7 +14,7 @@ import posixpath
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import KEY, fill, open_regular, parse_json, read_json, stamped, unstamped, write_atomic
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import State
 
 # Names that MLflow accepts for metrics, parameters and tags.
 #
@@ -488,14 +488,11 @@ class Sent:
         return found if run_id in ("", found.run_id) else cls(run_id=run_id)
 
     def save(self, folder: Path) -> None:
-        _write_state(folder / self.FILE, asdict(self))
-
-
-def _write_state(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    try:
-        write_atomic(path, json.dumps(stamped(content), indent=indent, sort_keys=True))
-    except OSError as error:
-        raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
+        path = folder / self.FILE
+        try:
+            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
+        except OSError as error:
+            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
 
 
 @dataclass(kw_only=True)
@@ -519,7 +516,6 @@ class SentFiles(Sent):
     FILE = "sent-files.json"
     artifacts: dict[str, str] = field(default_factory=dict)
     """Artifact → fingerprint of the uploaded file."""
-    left: int = 0  #: artifacts of an ended run that are not uploaded yet
     model: dict[str, str] = field(default_factory=dict)
     """The final model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     checkpoints: dict[str, str] = field(default_factory=dict)
@@ -529,32 +525,3 @@ class SentFiles(Sent):
 def mark_of(state: State) -> str:
     """Return a text that differs between the starts and ends of a run."""
     return f"{state.status} {state.attempt}"
-
-
-def upload_progress(run: RunDir) -> str:
-    """Return a line on the upload of an ended run: files sent, of all."""
-    sent = SentFiles.load(run.journal)
-    num_done = len(sent.artifacts)
-    return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
-
-
-#: Length of a name in `names.json` and in a log line.
-_KEPT_CHARS, _SHOWN_CHARS = 1000, 80
-
-
-class ChangedNames:
-    """The original of each changed name, in `journal/names.json`, which is also an artifact of the MLflow run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._originals = {key: text for key, text in (read_json(path) or {}).items() if isinstance(text, str)}
-
-    def note(self, names: Iterable[tuple[str, str]]) -> None:
-        """Record the pairs (original, cleaned) that differ, and log each of them once per run."""
-        new = {clean: name for name, clean in names if clean != name and clean not in self._originals}
-        for clean, name in new.items():
-            shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
-            log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, clean)
-            self._originals[clean] = name[:_KEPT_CHARS]
-        if new:
-            _write_state(self._path, self._originals, indent=2)

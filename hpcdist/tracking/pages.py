@@ -86,11 +86,6 @@ def _texts(tree: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def names(run: RunDir, stored: StoredConfig) -> list[tuple[str, str]]:
-    """Return the keys of parameters and user tags, each with its name in MLflow."""
-    return [(key, clean_name(key)) for key in [*flat(parameters(run, stored)), *flat(stored.config.tracking.tags)]]
-
-
 def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
     """Return the tags that do not change: name, source, environment, and the tags of the user."""
     environment = read_json(run.environment) or {}

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +47,9 @@ class Batches:
         self._sent = sent = SentPoints.load(run.journal, run_id)
         self._nodes = NodeCharts(sent.node_intervals, sent.steps)
         self.tail = JournalTail(run.journal, sent, self._nodes)
+        self.counts = self.tail.counts
         self._budget = PointBudget(sent.series)
         self._num_points = 0  #: in the last batch
-
-    @property
-    def counts(self) -> Counts:
-        return replace(self.tail.counts, num_thinned=max(0, self._budget.num_thinned))
 
     @property
     def last_step(self) -> int:
@@ -90,8 +87,8 @@ class Batches:
         """Record that MLflow has the last batch, without the points that it refuses for good."""
         self._sent.commit()
         self._sent.save(self._folder)
-        self.tail.counts.num_points += self._num_points - num_refused
-        self.tail.counts.num_refused += num_refused
+        self.counts.num_points += self._num_points - num_refused
+        self.counts.num_refused += num_refused
 
 
 @dataclass(kw_only=True)
@@ -203,10 +200,8 @@ class Point(NamedTuple):
 @dataclass(kw_only=True)
 class Counts:
     num_points: int = 0  #: sent
-    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines of the journal that are not records
     num_refused: int = 0  #: points that MLflow rejected
-    num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
 
 
 class JournalTail:
@@ -222,8 +217,6 @@ class JournalTail:
         self.counts = Counts()
         #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
         self._seen: dict[int, dict[str, StepSet]] = {}
-        #: Pairs (original, cleaned) of metric names in the last `new_points`.
-        self.names: set[tuple[str, str]] = set()
         #: Attempt that has ended → time at which its journal was first found to be read completely.
         self._exhausted: dict[int, float] = {}
         #: Number of times that a journal file was polled.
@@ -278,7 +271,6 @@ class JournalTail:
     def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:
         """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
-        self.names.clear()
         records = ((attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
         for attempt, record in records if self._nodes is None else self._nodes.reduce(chunks, self._sent.closing):
             self._add(attempt, record, points)
@@ -289,13 +281,10 @@ class JournalTail:
         time_ms, step, metrics = record
         for raw, value in metrics.items():
             key = clean_metric_name(raw)
-            self.names.add((raw, key))
             if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
                 if (seen := self._seen.get(attempt)) is not None:
                     seen[key].add(step)
-            else:
-                self.counts.num_repeated += 1
         # System metrics count seconds, not steps.
         has_steps = any(not key.startswith("system/") for key in metrics)
         if has_steps and (mark := self._sent.mark(attempt, step)) is not None:
@@ -429,7 +418,6 @@ FIRST_BUCKET = 16
 class PointBudget:
     def __init__(self, series: dict[str, dict[str, Any]]) -> None:
         self._series = series  #: metric → its number of points and its open bucket, a few points
-        self.num_thinned = 0
 
     def select(self, points: Sequence[Point]) -> list[Point]:
         """Return the points to send: some of `points`, and earlier points of buckets that end with them."""
@@ -451,14 +439,11 @@ class PointBudget:
                 _hold(series, point)
             if place == size - 1 or number + 1 == 2 * begin:
                 selected += _release(point.key, series)
-        self.num_thinned += len(points) - len(selected)
         return selected
 
     def flush(self) -> list[Point]:
         """Return the points of all open buckets, at the end of a run: the last point of every metric is sent."""
-        found = [point for key, series in self._series.items() for point in _release(key, series)]
-        self.num_thinned -= len(found)
-        return found
+        return [point for key, series in self._series.items() for point in _release(key, series)]
 
 
 def _hold(series: dict[str, Any], point: Point) -> None:

@@ -11,7 +11,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.records import kept
 from hpcdist.run.status import close_if_lost, job_of, update_job_starts
-from hpcdist.tracking.points import EXACT_POINTS, Counts
+from hpcdist.tracking.points import Counts
 from hpcdist.tracking.shipper import only_shipper
 from hpcdist.tracking.uri import is_server, resolve_uri
 
@@ -31,13 +31,8 @@ class SyncReport(Counts):
         if self.busy:
             return self.busy
         text = f"{self.num_points} points and {self.num_artifacts} artifacts uploaded"
-        for number, meaning in (
-            (self.num_repeated, "points omitted that an earlier attempt had logged"),
-            (self.num_refused, "points rejected by MLflow"),
-            (self.num_thinned, f"points after the first {EXACT_POINTS:,} of a metric in the journal only"),
-            (self.num_broken, "damaged lines skipped"),
-        ):
-            text += f", {number} {meaning}" if number else ""
+        text += f", {self.num_refused} points rejected by MLflow" if self.num_refused else ""
+        text += f", {self.num_broken} damaged lines skipped" if self.num_broken else ""
         return text + (f"; closed: {self.closed}" if self.closed else "")
 
 

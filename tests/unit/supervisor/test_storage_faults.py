@@ -240,7 +240,7 @@ def test_missing_records_in_mlflow_are_reported_without_the_password(
 ) -> None:
     scene.tracking = {"drain_timeout_s": 0.1}
     if is_slow := shipper != ["false"]:
-        monkeypatch.setattr(children, "FIRST_NOTE_S", 0.01)
+        monkeypatch.setattr(children, "NOTE_AFTER_S", 0.01)
     scene.shipper = shipper
     scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
     scene.script(first=[[*DONE], EXIT_0])

@@ -49,7 +49,7 @@ def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
     assert run.data.metrics["up"] > 1e308
     assert run.data.metrics["attempt"] == 1
-    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json", "report.html"}
+    assert scene.artifacts() == {"config.yaml", "environment.json", "report.html"}
     location = scene.client.get_experiment(run.info.experiment_id).artifact_location
     assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
     assert scene.shipper().ship_once() == 0

@@ -16,12 +16,11 @@ import pytest
 from mlflow.utils.validation import _validate_metric_name, _validate_tag_name
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 from hpcdist.run.records import Origin, write_origin
 from hpcdist.tracking import journal
 from hpcdist.tracking.journal import (
     MAX_NAME,
-    ChangedNames,
     EventWriter,
     JournalWriter,
     clean_metric_name,
@@ -278,7 +277,7 @@ def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]
 
 
-# --- Names that MLflow accepts: unique, with the original recorded.
+# --- Names that MLflow accepts.
 
 
 def test_only_a_cleaned_name_ends_with_a_hash_of_the_original() -> None:
@@ -304,27 +303,6 @@ def test_cleaned_names_are_allowed_and_unique() -> None:
         _validate_metric_name(clean)
         _validate_tag_name(clean)
         assert len(clean) <= MAX_NAME
-
-
-def test_original_names_are_recorded_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "names.json"
-    pairs = [(name, clean_name(name)) for name in ("acc%", "acc#", "acc", "n" * 5000)]
-    with caplog.at_level(logging.WARNING):
-        ChangedNames(path).note(pairs[2:3])
-        assert not path.exists()
-        changed = ChangedNames(path)
-        changed.note(pairs)
-        changed.note(pairs)
-        ChangedNames(path).note(pairs)
-    assert [record.message.partition(":")[0][:60] for record in caplog.records] == [
-        "MLflow does not accept the name 'acc%'",
-        "MLflow does not accept the name 'acc#'",
-        "MLflow does not accept the name 'nnnnnnnnnnnnnnnnnnnnnnnnnnn",
-    ]
-    assert '"acc%"' in path.read_text()
-    assert len(path.read_text()) < 1500
-    with pytest.raises(TrackingError, match=r"names\.json cannot be written .No such file.*: free space there"):
-        ChangedNames(tmp_path / "missing" / "names.json").note(pairs)
 
 
 # --- Parameters of a script in MLflow: its arguments, and what it logs itself.

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
@@ -26,7 +25,6 @@ from hpcdist.tracking.points import (
     PointBudget,
     SentPoints,
 )
-from hpcdist.tracking.sync_runs import sync
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -354,16 +352,3 @@ def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
     found = sorted(store.values(f"system/nodes_min/{SYSTEM[0]}").items())
     assert len(found) >= 8
     assert (found[0][1], found[-1][1]) == (0.0, 1.0)
-
-
-def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_tail, "EXACT_POINTS", 10)
-    scene.log(range(100))
-    scene.state(status="finished", ended=2e9)
-    report = sync(scene.run, scene.uri)
-    steps = scene.steps()
-    assert steps[:10] == list(range(10))
-    assert steps[-1] == 99
-    assert report.num_points == len(steps) + 1
-    assert f", {100 - len(steps)} points after the first 10,000 of a metric in the journal only" in str(report)
-    assert sync(scene.run, scene.uri).num_points == 0
