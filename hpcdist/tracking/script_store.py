@@ -318,8 +318,9 @@ class RankStore(AbstractStore):
             model["tags"].update({tag.key: tag.value for tag in tags})
 
     def delete_logged_model_tag(self, model_id: str, key: str) -> None:
-        with self._changed(model_id) as model:
-            model["tags"].pop(key, None)
+        if key in self._model(model_id)["tags"]:
+            with self._changed(model_id) as model:
+                del model["tags"][key]
 
     def log_logged_model_params(self, model_id: str, params: Sequence[entities.LoggedModelParameter]) -> None:
         with self._changed(model_id) as model:

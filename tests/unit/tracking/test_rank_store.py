@@ -264,6 +264,9 @@ def test_datasets_and_models_are_uploaded_once(
     client.set_logged_model_tags(model.model_id, {"b": "3"})
     client.log_model_params(model.model_id, {"q": "4"})
     client.delete_logged_model_tag(model.model_id, "b")
+    saved = (scene.run.logged_models / model.model_id / "model.json").stat().st_mtime_ns
+    client.delete_logged_model_tag(model.model_id, "b")
+    assert (scene.run.logged_models / model.model_id / "model.json").stat().st_mtime_ns == saved, "nothing has changed"
     assert client.search_logged_models(["0"], "name = 'net'")[0].params == {"p": "2", "q": "4"}
     for _ in range(2):
         ship(scene)
