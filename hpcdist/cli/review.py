@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import webbrowser
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import argument, console, flag, named, option, print_table
+from hpcdist.cli.options import argument, console, named, option, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
@@ -72,16 +71,10 @@ def ui(
 
 
 @app.command()
-def report(
-    run: options.OptionalRunName = None,
-    open_it: Annotated[bool, flag("--open", "Open it in the browser.")] = False,
-    runs_dir: options.RunsDir = options.RUNS,
-) -> None:
+def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = options.RUNS) -> None:
     """Write the report of a run, one HTML page, as of now, and print its path.
 
-    Examples:
-        hpcdist report
-        hpcdist report digits/first --open
+    Example:  hpcdist report digits/first
     """
     from hpcdist.host.files import is_mine, short_path
     from hpcdist.review.report import write_report
@@ -94,8 +87,6 @@ def report(
     elif not found.report.is_file():
         raise UserMistake(f"{found.report} does not exist, and only the owner of the run can write it")
     say(short_path(found.report))
-    if open_it and not webbrowser.open(found.report.absolute().as_uri()):
-        raise UserMistake(f"no browser was found: open {found.report.absolute()} on a machine that has one")
 
 
 @app.command()

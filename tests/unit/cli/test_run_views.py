@@ -43,7 +43,6 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.plan import Plan
-from hpcdist.supervisor.restart_policy import Failure
 
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
 
@@ -120,17 +119,6 @@ def test_notes_and_script_output_are_printed_unchanged_and_work_after_the_last_s
         "[red]epoch 1[/]",
         "epoch 2",
         "exporting the final model",
-    ]
-
-
-def test_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
-    lines = tuple(f"line {number} [x]\n" for number in range(20))
-    failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)
-    RunView(console).failure(failure, Path("/runs/rank-00003.log"))
-    assert rows_of(console) == [
-        "rank 3 on n1 failed with ValueError: [nan]\\ after step 5",
-        *[f"    line {number} [x]" for number in range(12, 20)],
-        "    full log: /runs/rank-00003.log",
     ]
 
 
@@ -241,17 +229,6 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
     assert end(console, run, failed, tracking=uri)[-5:-3] == [
         "review in MLflow: http://mlflow/#/experiments/7/runs/ab?workflowType=machine_learning",
         "  Cost: http://mlflow/#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-cost",
-    ]
-
-
-def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(console: Console, make: Make) -> None:
-    run = make(status="failed", attempt=1, reason="a reason")
-    trace = ['  File "/me/train.py", line 7, in step\n', "ValueError: bad\n"]
-    outcome = {"outcome": "failed", "rank": 0, "host": "n1", "time": 1.0, "step": 5, "error": "ValueError: bad"}
-    write_json(run.attempt(1).outcome(0), outcome | {"peer_lost": False, "traceback": trace})
-    assert end(console, run, run.read_state())[-2:] == [
-        f"fix /me/train.py:7, then: hpcdist resume {run.path} --with-current-code",
-        "failed: a reason",
     ]
 
 

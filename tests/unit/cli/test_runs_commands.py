@@ -24,7 +24,7 @@ from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.machine import ok
-from hpcdist.run.commands import CommandResult, read_command, write_result
+from hpcdist.run.commands import CommandResult, write_result
 from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.lease import hold, user_name
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
@@ -45,26 +45,6 @@ def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> 
     assert hpcdist("logs", "first", "-f", "--rank", "1").out == "attempt 2 rank 1\n\ufffd\n"
     assert hpcdist("logs", "first", "--attempt", "1").out == "attempt 1 rank 0\n"
     assert one_line(hpcdist("logs", "first", "--rank", "2")).startswith("no log of rank 2 in attempt 2 of first (")
-
-
-def test_follow_leaves_the_run_running_on_ctrl_c(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make("first", status="running", attempt=1)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hpcdist.cli.run_views.Event", lambda: SimpleNamespace(wait=interrupt))
-    with hold(run):
-        result = hpcdist("follow", "first")
-    assert result.code == 130
-    assert result.out.splitlines() == [
-        "running",
-        "run first continues: `hpcdist follow first` shows it again, `hpcdist stop` stops it",
-    ]
-    assert not run.attempt(1).request.exists()
-    make("created")
-    message = one_line(hpcdist("follow", "created"))
-    assert message == "run created was never started: `hpcdist resume created` starts it"
 
 
 # --- `hpcdist stop` and `hpcdist cancel`
@@ -172,31 +152,20 @@ def running(make: Make) -> RunDir:
     return make("first", status="running", attempt=1, world_size=4)
 
 
-def test_save_waits_for_the_checkpoint_and_profile_for_each_rank(
+def test_profile_reports_the_error_of_a_rank_and_the_end_of_the_attempt(
     hpcdist: Cli, make: Make, ranks: Callable[..., None]
 ) -> None:
     run = running(make)
-    attempt = run.attempt(1)
-    ranks(lambda: write_result(attempt, 1, 0, CommandResult(step=7, path="checkpoints/step-00000007")))
-    with hold(run):
-        line = f"rank 0: saved step 7: {run.path}/checkpoints/step-00000007\n"
-        assert hpcdist("save", "first") == Result(0, line, "")
-    command = read_command(attempt, 1)
-    assert command is not None
-    assert command.action == "save"
 
     def finish() -> None:
-        write_result(attempt, 2, 0, CommandResult(step=7, num_steps=4, path="artifacts/t"))
-        write_result(attempt, 2, 3, CommandResult(error="disk full"))
+        write_result(run.attempt(1), 1, 0, CommandResult(step=7, num_steps=4, path="artifacts/t"))
+        write_result(run.attempt(1), 1, 3, CommandResult(error="disk full"))
 
     ranks(finish)
     with hold(run):
         code, out, err = hpcdist("profile", "first", "--steps", "4", "--ranks", "3,0,3")
     assert (code, err) == (1, "")
     assert out == f"rank 0: profiled 4 steps from step 7 on: {run.path}/artifacts/t\nrank 3: disk full\n"
-    command = read_command(attempt, 2)
-    assert command is not None
-    assert (command.num_steps, command.ranks) == (4, [0, 3])
     ranks(lambda: run.write_state(replace(run.read_state(), attempt=2)))
     with hold(run):
         assert hpcdist("profile", "first") == Result(1, "rank 0: attempt 1 ended before it was done\n", "")
@@ -286,6 +255,8 @@ def test_folder_without_runs_is_named(hpcdist: Cli, tmp_path: Path, monkeypatch:
 
 
 def test_misspelt_names_have_a_suggestion(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:
+    make("created")
+    assert one_line(hpcdist("follow", "created")).endswith("never started: `hpcdist resume created` starts it")
     assert one_line(hpcdist("status", "alhpa")).endswith(": did you mean 'alpha'?")
     assert one_line(hpcdist("status", "exp/zeat")).endswith(": did you mean 'exp/zeta'?")
     assert one_line(hpcdist("status", "nothing-like-it")).endswith(": `hpcdist runs` lists them")

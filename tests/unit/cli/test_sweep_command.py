@@ -63,21 +63,6 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Ends:
 SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
 
 
-def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: Ends) -> None:
-    swept = (*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
-    cells["seed_2"] = lambda run: State(status="failed", reason="a reason")
-    result = hpcdist(*swept)
-    assert (result.code, result.err) == (1, "")
-    assert "sweep tune: 1 failed, 2 finished" in result.out
-    del cells["seed_2"]
-    result = hpcdist(*swept)
-    assert (result.code, result.err) == (0, "")
-    assert "sweep tune: 3 cells, 1 to run, in " in result.out
-    assert "cell 1 of 1: lr=0.1 seed=2" in result.out
-    assert "sweep tune: 3 finished" in result.out
-    assert "closed the parent run" not in result.out
-
-
 def rejected(run: RunDir) -> State:
     raise UserMistake("another process holds it")
 
@@ -242,15 +227,6 @@ def test_a_difference_is_reported_and_changes_the_exit_code(hpcdist: Cli, first:
     again = hpcdist("rerun", trains["run"].name, "--compare", "--tolerance", "0.5")
     assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 3 values of 1 metrics at 3 steps")
     assert "values with a relative difference of at most 0.5 count as equal (--tolerance)" in again.out
-
-
-def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
-    trains["losses"], trains["state"] = LOSSES[:2], State(status="stopped", attempt=1)
-    result = hpcdist("rerun", "first", "--steps", "2")
-    assert result.code == 0
-    assert trains["config"].stop.pause_at_step == 2
-    assert trains["config"].stop.max_steps is None, "which would change the schedule"
-    assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
 
 
 def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
