@@ -31,14 +31,12 @@ class Variables:
     def has(self, name: str) -> bool:
         return bool(self.env.get(name))
 
-    def first(self, *names: str) -> str:
-        """Return the name of the first variable that is set."""
-        if found := next(filter(self.has, names), None):
-            return found
-        raise self.error(f"{' or '.join(names)} must be set")
-
     def text(self, name: str, default: str | None = None) -> str:
-        return default if default is not None and not self.has(name) else self.env[self.first(name)]
+        if self.has(name):
+            return self.env[name]
+        if default is None:
+            raise self.error(f"{name} must be set")
+        return default
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return a whole number >= 0 of at most ten digits, which covers all numbers of Slurm."""
@@ -69,10 +67,9 @@ class Variables:
 # The topology of a run as seen from one rank, read once from the environment variables of the launcher.
 #
 # `Topology.from_env` uses the ten variables of hpcdist, which the supervisor of a local run sets, or those of Slurm in
-# a task of an srun step, of which STEP variables take precedence. HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT,
-# HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the values of Slurm individually; a supervisor that restarts a step
-# sets HPCDIST_ATTEMPT. An empty variable counts as not set. Incomplete or contradictory variables are an error, because
-# a rank with a wrong topology makes all other ranks hang.
+# a task of an srun step. HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the
+# values of Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not
+# set. Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all others hang.
 
 # Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
 _PORTS_START = 20480
@@ -148,7 +145,7 @@ class Topology:
         if any(env.get(name) for name in OWN_PLACE):
             return _from_own(Variables(env, _OWN_FIX))
         slurm = Variables(env, SLURM_FIX)
-        step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+        step = slurm.text("SLURM_STEP_ID", "")
         # SLURM_PROCID alone is also set in the shell of sbatch.
         is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
         if not (is_task and slurm.has("SLURM_PROCID")):
@@ -196,9 +193,7 @@ def _from_own(variables: Variables) -> Topology:
 
 
 def _from_slurm(variables: Variables) -> Topology:
-    count_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    nodes_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    tasks_name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    count_name, nodes_name, tasks_name = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
     rank, node_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_NODEID")
     hosts, tasks = variables.parsed(nodes_name, expand), variables.parsed(tasks_name, expand_tasks)
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", count_name, nodes_name, tasks_name)
