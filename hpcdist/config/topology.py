@@ -18,7 +18,7 @@ OWN_PLACE = (
     *("HPCDIST_RANK", "HPCDIST_WORLD_SIZE", "HPCDIST_LOCAL_RANK", "HPCDIST_LOCAL_WORLD_SIZE", "HPCDIST_NODE_RANK"),
     "HPCDIST_NUM_NODES",
 )
-OWN_MEETING = ("HPCDIST_MASTER_ADDR", "HPCDIST_MASTER_PORT", "HPCDIST_JOB_ID", "HPCDIST_ATTEMPT")
+OWN_RENDEZVOUS = ("HPCDIST_MASTER_ADDR", "HPCDIST_MASTER_PORT", "HPCDIST_JOB_ID", "HPCDIST_ATTEMPT")
 
 
 class Variables:
@@ -149,7 +149,7 @@ class Topology:
         # SLURM_PROCID alone is also set in the shell of sbatch.
         is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
         if not (is_task and slurm.has("SLURM_PROCID")):
-            seen = slurm.shown(("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", *OWN_MEETING)) or "no variable"
+            seen = slurm.shown(("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", *OWN_RENDEZVOUS)) or "no variable"
             raise slurm.error(f"this process is neither a rank of `hpcdist run` nor an srun task ({seen})")
         return _from_slurm(slurm)
 
@@ -171,10 +171,10 @@ def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topolog
     try:
         return Topology(**fields)
     except TopologyError as error:
-        raise variables.error(f"{error} (from {variables.shown((*names, *OWN_MEETING))})") from error
+        raise variables.error(f"{error} (from {variables.shown((*names, *OWN_RENDEZVOUS))})") from error
 
 
-def _meeting(variables: Variables, addr: str, job_id: str, attempt: int) -> dict[str, Any]:
+def _rendezvous(variables: Variables, addr: str, job_id: str, attempt: int) -> dict[str, Any]:
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
     return {
@@ -186,10 +186,10 @@ def _meeting(variables: Variables, addr: str, job_id: str, attempt: int) -> dict
 
 
 def _from_own(variables: Variables) -> Topology:
-    if missing := variables.missing((*OWN_PLACE, *OWN_MEETING)):
-        raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_MEETING))} set, but {missing} not")
+    if missing := variables.missing((*OWN_PLACE, *OWN_RENDEZVOUS)):
+        raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_RENDEZVOUS))} set, but {missing} not")
     place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
-    return _build(variables, OWN_PLACE, **place, **_meeting(variables, "", "", 0), launcher="hpcdist")
+    return _build(variables, OWN_PLACE, **place, **_rendezvous(variables, "", "", 0), launcher="hpcdist")
 
 
 def _from_slurm(variables: Variables) -> Topology:
@@ -222,7 +222,7 @@ def _from_slurm(variables: Variables) -> Topology:
         node_rank=node_rank,
         num_nodes=len(hosts),
         hosts=tuple(hosts),
-        **_meeting(variables, hosts[0], job_id, attempt),
+        **_rendezvous(variables, hosts[0], job_id, attempt),
         launcher="slurm",
     )
 

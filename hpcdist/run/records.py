@@ -258,14 +258,10 @@ def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
     """Return a sentence on where the next attempt continues; `reached` is the last step of earlier ones."""
     if is_script:
         names, done = script_files(run), f" (after step {reached})" if reached else ""
-        if not names:
-            return f"the script starts again{done}, without a file in {run.checkpoints.name}/"
-        saved = _time_of(run.checkpoints / names[-1])
-        return f"the script starts again{done}; its newest file in {run.checkpoints.name}/ is {names[-1]} of {saved}"
+        file = f"; its newest file in checkpoints/ is {names[-1]}" if names else ", without a file in checkpoints/"
+        return f"the script starts again{done}{file}"
     step = newest_step(run)
-    at = "starting at step 0, since there is no checkpoint"
-    if step is not None:
-        at = f"resuming at step {step}, checkpoint of {_time_of(run.checkpoints / folder_name(step) / MANIFEST_FILE)}"
+    at = "starting at step 0, since there is no checkpoint" if step is None else f"resuming at step {step}"
     lost = max(0, reached - (step or 0))
     return at + (f", {lost} step{'s' * (lost != 1)} lost" if lost else "")
 
@@ -292,19 +288,13 @@ def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: flo
     saved = "saved nothing in hpcdist.checkpoint_dir()"
     files = retry.retry(lambda: script_files(run), run.checkpoints)
     if files and (newest := run.checkpoints / files[-1]).lstat().st_mtime >= began:
-        saved = f"saved {run.checkpoints.name}/{newest.name} at {_time_of(newest)}"
+        saved = f"saved {run.checkpoints.name}/{newest.name}"
     return f"{ended} and {saved}; a resume {_start('it', files)}"
 
 
 def _start(script: str, files: Sequence[str]) -> str:
     again, anew = "again, with its files in the run's checkpoints/", "from the beginning, unless it has saved elsewhere"
     return f"starts {script} {again if files else anew}"
-
-
-def _time_of(path: Path) -> str:
-    written = time.localtime(os.lstat(path).st_mtime)
-    is_today = written[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", written)
 
 
 # `secrets.json` in a run folder: values that `config.yaml` shows as `***`, readable by the owner only.

@@ -345,7 +345,7 @@ def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
 
 
 def match(sweep: Sweep) -> Sweep:
-    """Return a sweep with the names that its existing cells already have. Writes nothing."""
+    """Return a sweep with the order of keys of its folder, if there is one. Writes nothing."""
     folder = SweepDir(sweep.folder)
     if folder.path.exists():
         require_trusted(folder.path, "run --sweep")
@@ -364,13 +364,8 @@ def match(sweep: Sweep) -> Sweep:
             f"sweep {sweep.name} was started with another config ({'; '.join(differences[:3])}): its cells could not be"
             " compared; choose another `name`"
         )
-    cells = []
-    for one in sweep.cells:
-        cell = _cell(sweep.name, {key: one.values[key] for key in old["keys"]}, one.config)
-        if known := next((known for known in old["cells"] if known["values"] == cell.values), None):
-            config = replace(cell.config, name=known["name"])
-            cell = replace(cell, name=known["name"], label=known["label"], config=config)
-        cells.append(cell)
+    # The names of cells depend on the order of the keys.
+    cells = [_cell(sweep.name, {key: one.values[key] for key in old["keys"]}, one.config) for one in sweep.cells]
     return replace(sweep, keys=tuple(old["keys"]), cells=tuple(cells))
 
 

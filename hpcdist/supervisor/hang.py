@@ -120,7 +120,7 @@ class Frame(NamedTuple):
         return f"{self.function} ({name}:{self.line})"
 
 
-def location_of(frames: Sequence[Frame], *, own_only: bool = False) -> str:
+def location_of(frames: Sequence[Frame]) -> str:
     """Return such as `wait (threading.py:629), called by train (counting.py:29)`: the innermost call, and user code.
 
     User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
@@ -133,7 +133,7 @@ def location_of(frames: Sequence[Frame], *, own_only: bool = False) -> str:
         by_worker = (pair for pair in pairwise(frames) if pair[1].file.endswith("/hpcdist/rank/worker.py"))
         inner, outer = next(by_worker, (frames[0], frames[0]))
         own = outer if _STDLIB.search(inner.file) else inner
-    if own_only or own == frames[0]:
+    if own == frames[0]:
         return own.text()
     return f"{frames[0].text()}, called by {own.text()}"
 
@@ -360,7 +360,6 @@ class Summary:
     sentence: str  #: ends the reason of the run's failure
     suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty if unclear
     odd_first: tuple[int, ...]  #: all ranks with a snapshot, the suspects first
-    hosts: Mapping[int, str]  #: by rank
     text: str  #: the whole summary
     pending_s: Mapping[int, float] = field(default_factory=dict)  #: `RankSnapshot.pending_s` by rank
 
@@ -368,10 +367,7 @@ class Summary:
 def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str]) -> Summary:
     """Group ranks by the location of their stacks, and find the suspects; `missing_ranks` are hosts by rank."""
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
-    groups = _by_location(by_rank, own=False)
-    if len(groups) > max(_NAMED, len(by_rank) / 2):  # too many, as of computing ranks
-        groups = _by_location(by_rank, own=True)
-    groups = dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[1])))
+    groups = dict(sorted(_by_location(by_rank).items(), key=lambda item: (-len(item[1]), item[1])))
     absent, collectives = compare_calls({rank: snapshot.calls for rank, snapshot in by_rank.items()})
     suspects = _suspects(by_rank, groups, absent)
     unseen = []
@@ -395,7 +391,6 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
-        hosts={rank: snapshot.host for rank, snapshot in by_rank.items()},
         text="\n".join([*lines, "the stacks of all ranks are in their logs, rank-NNNNN.log", ""]),
         pending_s={rank: snapshot.pending_s for rank, snapshot in by_rank.items()},
     )
@@ -405,11 +400,11 @@ def _first(rows: Sequence[str], kind: str = "") -> list[str]:
     return [*rows[:MAX_RANKS], *([f"  and {len(rows) - MAX_RANKS} more{kind}"] if len(rows) > MAX_RANKS else [])]
 
 
-def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
+def _by_location(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
         state = f"state {snapshot.state}"
-        location = location_of(snapshot.frames, own_only=own and not snapshot.is_stopped)
+        location = location_of(snapshot.frames)
         if snapshot.is_stopped:
             at = f"{state} at {location}" if location else state
         else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import OWN_MEETING, OWN_PLACE
+from hpcdist.config.topology import OWN_PLACE, OWN_RENDEZVOUS
 from hpcdist.config.written import secrets_of
 from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
@@ -158,7 +158,7 @@ class LocalLauncher:
 
     def _start_parent(self) -> None:
         """Start the parent process of the ranks, unless their environments differ in more than their topology."""
-        topology = {*OWN_PLACE, *OWN_MEETING}
+        topology = {*OWN_PLACE, *OWN_RENDEZVOUS}
         envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
         # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
         if not self.fork or any(env != envs[0] for env in envs):

@@ -262,7 +262,7 @@ class Watch:
         return Failure(
             kind="hung",
             rank=rank,
-            host=(found.hosts.get(rank) if found is not None else None) or self.ranks.host_of(rank),
+            host=self.ranks.host_of(rank),
             step=self.progress.last_step(rank),
             error=error,
             detail=found.sentence if found is not None else "",

@@ -100,7 +100,7 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     assert "rank 1 on " in output
     assert "was killed by SIGKILL after step " in output
     assert "restart 1 of 3\n" in output
-    assert "\nresuming at step 45, checkpoint of " in output
+    assert "\nresuming at step 45" in output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
     assert_equals_control(runs, name, augmented_control_run)
@@ -114,7 +114,7 @@ def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, control_run: str) 
     assert {process.pid for process in descendants.processes} >= set(ranks)
     assert sum(command == "sleep 1000" for command in descendants.commands) == 2, descendants.commands
     process.kill()
-    descendants.wait_until_ended(30)
+    descendants.wait_until_ended(300)  # the shipper among them, which uploads the end; minutes on a busy machine
     assert finish(process)[0] == -signal.SIGKILL
 
     code, output = runs.command("status", name)

@@ -105,7 +105,7 @@ def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
     assert code == 0, stopped
     assert "long: stoppable.py gets SIGTERM" in stopped
     code, output = finish(started)
-    assert re.search(r"stopped: stoppable\.py obeyed hpcdist\.should_stop and saved checkpoints/newest\.pt at ", output)
+    assert re.search(r"stopped: stoppable\.py obeyed hpcdist\.should_stop and saved checkpoints/newest\.pt; ", output)
     state = scripts.run_dir("long").read_state()
     assert (state.status, state.attempt) == ("stopped", 1)
     ends = [attempt.log(rank).read_text().rpartition("ended at ")[2] for rank in range(2)]
@@ -135,7 +135,7 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
     options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", *tracked(scripts)]
     code, output = scripts.command("run", "scripts.yaml", "name=loop", *options)
     assert code == 0, output
-    assert "loop.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt at " in output
+    assert "loop.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt; " in output
     newest = scripts.run_dir("loop").checkpoints / "newest.pt"
     assert torch.load(newest)["step"] == 130
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -79,7 +78,7 @@ def test_detached_resume_prints_where_it_continues(
     (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")
     write_json(run.attempt(1).outcome(0), {"outcome": "failed", "step": 204})
     result = hpcdist("resume", "first", "--detach")
-    assert re.search(r"resuming at step 190, checkpoint of \d\d:\d\d:\d\d, 14 steps lost\n", result.out)
+    assert "resuming at step 190, 14 steps lost\n" in result.out
 
 
 def test_resume_rejects_held_and_queued_runs_and_keeps_their_config(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -246,24 +245,14 @@ def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> N
     assert records.newest_step(stepped) is None
 
 
-def test_resume_point_names_step_or_file_of_a_script_time_and_lost_steps(empty: RunDir) -> None:
+def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: RunDir, empty: RunDir) -> None:
+    assert records.resume_point(stepped, 100_000_000) == "resuming at step 100000000"
+    assert records.resume_point(stepped, 100_000_014) == "resuming at step 100000000, 14 steps lost"
     assert records.resume_point(empty, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
     assert records.resume_point(empty, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
-    manifest, file = (
-        empty.checkpoints / records.folder_name(190) / records.MANIFEST_FILE,
-        empty.checkpoints / "newest.pt",
-    )
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text("{}")
-    saved = time.strftime("%H:%M:%S", time.localtime(manifest.stat().st_mtime))
-    assert records.resume_point(empty, 190) == f"resuming at step 190, checkpoint of {saved}"
-    file.touch()
-    for path in (manifest, file):
-        os.utime(path, (1e9, 1e9))
-    then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
-    assert records.resume_point(empty, 204) == f"resuming at step 190, checkpoint of {then}, 14 steps lost"
+    (empty.checkpoints / "newest.pt").touch()
     assert records.resume_point(empty, 204, is_script=True) == (
-        f"the script starts again (after step 204); its newest file in checkpoints/ is newest.pt of {then}"
+        "the script starts again (after step 204); its newest file in checkpoints/ is newest.pt"
     )
 
 

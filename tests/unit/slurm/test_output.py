@@ -113,6 +113,7 @@ def test_requeued_job_of_scontrol() -> None:
     )
     info = job(parse_scontrol(recorded("scontrol", "dependency"), "13"))
     assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
+    assert job(parse_scontrol(recorded("scontrol", "cancelled"), "6")).reason == "", "why it was pending"
     finished = JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
     assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
 

@@ -234,21 +234,6 @@ def test_small_minority_is_suspected(others: dict[int, tuple[hang.Frame, ...]], 
         assert frames[0].function in summary.sentence, rank
 
 
-def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
-    """Each rank is in another line of a library."""
-    snapshots = [
-        snapshot(
-            rank,
-            (hang.Frame("f", "/v/lib/python3.11/a.py", rank), hang.Frame("train", "/me/net.py", 8 + (rank == 5))),
-            state="running",
-        )
-        for rank in range(6)
-    ]
-    summary = hang.summarize(snapshots, {})
-    assert summary.suspects == (5,)
-    assert summary.sentence == "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8)"
-
-
 def test_rank_that_has_not_called_the_collective_is_suspected() -> None:
     snapshots = [snapshot(0, calls=calls(8, 7, 8)), snapshot(1, LOADS, calls=calls(6))]
     summary = hang.summarize(snapshots, {})

@@ -189,7 +189,7 @@ def test_single_suspect_of_the_stacks_is_reported_else_the_rank_with_the_oldest_
     scene: Scene, suspects: tuple[int, ...], rank: int
 ) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.summary = Summary(sentence="they differ", suspects=suspects, odd_first=(), hosts={3: "n3"}, text="")
+    scene.summary = Summary(sentence="they differ", suspects=suspects, odd_first=(), text="")
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.host, failure.step) == (rank, f"n{rank}", 10 * rank)
@@ -197,7 +197,7 @@ def test_single_suspect_of_the_stacks_is_reported_else_the_rank_with_the_oldest_
 
 
 SCRIPT = ("train.py",)
-DEADLOCK = Summary(sentence="all ranks are in all_reduce", suspects=(), odd_first=(), hosts={}, text="")
+DEADLOCK = Summary(sentence="all ranks are in all_reduce", suspects=(), odd_first=(), text="")
 
 
 @pytest.mark.parametrize("hang_timeout_s", [None, HANG_S])
