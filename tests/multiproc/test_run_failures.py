@@ -25,21 +25,6 @@ COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 NO_WAIT = ["tracking.drain_timeout_s=0"]
 
 
-@pytest.mark.slow
-def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path) -> None:
-    name = "no-data"
-    missing = ["data.name=mnist", f"data.root={tmp_path / 'nowhere'}", "data.download=false"]
-    code, output = runs.command("run", *runs.config(name, *missing, *NO_WAIT))
-    assert code == 2, output
-    last = output.splitlines()[-1]
-    assert last.startswith("failed: rank 0 on ")
-    assert str(tmp_path / "nowhere") in last
-    assert "Traceback" not in output
-    assert "restart" not in output
-    state = runs.run_dir(name).read_state()
-    assert (state.status, state.rejected, state.attempt, state.restarts) == ("failed", True, 1, 0)
-
-
 def test_first_failed_rank_is_reported_with_traceback_and_log(runs: Runs) -> None:
     name = "raises"
     params = ["params.until=1000", "params.raise_at=25", "launch.num_ranks=3"]

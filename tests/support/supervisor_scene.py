@@ -104,10 +104,8 @@ class ScriptedJob:
     nodes: NodeChanges = field(default_factory=NodeChanges)
     ending: bool = False
     end_or_requeue: Callable[[State], State] = lambda state: state
-    num_questions: int = 0  #: number of calls of `is_ending`
 
     def is_ending(self) -> bool:
-        self.num_questions += 1
         return self.ending
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +19,6 @@ import hpcdist
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import read_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
@@ -394,27 +391,6 @@ def test_many_files_that_are_left_out_are_not_linked_one_by_one(
     take(config(run), run, project)
     assert sum(path.is_symlink() for path in run.code.rglob("*")) <= 5
     assert f"over 5 files beside the code in {project} are neither copied nor linked" in caplog.text
-
-
-# --- environment.json
-
-
-def test_environment_file_has_versions_and_code_but_no_variables(
-    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_TOKEN", "env-s3cret")
-    monkeypatch.setattr(sys, "argv", ["hpcdist", "run", "x.yaml", "launch.env.API_KEY=arg-s3cret", "optim.lr=0.1"])
-    monkeypatch.setattr(snapshot, "_PACKAGES", ("omegaconf", "no-such-package"))
-    code = CodeState(cwd=str(project), root=str(project), git_commit="abc", git_dirty=True, copied=False)
-    snapshot.write_environment(run, code, launcher="local")
-    found = read_json(run.environment) or {}
-    assert found["host"] == socket.gethostname()
-    assert found["python"] == platform.python_version()
-    assert found["command"] == "hpcdist run x.yaml launch.env.API_KEY=*** optim.lr=0.1"
-    assert set(found["versions"]) == {"hpcdist", "omegaconf"}
-    assert (found["git_commit"], found["git_dirty"], found["launcher"]) == ("abc", True, "local")
-    assert CodeState(**found["code"]) == code
-    assert "s3cret" not in run.environment.read_text()
 
 
 # --- secrets and ignored files

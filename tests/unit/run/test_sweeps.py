@@ -354,8 +354,8 @@ def test_state_of_an_ended_sweep(make_named: Make, statuses: tuple[Status, ...],
     assert state.ended is not None
 
 
-def test_sweep_is_running_while_a_cell_is_or_waits_for_its_turn(make_named: Make) -> None:
-    folder, (_, run, _) = make_cells(make_named(SEEDS), "finished", "running", "created")
+def test_sweep_is_active_while_a_cell_runs_or_waits_for_its_turn_or_in_slurms_queue(make_named: Make) -> None:
+    folder, (first, run, _) = make_cells(make_named(SEEDS), "finished", "running", "created")
     assert folder.read_state().status == "failed"
     with hold(run):
         state = folder.read_state()
@@ -364,12 +364,9 @@ def test_sweep_is_running_while_a_cell_is_or_waits_for_its_turn(make_named: Make
     assert folder.read_state().status == "stopped"
     with hold(folder):
         assert folder.read_state().status == "running"
-
-
-def test_cells_in_slurms_queue_are_queued(make_named: Make) -> None:
-    folder, runs = make_cells(make_named(SEEDS), "queued", "queued", "queued")
-    for run in runs:
-        write_json(run.path / "slurm.json", {"job_id": "1"})
+    for cell in folder.cells():
+        cell.write_state(replace(cell.read_state(), status="queued", attempt=0))
+        write_json(cell.path / "slurm.json", {"job_id": "1"})
     assert folder.read_state().status == "queued"
-    runs[0].write_state(replace(runs[0].read_state(), status="running", attempt=1))
+    first.write_state(replace(first.read_state(), status="running", attempt=1))
     assert folder.read_state().status == "running", "only Slurm knows the state of a job without a holder"

@@ -23,7 +23,7 @@ from hpcdist.config.schema import Config, ElasticConfig, TrainerConfig
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
-from hpcdist.run import create, folder
+from hpcdist.run import create, folder, snapshot
 from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
@@ -72,23 +72,6 @@ def test_generated_name_has_trainer_time_and_random_suffix(make: Callable[..., C
 # --- trainers
 
 
-@pytest.mark.parametrize(
-    ("trainer", "message"),
-    [
-        (
-            TrainerConfig(target="no_such_module.sub:train"),
-            "trainer.target: no module 'no_such_module' in {cwd} or among the installed packages",
-        ),
-        (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of ddp, rl"),
-        (TrainerConfig(script=["/nowhere/train.py"]), "trainer.script: no such file: /nowhere/train.py"),
-    ],
-)
-def test_missing_trainer_is_an_error(project: Path, trainer: TrainerConfig, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_trainer(Config(trainer=trainer), project)
-    assert str(caught.value).startswith(message.format(cwd=project))
-
-
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp.train:train", "json:loads"])
 def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     (project / "train.py").write_text("raise RuntimeError\n")
@@ -96,23 +79,16 @@ def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     assert "train" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"x = 1\nreturn x\n", ":2: SyntaxError: 'return' outside function in `return x`"),
-        (b"x = '\0'\n", "source code string cannot contain null bytes"),
-    ],
-)
-def test_syntax_error_is_reported_before_the_start(project: Path, content: bytes, problem: str) -> None:
+def test_syntax_error_is_reported_before_the_start(project: Path) -> None:
     (project / "package").mkdir()
     (project / "package" / "__init__.py").write_text(r"ODD = '\d'")  # a warning of the compiler is no error
     file = project / "package" / "module.py"
-    file.write_bytes(content)
+    file.write_bytes(b"x = '\0'\n")
     for key, trainer in (
         ("script", TrainerConfig(script=[str(file)])),
         ("target", TrainerConfig(target="package.module:train")),
     ):
-        with pytest.raises(ConfigError, match=rf"^trainer\.{key}: {file}.*{re.escape(problem)}"):
+        with pytest.raises(ConfigError, match=rf"^trainer\.{key}: {file}: .* cannot contain null bytes"):
             check_trainer(Config(trainer=trainer), project)
         check_trainer(Config(trainer=trainer), project, own_python=True)  # it may know another syntax
         check_trainer(Config(trainer=trainer, container=ContainerConfig(runtime="podman", image="i")), project)
@@ -129,14 +105,17 @@ def test_create_run_writes_config_code_environment_and_secrets(
         launch=LaunchConfig(env={"API_KEY": "env-s3cret"}),
         tracking=TrackingConfig(uri="http://ada:uri-s3cret@mlflow"),
     )
-    monkeypatch.setattr(sys, "argv", ["hpcdist", "run", "launch.env.API_KEY=env-s3cret"])
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "run", "launch.env.API_KEY=env-s3cret", "optim.lr=0.1"])
+    monkeypatch.setattr(snapshot, "_PACKAGES", ("omegaconf", "no-such-package"))
     run = create_run(config, project)
     assert run.read_state().status == "created"
     secrets = {"API_KEY": "env-s3cret", "HPCDIST_TRACKING_URI": "http://ada:uri-s3cret@mlflow"}
     assert load_run_config(run.config, [], secrets) == config
     assert (run.code / "train.py").is_file()
     facts = read_json(run.environment) or {}
-    assert (facts["launcher"], facts["user"]) == ("local", getpass.getuser())
+    assert (facts["launcher"], facts["user"], facts["host"]) == ("local", getpass.getuser(), socket.gethostname())
+    assert facts["command"] == "hpcdist run launch.env.API_KEY=*** optim.lr=0.1"
+    assert set(facts["versions"]) == {"hpcdist", "omegaconf"}
     assert kept(run) == secrets
     for path in run.path.rglob("*"):
         assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -176,38 +175,6 @@ def test_rank_registers_with_the_guard_before_it_executes_its_command(tmp_path: 
     assert process.wait(SOON_S) == -9
 
 
-SUPERVISOR = """
-import os, sys
-from pathlib import Path
-from hpcdist.supervisor.launcher import Guard
-from hpcdist.supervisor.local import LocalRanks
-folder = Path(sys.argv[1])
-guard = Guard()
-command = ["sh", "-c", sys.argv[2]]
-ranks = LocalRanks(command, [{"PATH": os.environ["PATH"]}] * 2, [folder / "0.log", folder / "1.log"], guard, cwd=folder)
-print(guard._process.pid, flush=True)
-while True:
-    ranks.wait(600)
-"""
-
-
-def test_ranks_and_grandchildren_end_with_a_killed_supervisor(tmp_path: Path, pipe: NamedPipe) -> None:
-    """Two ranks, each with a grandchild that ignores SIGTERM, hold a pipe open until they end."""
-    rank = f"exec 3> {pipe.path}; sh -c \"{STUBBORN}\" & trap '' TERM HUP INT; echo alive >&3; wait"
-    with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path), rank], stdout=subprocess.PIPE, text=True
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        guard = os.pidfd_open(int(supervisor.stdout.readline()))
-        try:
-            assert [pipe.line() for _ in range(4)] == ["alive"] * 4
-            supervisor.kill()
-            assert pipe.is_released(SOON_S)
-            assert select.select([guard], [], [], SOON_S)[0], "the guard is alive"
-        finally:
-            os.close(guard)
-
-
 # --- Ranks that a parent forks, and parents that end, hang or cannot fork.
 
 
@@ -272,16 +239,6 @@ def test_parent_that_is_never_ready_is_given_up(
             assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
             assert scene.parents() == []
     assert "it was not ready within launch.init_timeout_s=0.5 s" in caplog.text
-
-
-def test_parent_that_cannot_fork_any_more_has_no_successor(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
-    assert scene.launcher._parent is not None
-    monkeypatch.setattr(scene.launcher._parent, "is_alive", lambda: True)
-    os.kill(*scene.parents(), signal.SIGKILL)
-    for _ in range(2):
-        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
-        assert scene.parents() == []
 
 
 REFUSES = """

@@ -82,20 +82,6 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
     return Failure(kind=kind, rank=1, host="n1", step=step, error=error)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "step", "sentence"),
-    [
-        ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan after step 7"),
-        ("killed", "was killed by SIGKILL", 3, "rank 1 on n1 was killed by SIGKILL after step 3 (last heartbeat)"),
-        # A rank that counts no steps.
-        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL"),
-        ("hung", "made no progress", 3, "rank 1 on n1 made no progress after step 3"),
-    ],
-)
-def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | None, sentence: str) -> None:
-    assert failure(kind, error, step).sentence() == sentence
-
-
 SENTENCE = "rank 1 on n1 failed with ValueError: nan after step 7"
 OTHER = failure(error="OSError: disk", step=3)
 

@@ -159,14 +159,6 @@ def test_end_of_the_job_after_an_attempt_counts_as_its_request(scene: Scene, out
     assert request.cause == "preemption"
 
 
-def test_job_is_not_asked_after_a_finished_attempt(scene: Scene) -> None:
-    job = ScriptedJob(ending=True)
-    scene.script(first=[[*DONE], EXIT_0])
-    supervisor = scene.supervisor(job)
-    assert scene.supervise(supervisor).status == "finished"
-    assert job.num_questions == 0
-
-
 def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
     """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
     scene.script(first=[[*DONE], EXIT_0])
