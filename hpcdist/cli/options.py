@@ -202,7 +202,7 @@ Follow = Annotated[
 ]
 DryRun = Annotated[bool, flag("--dry-run", "Print the plan without starting anything.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
-Dependency = Annotated[str | None, option("--dependency", "KIND:RUN", "As for sbatch, with names of runs or job ids.")]
+Dependency = Annotated[str | None, option("--dependency", "KIND:JOB", "Jobs to wait for, as for sbatch.")]
 Begin = Annotated[str | None, option("--begin", "TIME", "Earliest start, as for sbatch: now+2hours, 20:00.")]
 Force = Annotated[bool, flag("--force", "Submit even if the checks of hpcdist, not Slurm, fail.")]
 

@@ -300,7 +300,7 @@ def submit(
         hpcdist submit ddp_mnist --cluster devcluster --follow
         hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
         hpcdist submit --cluster ~/site.yaml cluster.nodes=4 train.py --lr 0.1
-        hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:first --begin 20:00
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:4711 --begin 20:00
         hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2
     """
     from hpcdist.cli import sweep as sweeps
@@ -314,7 +314,7 @@ def submit(
         raise UserMistake("--array-parallelism needs --sweep")
     if sweep:
         cells = sweeps.read_sweep(config, words, sweep, cluster)
-        flags = submission_flags(cells.cells[0].config, dependency, begin)
+        flags = submission_flags(dependency, begin)
 
         def check(one: Config) -> None:
             check_submission(one, flags, Path.cwd(), force=force)
@@ -323,7 +323,7 @@ def submit(
             cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
         )
     loaded = create.with_name(load_config(config, words, cluster=cluster))
-    flags = submission_flags(loaded, dependency, begin)
+    flags = submission_flags(dependency, begin)
     origin = load_origin(config, words, cluster)
     return submit_run(loaded, flags, origin, follow=follow, dry_run=dry_run, test=test, force=force)
 
@@ -376,14 +376,9 @@ def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *,
     say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
 
 
-def submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
+def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str]:
     """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
-    resolved = None
-    if dependency:
-        from hpcdist.slurm.job.submit import resolve
-
-        resolved = resolve(dependency, Path(config.runs_dir))
-    chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    chosen = {name: value for name, value in (("dependency", dependency), ("begin", begin)) if value}
     for name, value in chosen.items():
         if not value.isprintable():
             raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
@@ -453,7 +448,7 @@ def resume(
     on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
-    flags = submission_flags(config, dependency, begin)
+    flags = submission_flags(dependency, begin)
     code = [str(Path.cwd())] if with_current_code else snapshot.import_path(snapshot.code_state(found), found)
     if code:
         config = with_params(config, Path(code[0]), f"resume {found.name}")

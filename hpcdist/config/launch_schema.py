@@ -15,8 +15,8 @@ from hpcdist.errors import shown
 
 #: Valid names of shell variables.
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Long options of Slurm. Leading dashes are reported later, together with options that cannot be set.
-_FLAG = re.compile(r"-{0,2}[A-Za-z0-9][A-Za-z0-9_-]*")
+#: Long options of Slurm, without dashes.
+_FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]+")
 #: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
 MAX_RANKS, MAX_PER_NODE = 262_144, 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -65,7 +65,7 @@ def variables(section: object, name: str) -> list[str]:
 def flags(section: object, *names: str) -> list[str]:
     """Return the names that are not options of Slurm, which would change the meaning of a script or command."""
     return [
-        f"{name}: {shown(key)} is not an option: use its long name, such as mail-type"
+        f"{name}: {shown(key)} is not an option: use its long name without dashes, such as mail-type"
         for name in names
         for key in getattr(section, name)
         if not _FLAG.fullmatch(str(key))

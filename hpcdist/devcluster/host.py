@@ -234,7 +234,6 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 #: invoke-rc.d and deb-systemd-invoke call this script before they start a package's service.
 DENY_STARTS = "#!/bin/sh\n# hpcdist devcluster: removed when its packages are installed\nexit 101\n"
 DENIED = 101
-INSTALL_ATTEMPTS = 3
 INSTALL_WITHIN_S = 900.0
 
 
@@ -333,13 +332,9 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
     options = ["-q", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120"]
     command = ["apt-get", *options, *arguments]
     full = {**env, **BARE_ENV, "DEBIAN_FRONTEND": "noninteractive"}
-    error = ""
-    for _ in range(INSTALL_ATTEMPTS):
-        done = run_within(command, INSTALL_WITHIN_S, env=full)
-        if done.returncode == 0:
-            return
-        error = last_line(done.stderr) or "no error message"
-    raise DevClusterError(f"`{' '.join(command)}` failed {INSTALL_ATTEMPTS} times: {error}")
+    done = run_within(command, INSTALL_WITHIN_S, env=full)
+    if done.returncode != 0:
+        raise DevClusterError(f"`{' '.join(command)}` failed: {last_line(done.stderr) or 'no error message'}")
 
 
 @contextmanager

@@ -122,10 +122,6 @@ class Partition:
         text = self.facts.get(f"Allow{kind}", "ALL")
         return None if text.upper() in ("ALL", "(NULL)", "") else tuple(text.split(","))
 
-    def denied(self, kind: str) -> tuple[str, ...]:
-        text = self.facts.get(f"Deny{kind}", "")
-        return tuple(name for name in text.split(",") if name and name.upper() not in ("NONE", "(NULL)"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeState:

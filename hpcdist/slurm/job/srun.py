@@ -198,16 +198,7 @@ def exposed_secrets(config: Config) -> list[str]:
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-_SIGNALS = {
-    "Killed": signal.SIGKILL,
-    "Out Of Memory": signal.SIGKILL,
-    "Terminated": signal.SIGTERM,
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Alarm clock": signal.SIGALRM,
-    "User defined signal 2": signal.SIGUSR2,
-}
+_SIGNALS = {str(signal.strsignal(number)): number for number in signal.Signals} | {"Out Of Memory": signal.SIGKILL}
 
 
 def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:

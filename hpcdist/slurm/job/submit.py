@@ -1,9 +1,8 @@
-"""Submission of runs to Slurm with submitit, from a login node: the batch script, its parameters and dependencies."""
+"""Submission of runs to Slurm with submitit, from a login node: the batch script and its parameters."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -21,9 +20,8 @@ from hpcdist.environments.rank_environment import python_of, record_environment
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, read_record
-from hpcdist.run.lookup import resolve_run
 from hpcdist.run.snapshot import git_root
-from hpcdist.run.status import job_of, keep_job
+from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import allocations, component_cluster, is_het
@@ -260,39 +258,3 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
 def commented(text: str) -> str:
     """Return text as comment lines of a shell script; the name of a folder may contain a newline."""
     return "\n".join(f"# {line}" for line in text.splitlines())
-
-
-# `--dependency` of sbatch with names of runs in the place of job ids.
-
-_JOB = re.compile(r"\d+(_(\d+|\*))?")
-#: Final status that a dependency of a kind can never meet. Slurm would start the job once it has forgotten the run's.
-_NEVER = {"afterok": "failed", "aftercorr": "failed", "afternotok": "finished"}
-
-
-def resolve(text: str, runs_dir: Path) -> str:
-    """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`."""
-    found = ""
-    for part in re.split(r"([,?])", text.strip()):
-        if part in (",", "?"):
-            found += part
-            continue
-        kind, *names = part.split(":")
-        if not kind.isalpha() or not all(names):
-            raise UserMistake(f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB")
-        found += ":".join([kind, *(_job_id(kind, name, runs_dir) for name in names)])
-    return found
-
-
-def _job_id(kind: str, name: str, runs_dir: Path) -> str:
-    # `after:JOB+MINUTES`
-    name, plus, minutes = name.partition("+")
-    if _JOB.fullmatch(name):
-        return f"{name}{plus}{minutes}"
-    run = resolve_run(name, runs_dir)
-    job = job_of(run)
-    if job is None:
-        raise UserMistake(f"--dependency {kind}:{name}: run {run.name} was never submitted to Slurm")
-    status = run.read_state().status
-    if status == _NEVER.get(kind):
-        raise UserMistake(f"--dependency {kind}:{name}: run {run.name} is {status}: the job would never start")
-    return f"{job.id}{plus}{minutes}"

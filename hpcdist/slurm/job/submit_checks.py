@@ -72,15 +72,12 @@ def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], fi
 
 def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     name, state, error = partition.name, partition.facts.get("State", "UP"), findings.errors.append
-    if state in ("DRAIN", "INACTIVE"):
-        error(f"cluster.partition={name} accepts no jobs (state {state}): choose another")
-    elif state != "UP":
+    if state != "UP":
         findings.warnings.append(f"cluster.partition={name} starts no jobs (state {state}): the run will wait")
     for kind, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
         allowed = partition.allowed(kind)
-        if value is not None and (value in partition.denied(kind) or (allowed is not None and value not in allowed)):
-            fix = f"use {', '.join(allowed)}" if allowed else "choose another"
-            error(f"cluster.{key}={value} may not use partition {name}: {fix}")
+        if value is not None and allowed is not None and value not in allowed:
+            error(f"cluster.{key}={value} may not use partition {name}: use {', '.join(allowed)}")
 
 
 def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
@@ -90,14 +87,12 @@ def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings
         why = "lower it; a longer run saves, requeues itself and continues"
         error(f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: {why}")
     total = count_nodes(partition.nodes)
-    most = _max([total], partition.limit("MaxNodes"))
+    limit = partition.limit("MaxNodes")
+    most = total if limit is None else min(total, limit)
     asked, fewest = _requested(cluster)
     if total and fewest > most:
-        limit = f"has {total}" if most == total else f"allows {most} per job"
-        error(f"{asked}: partition {name} {limit}: lower it or choose another")
-    if cluster.nodes + cluster.spare_nodes < (least := partition.limit("MinNodes") or 0):
-        why = f"partition {name} requires at least {least}: raise it or choose another"
-        error(f"cluster.nodes={cluster.nodes}: {why}")
+        why = f"has {total}" if most == total else f"allows {most} per job"
+        error(f"{asked}: partition {name} {why}: lower it or choose another")
 
 
 def _requested(cluster: ClusterConfig) -> tuple[str, int]:
@@ -114,14 +109,12 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     if cluster.mem is not None and memory is None:
         findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
-    max_cpus = _max((group.cpus for group in nodes), partition.limit("MaxCPUsPerNode"))
-    max_memory = _max((group.memory_mb for group in nodes), partition.limit("MaxMemPerNode"))
     too_large = [
         f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
         for request, requested, most, unit in (
-            (tasks, cpus, max_cpus, "cores"),
-            (f"cluster.gpus_per_node={gpus}", gpus, _max(group.gpus for group in nodes), "GPUs"),
-            (f"cluster.mem={cluster.mem}", memory or 0, max_memory, "MiB"),
+            (tasks, cpus, max((group.cpus for group in nodes), default=0), "cores"),
+            (f"cluster.gpus_per_node={gpus}", gpus, max((group.gpus for group in nodes), default=0), "GPUs"),
+            (f"cluster.mem={cluster.mem}", memory or 0, max((group.memory_mb for group in nodes), default=0), "MiB"),
         )
         if nodes and requested > most
     ]
@@ -140,11 +133,6 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     if cluster.mem is None and 0 < default < _SMALL_MB * cluster.tasks_per_node:
         why = f"the default of partition {name} is only {default} MiB per node"
         findings.warnings.append(f"cluster.mem is not set, and {why}")
-
-
-def _max(values: Iterable[int], limit: int | None = None) -> int:
-    most = max(values, default=0)
-    return most if limit is None else min(most, limit)
 
 
 def runs_dir_problems(
@@ -209,8 +197,6 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
 
 def _conflict(program: str, flag: str) -> str:
     name = flag.replace("_", "-")
-    if name.startswith("-") or len(name) == 1:
-        return ": write the flag's long name without dashes, such as mail-type"
     keys, reserved = (_SBATCH_KEYS, _SBATCH_RESERVED) if program == "sbatch" else (_SRUN_KEYS, _SRUN_RESERVED)
     if name in keys:
         return f" repeats a key of the config: use {keys[name]}"
@@ -289,14 +275,6 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
             own = requested_partitions(cluster, partitions, findings)
             check_partitions(cluster, own, findings)
             requested += own
-    if config.cluster.qos is not None:
-        # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
-        with suppress(SlurmError):  # a cluster without accounting
-            known = client.qos_names()
-            if known and config.cluster.qos not in known:
-                findings.errors.append(
-                    f"cluster.qos={config.cluster.qos}: no such QOS, the cluster has {', '.join(known)}"
-                )
     if not config.cluster.shared_runs:
         runs_dir = Path(config.runs_dir)
         nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}

@@ -228,11 +228,10 @@ def test_install_is_rejected_if_a_policy_lets_services_start(bare_machine: Path)
 
 
 @pytest.mark.processes
-def test_install_is_repeated_and_reports_the_last_error(bare_machine: Path) -> None:
-    put_command(bare_machine / "apt-get", f"echo x >> {bare_machine}/tries; echo 'E: no network' >&2; exit 100")
-    with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed 3 times: E: no network"):
+def test_failed_install_reports_the_last_error(bare_machine: Path) -> None:
+    put_command(bare_machine / "apt-get", "echo 'E: no network' >&2; exit 100")
+    with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed: E: no network"):
         host.install({})
-    assert (bare_machine / "tries").read_text() == "x\n" * 3
     assert not host.POLICY.exists()
 
 

@@ -17,12 +17,11 @@ from submitit.core.utils import DelayedSubmission
 
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
 from hpcdist.config.schema import Config
-from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
-from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.job import submit
-from hpcdist.slurm.job.submit import resolve
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -203,57 +202,3 @@ def test_roles_share_one_allocation_without_heterogeneous_jobs(
     assert submit.resolve_het(HET) == (HET, "")
     monkeypatch.setenv("PATH", str(commands.folder / "nowhere"))
     assert submit.resolve_het(HET) == (HET, "")
-
-
-# --- Dependencies on runs and jobs.
-
-
-def make(runs_dir: Path, name: str, status: Status, job_id: str | None) -> None:
-    run = RunDir.create(runs_dir / "exp" / name)
-    run.config.write_text("")
-    run.write_state(State(status=status))
-    if job_id is not None:
-        write_json(run.path / "slurm.json", {"job_id": job_id})
-
-
-@pytest.fixture
-def runs(runs_dir: Path) -> Path:
-    make(runs_dir, "first", "running", "41")
-    make(runs_dir, "second", "finished", "42")
-    make(runs_dir, "third", "failed", "43")
-    make(runs_dir, "local", "running", None)
-    return runs_dir
-
-
-@pytest.mark.parametrize(
-    ("text", "resolved"),
-    [
-        ("afterok:12:13_4:14_*", "afterok:12:13_4:14_*"),
-        ("after:first+5", "after:41+5"),
-        ("afterok:first:exp/second,afterany:12?singleton", "afterok:41:42,afterany:12?singleton"),
-        ("afternotok:third", "afternotok:43"),
-    ],
-)
-def test_run_names_are_replaced_by_job_ids(runs: Path, text: str, resolved: str) -> None:
-    assert resolve(text, runs) == resolved
-
-
-NO_DEPENDENCY = r" is not a dependency: write afterok:RUN or afterok:JOB$"
-NEVER = ": the job would never start$"
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        *((text, UserMistake, NO_DEPENDENCY) for text in ("12", "afterok:", "after ok:12")),
-        ("afterok:third", UserMistake, f"^--dependency afterok:third: run third is failed{NEVER}"),
-        ("afternotok:second", UserMistake, f"^--dependency afternotok:second: run second is finished{NEVER}"),
-        ("afterok:local", UserMistake, "^--dependency afterok:local: run local was never submitted to Slurm$"),
-        ("afterok:nowhere", RunFolderError, "^no run 'nowhere' under "),
-    ],
-)
-def test_dependency_that_cannot_be_satisfied_is_rejected(
-    runs: Path, text: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        resolve(text, runs)

@@ -203,9 +203,9 @@ def test_times_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PARTITIONS = (
-    "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"
+    "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob Default=YES MaxNodes=4 MinNodes=0"
     " MaxTime=1-00:00:00 State=UP\n"
-    "PartitionName=empty AllowGroups=staff AllowAccounts=ALL DenyQos=NONE MaxNodes=UNLIMITED State=DOWN\n"
+    "PartitionName=empty AllowGroups=staff AllowAccounts=ALL MaxNodes=UNLIMITED State=DOWN\n"
 )
 NODES = "gpu|2|64|256000|gpu:a100:4(S:0-1)|mixed|n[1-2]\ngpu|1|16+|64000+|(null)|drained*|n3\nnot a line\n"
 
@@ -219,7 +219,6 @@ def test_partitions_and_their_nodes() -> None:
     assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
     assert (gpu.allowed("Accounts"), gpu.allowed("Groups")) == (("ada", "bob"), None)
     assert empty.allowed("Groups") == ("staff",)
-    assert (gpu.denied("Qos"), empty.denied("Qos"), gpu.denied("Accounts")) == (("long",), (), ())
     assert (empty.name, empty.nodes) == ("empty", ())
 
 
@@ -372,7 +371,7 @@ def test_recorded_cluster(release: str) -> None:
         ("high", "1-00:00:00", "OFF", "NO"),
     ]
     for part in found:
-        assert (part.limit("MaxNodes"), part.allowed("Accounts"), part.denied("Qos")) == (None, None, ())
+        assert (part.limit("MaxNodes"), part.allowed("Accounts")) == (None, None)
         (group,) = part.nodes
         assert (group.num_nodes, group.cpus, group.memory_mb, group.gpus) == (4, 8, 32768, 2)
         assert (group.names, group.usable) == ("n[1-4]", True)
