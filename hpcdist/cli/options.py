@@ -84,12 +84,6 @@ def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 
 @_bounded
-def runs_or_last(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    yield "last"
-    yield from runs(ctx, incomplete)
-
-
-@_bounded
 def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of experiments that have runs."""
     for folder in _experiments(ctx):

@@ -162,8 +162,8 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
         ranks=ranks,
         complete=True,
         checked=[
-            CheckResult(operation="all_reduce[sum]", group="world", dtype="float32", ok=True),
-            CheckResult(operation="broadcast", group="world", dtype="int32", ok=True),
+            CheckResult(operation="all_reduce", dtype="float32", ok=True),
+            CheckResult(operation="broadcast", dtype="int32", ok=True),
         ],
         pairs=_pairs(ranks, rng, noise),
         rows=_rows(rng, noise),
@@ -211,8 +211,6 @@ def row(operation: str, median_s: float, size: int, **changed: Any) -> Row:
     """Return a measurement with a p99 of twice the median."""
     found = Row(
         operation=operation,
-        group="world",
-        group_size=4,
         size=size,
         bytes=size,
         iterations=40,

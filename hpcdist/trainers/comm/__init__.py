@@ -13,8 +13,8 @@ COMM_OPERATIONS = (
     *("send_recv", "isend_irecv", "all_reduce", "reduce", "broadcast", "scatter", "gather"),
     *("all_gather", "reduce_scatter", "all_to_all", "barrier"),
 )
-#: Measurements besides the operations of all ranks.
-COMM_PARTS = ("groups", "pairs")
+#: The measurement of each pair of ranks, besides the operations of all ranks.
+PAIRS = "pairs"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -35,8 +35,8 @@ def parse_bytes(value: int | str) -> int:
 class CommConfig(ConfigSection):
     """A benchmark of launch.backend: correctness and speed of every operation on all ranks (`trainer: comm`)."""
 
-    operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
-    """Operations to check and measure; `groups`: also in groups of ranks; `pairs`: each pair of ranks."""
+    operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, PAIRS])
+    """Operations to check and measure; `pairs`: each pair of ranks."""
     max_bytes: int | str = "256M"
     """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
 
@@ -46,7 +46,7 @@ class CommConfig(ConfigSection):
             parse_bytes(self.max_bytes)
         except ValueError as error:
             problems.append(f"max_bytes: {error}")
-        known = (*COMM_OPERATIONS, *COMM_PARTS)
+        known = (*COMM_OPERATIONS, PAIRS)
         if not self.operations:
             problems.append(f"operations must name at least one of {', '.join(known)}")
         for name in self.operations:

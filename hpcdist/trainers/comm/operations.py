@@ -1,4 +1,4 @@
-"""The operations of the benchmark, the groups of ranks in which they run, and the checks of their results."""
+"""The operations of the benchmark, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +22,6 @@ from hpcdist.trainers.comm.results import CheckResult
 # All values, and all partial sums and products in any order, are exact in all dtypes, so that results can be compared
 # without a tolerance.
 
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -40,106 +32,32 @@ _ENOUGH = 1 << 20
 _PERIOD = 113
 #: A value that no message contains.
 NEVER = 119
-#: Number of ranks that contribute a factor 2 at each index, the others contribute 1: 2³ fits into every dtype.
-_FACTORS = 3
 
 
 def message(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the message of a rank: values from 0 to 112, different at each index for up to 113 ranks."""
-    return ((37 * rank + _steps(count)) % _PERIOD).to(dtype)
-
-
-def _steps(count: int) -> Tensor:
     place = torch.arange(count)
-    return 7 * place + place // _PERIOD
+    return ((37 * rank + 7 * place + place // _PERIOD) % _PERIOD).to(dtype)
 
 
 @functools.lru_cache(maxsize=128)
-def reduced(reduction: str, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
-    given = (contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
-    return functools.reduce(REDUCTIONS[reduction], given).to(dtype)
+def reduced(num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum over all ranks; cached, because it is slow for a thousand ranks and used by many operations."""
+    total = torch.zeros(count, dtype=torch.int64)
+    for rank in range(num_ranks):
+        total += contribution(rank, num_ranks, count, dtype)
+    return total.to(dtype)
 
 
-def contribution(reduction: str, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the contribution of a rank to a reduction, int64 numbers that `dtype` can represent."""
+def contribution(rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the contribution of a rank to a sum, int64 numbers that `dtype` can represent."""
     place = torch.arange(count)
     # Multiplicative hashing: without it the sums over all ranks would be equal at every index.
     mixed = (2_654_435_761 * (place + 1) ^ 40_503 * (rank + 1)) * 2_246_822_519 % (1 << 32) >> 13
-    if reduction in ("max", "min"):
-        return _steps(count) % 97 + mixed % 16
-    turn = (rank + place) % num_ranks  # which ranks contribute more than the neutral value varies by index
-    if reduction == "product":
-        return 1 + ((turn < _FACTORS) & (mixed % 3 > 0)).long()
+    turn = (rank + place) % num_ranks  # which ranks contribute more than zero varies by index
     limit = min(largest_exact(dtype), _ENOUGH)
     values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each contributes 0 to values - 1
     return (mixed % values) * (turn < limit // (values - 1))
-
-
-Works = list[dist.Work | None]
-
-
-# Groups of ranks: all ranks, and partitions of them into groups that communicate at the same time.
-
-WORLD = "world"
-
-
-@dataclass(frozen=True)
-class Team:
-    """The group of this rank in one partition of all ranks."""
-
-    name: str  #: of the partition, such as `world` or `halves`; its groups communicate at the same time
-    ranks: tuple[int, ...]  #: global ranks of this group
-    largest: int  #: number of ranks in the largest group of the partition
-    group: dist.ProcessGroup | None  #: None if this rank is alone in its group
-    device: torch.device
-    backend: str
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def index(self) -> int:
-        return self.ranks.index(dist.get_rank())
-
-    def neighbour(self, steps: int) -> int:
-        """Return the global rank that is `steps` positions to the right in the ring of the group."""
-        return self.ranks[(self.index + steps) % self.size]
-
-
-def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Return partitions of all ranks by name, of at least two groups each, for node names by rank."""
-    ranks = list(range(len(nodes)))
-    by_node = {name: [rank for rank in ranks if nodes[rank] == name] for name in dict.fromkeys(nodes)}
-    found = {}
-    if len(by_node) > 1:
-        found["within nodes"] = list(by_node.values())
-        most = max(map(len, by_node.values()))
-        # One rank of each node, as used by data parallelism over nodes and hybrid sharding.
-        found["across nodes"] = [[part[i] for part in by_node.values() if i < len(part)] for i in range(most)]
-    found["halves"] = [ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]]
-    found["even and odd"] = [ranks[::2], ranks[1::2]]
-    kept: dict[str, list[list[int]]] = {}
-    for name, groups in found.items():
-        groups = [group for group in groups if group]
-        if 1 < len(groups) < len(ranks) and not any(sorted(groups) == sorted(other) for other in kept.values()):
-            kept[name] = groups
-    return kept
-
-
-def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *, with_groups: bool) -> dict[str, Team]:
-    """Create the process groups and return this rank's team of each partition. Call it on every rank."""
-    backend = dist.get_backend()
-    teams = {WORLD: Team(WORLD, tuple(range(len(nodes))), len(nodes), dist.group.WORLD, device, backend)}
-    for name, groups in (cuts(nodes) if with_groups else {}).items():
-        for ranks in groups:
-            # `new_group` must be called on every rank for every group.
-            made = dist.new_group(ranks, backend=backend, timeout=timeout) if len(ranks) > 1 else None
-            if dist.get_rank() in ranks:
-                assert made is None or isinstance(made, dist.ProcessGroup)
-                teams[name] = Team(name, tuple(ranks), max(map(len, groups)), made, device, backend)
-    return teams
 
 
 @dataclass(frozen=True)
@@ -155,8 +73,7 @@ class OperationKind:
     in_place: bool = False  #: both are the same buffer
     has_parts: bool = False  #: the data consist of one equal part for each rank
     is_one_way: bool = False  #: a rank may finish before others have begun, so that ranks could run ahead
-    reduces: bool = False  #: values are combined, so that the dtype matters
-    has_async: bool = True  #: it may be started without waiting for its end
+    reduces: bool = False  #: values are summed, so that the dtype matters
     least_ranks: int = 1
 
     @property
@@ -167,39 +84,28 @@ class OperationKind:
         """Return the number of consecutive operations in one call."""
         return n if self.name == "send_recv" else 1
 
-    def title(self, reduction: str | None) -> str:
-        return f"{self.name}[{reduction}]" if reduction else self.name
-
 
 class Operation:
     """One operation on this rank: buffers, call and expected result.
 
-    `count` is the number of elements of all data, the parts of all ranks together; `root` is an index in the group.
+    `count` is the number of elements of all data, the parts of all ranks together.
     """
 
     def __init__(
-        self,
-        kind: OperationKind,
-        team: Team,
-        count: int,
-        dtype: torch.dtype,
-        *,
-        root: int = 0,
-        reduction: str = "sum",
+        self, kind: OperationKind, count: int, dtype: torch.dtype, device: torch.device, *, root: int = 0
     ) -> None:
-        self.kind, self.team, self.count, self.dtype = kind, team, count, dtype
-        self.root, self.reduction = root, reduction
-        self.part, self.is_root, self.group_root = count // team.size, team.index == root, team.ranks[root]
-        self.operator: Any = getattr(dist.ReduceOp, reduction.upper())
+        self.kind, self.count, self.dtype, self.device, self.root = kind, count, dtype, device, root
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.part, self.is_root = count // self.size, self.rank == root
         lengths = {"all": count, "part": self.part, "root": count if self.is_root else 0, "none": 0}
         sent, received = lengths[kind.source], lengths[kind.result]
-        data = torch.empty(count if kind.in_place else sent, dtype=dtype, device=team.device)
+        data = torch.empty(count if kind.in_place else sent, dtype=dtype, device=device)
         self.source = data[:sent]
         self.result = data[:received] if kind.in_place else data.new_empty(received)
         self.source.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
 
     def run(self) -> None:
-        CALLS[self.kind.name](self, False)
+        CALLS[self.kind.name](self)
 
     def fill(self) -> None:
         """Overwrite the result with values that no correct result contains, and write the input pattern."""
@@ -208,9 +114,9 @@ class Operation:
             self.source.copy_(self._input())
 
     def _input(self) -> Tensor:  # on the CPU, like the expected result
-        here, size = self.team.index, self.team.size
+        here, size = self.rank, self.size
         if self.kind.reduces:
-            return contribution(self.reduction, here, size, self.count, self.dtype)
+            return contribution(here, size, self.count, self.dtype)
         match self.kind.name:
             case "scatter":
                 return self._parts(range(size))
@@ -221,9 +127,9 @@ class Operation:
         return message(here, self.count, self.dtype)
 
     def expected(self) -> Tensor:
-        here, size = self.team.index, self.team.size
+        here, size = self.rank, self.size
         if self.kind.reduces:
-            total = reduced(self.reduction, size, self.count, self.dtype)
+            total = reduced(size, self.count, self.dtype)
             return total[here * self.part :][: self.part] if self.kind.has_parts else total
         match self.kind.name:
             case "scatter":
@@ -241,59 +147,45 @@ class Operation:
 
     def chunks(self, data: Tensor) -> list[Tensor] | None:
         """Return the parts of all ranks at the root, None elsewhere."""
-        return list(data.chunk(self.team.size)) if self.is_root else None
+        return list(data.chunk(self.size)) if self.is_root else None
 
 
-def wait_for(works: Works) -> None:
-    """Wait until all of the operations have ended; None stands for one that had nothing to do."""
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
-def _send_recv(op: Operation, _: bool) -> Works:
+def _send_recv(op: Operation) -> None:
     """Pass a message around the ring of all ranks with blocking calls; the time is that of one hop."""
-    right, left, group = op.team.neighbour(1), op.team.neighbour(-1), op.team.group
+    right, left = (op.rank + 1) % op.size, (op.rank - 1) % op.size
     if op.is_root:
-        dist.send(op.result, right, group)
-    dist.recv(op.result, left, group)
+        dist.send(op.result, right)
+    dist.recv(op.result, left)
     if not op.is_root:
-        dist.send(op.result, right, group)
-    return []
+        dist.send(op.result, right)
 
 
-def _isend_irecv(op: Operation, start: bool) -> Works:
+def _isend_irecv(op: Operation) -> None:
     """Send to the right neighbour and receive from the left one at the same time, as in nccl-tests."""
-    right, left, group = op.team.neighbour(1), op.team.neighbour(-1), op.team.group
-    both = [dist.P2POp(dist.isend, op.source, right, group), dist.P2POp(dist.irecv, op.result, left, group)]
-    works: Works = list(dist.batch_isend_irecv(both))
-    if start:
-        return works
-    wait_for(works)
-    return []  # a second wait blocks forever in gloo
+    right, left = (op.rank + 1) % op.size, (op.rank - 1) % op.size
+    both = [dist.P2POp(dist.isend, op.source, right), dist.P2POp(dist.irecv, op.result, left)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
 
 
-#: Run an operation, or start it if the second argument is true and return the works to wait for.
-CALLS: dict[str, Callable[[Operation, bool], Works]] = {
+CALLS: dict[str, Callable[[Operation], object]] = {
     "send_recv": _send_recv,
     "isend_irecv": _isend_irecv,
-    "all_reduce": lambda op, start: [dist.all_reduce(op.source, op.operator, op.team.group, start)],
-    "reduce": lambda op, start: [dist.reduce(op.source, op.group_root, op.operator, op.team.group, start)],
-    "broadcast": lambda op, start: [dist.broadcast(op.result, op.group_root, op.team.group, start)],
-    "scatter": lambda op, start: [dist.scatter(op.result, op.chunks(op.source), op.group_root, op.team.group, start)],
-    "gather": lambda op, start: [dist.gather(op.source, op.chunks(op.result), op.group_root, op.team.group, start)],
-    "all_gather": lambda op, start: [dist.all_gather_into_tensor(op.result, op.source, op.team.group, start)],
-    "reduce_scatter": lambda op, start: [
-        dist.reduce_scatter_tensor(op.result, op.source, op.operator, op.team.group, start)
-    ],
-    "all_to_all": lambda op, start: [dist.all_to_all_single(op.result, op.source, group=op.team.group, async_op=start)],
-    "barrier": lambda op, start: [dist.barrier(op.team.group, start)],
+    "all_reduce": lambda op: dist.all_reduce(op.source),
+    "reduce": lambda op: dist.reduce(op.source, op.root),
+    "broadcast": lambda op: dist.broadcast(op.result, op.root),
+    "scatter": lambda op: dist.scatter(op.result, op.chunks(op.source), op.root),
+    "gather": lambda op: dist.gather(op.source, op.chunks(op.result), op.root),
+    "all_gather": lambda op: dist.all_gather_into_tensor(op.result, op.source),
+    "reduce_scatter": lambda op: dist.reduce_scatter_tensor(op.result, op.source),
+    "all_to_all": lambda op: dist.all_to_all_single(op.result, op.source),
+    "barrier": lambda op: dist.barrier(),
 }
 #: All operations by their names in a config.
 OPERATIONS = {
     kind.name: kind
     for kind in (
-        OperationKind("send_recv", "root", "all", in_place=True, has_async=False, least_ranks=2),
+        OperationKind("send_recv", "root", "all", in_place=True, least_ranks=2),
         OperationKind("isend_irecv", "all", "all", least_ranks=2),
         OperationKind("all_reduce", "all", "all", in_place=True, reduces=True),
         OperationKind("reduce", "all", "root", in_place=True, reduces=True, is_one_way=True),
@@ -303,7 +195,7 @@ OPERATIONS = {
         OperationKind("all_gather", "part", "all", has_parts=True),
         OperationKind("reduce_scatter", "all", "part", has_parts=True, reduces=True),
         OperationKind("all_to_all", "all", "all", has_parts=True),
-        OperationKind("barrier", "none", "none", has_async=False),
+        OperationKind("barrier", "none", "none"),
     )
 }
 
@@ -322,16 +214,13 @@ _LATE_S = 0.02
 _serial = itertools.count()
 
 
-def check(
-    kind: OperationKind, reduction: str | None, team: Team, dtype: str, groups: Groups, *, node: str
-) -> CheckResult:
+def check(kind: OperationKind, dtype: str, device: torch.device, groups: Groups, *, node: str) -> CheckResult:
     """Compare the result of an operation with the exact expected result. Call it on every rank; `node` is its node."""
-    wrong, unsupported, serial, title = "", "", next(_serial), kind.title(reduction)
-    if team.size >= max(kind.least_ranks, 1 if team.name == WORLD else 2):
+    wrong, unsupported, serial = "", "", next(_serial)
+    if dist.get_world_size() >= kind.least_ranks:
         try:
             # All cases, also after a wrong result, because the other ranks continue with the next case.
-            cases = _cases(kind, reduction or "sum", team, DTYPES[dtype])
-            found = [_compare(operation, groups, serial) for operation in cases]
+            found = [_compare(operation, groups, serial) for operation in _cases(kind, DTYPES[dtype], device)]
             wrong = next(filter(None, found), "")
         except (RuntimeError, ValueError) as error:
             if not _UNSUPPORTED.search(str(error)):
@@ -345,41 +234,39 @@ def check(
         more = f"; {len(errors) - 1} more of {dist.get_world_size()} ranks have wrong results"
         ok, text = False, errors[0] + (more if len(errors) > 1 else "")
     elif reasons:
-        ok, text = None, f"{team.backend} does not support {title} of {dtype}: {reasons[0]}"
-    elif team.largest < kind.least_ranks:
-        ok, text = None, f"{title} needs {kind.least_ranks} ranks"
-    return CheckResult(operation=title, group=team.name, dtype=dtype, ok=ok, error=text)
+        ok, text = None, f"{dist.get_backend()} does not support {kind.name} of {dtype}: {reasons[0]}"
+    elif dist.get_world_size() < kind.least_ranks:
+        ok, text = None, f"{kind.name} needs {kind.least_ranks} ranks"
+    return CheckResult(operation=kind.name, dtype=dtype, ok=ok, error=text)
 
 
-def _cases(kind: OperationKind, reduction: str, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
+def _cases(kind: OperationKind, dtype: torch.dtype, device: torch.device) -> Iterator[Operation]:
+    size = dist.get_world_size()
     for count in _COUNTS[:1] if kind.name == "barrier" else _COUNTS:
         # The total does not grow with the world size: checks of a thousand ranks would take minutes.
-        whole = max(1, count // team.size) * team.size if kind.has_parts else count
-        for root in {0, team.size - 1} if kind.has_root else {0}:
-            yield Operation(kind, team, whole, dtype, root=root, reduction=reduction)
+        whole = max(1, count // size) * size if kind.has_parts else count
+        for root in {0, size - 1} if kind.has_root else {0}:
+            yield Operation(kind, whole, dtype, device, root=root)
 
 
 def _compare(operation: Operation, groups: Groups, serial: int) -> str:
-    """Return the error of the blocking or the asynchronous call, empty if both are correct."""
+    """Return the error of the call, empty if its result is correct."""
+    if operation.kind.name != "barrier":
+        operation.fill()
+        operation.run()
+        return _difference(operation)
+    # One rank arrives late; no rank may leave the barrier before it.
     found = []
-    if operation.kind.name == "barrier":
-        # One rank arrives late; no rank may leave the barrier before it.
-        team = operation.team
-        for late in (0, team.size - 1):
-            key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
-            if team.index == late:
-                time.sleep(_LATE_S)
-            groups.store.add(key, 1)
-            operation.run()
-            synchronize(team.device)
-            if (num_arrived := groups.store.add(key, 0)) < team.size:
-                found.append(f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived")
-    else:
-        for async_op in (False, True) if operation.kind.has_async else (False,):
-            operation.fill()
-            wait_for(CALLS[operation.kind.name](operation, async_op))
-            found.append(_difference(operation))
-    return next(filter(None, found), "")
+    for late in (0, operation.size - 1):
+        key = f"comm/barrier/{serial}/{late}"
+        if operation.rank == late:
+            time.sleep(_LATE_S)
+        groups.store.add(key, 1)
+        operation.run()
+        synchronize(operation.device)
+        if (num_arrived := groups.store.add(key, 0)) < operation.size:
+            found.append(f"a rank left the barrier of {operation.size} ranks when {num_arrived} had arrived")
+    return next(iter(found), "")
 
 
 def _difference(operation: Operation) -> str:
@@ -390,10 +277,9 @@ def _difference(operation: Operation) -> str:
         return ""
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
-    title = operation.kind.title(operation.reduction if operation.kind.reduces else None)
-    root = f" (root is rank {operation.group_root})" if operation.kind.has_root else ""
-    group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
+    root = f" (root is rank {operation.root})" if operation.kind.has_root else ""
+    dtype = str(got.dtype).removeprefix("torch.")
     return (
-        f"{title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}{root}{group} is wrong: at index {index}"
-        f" expected {expected[index].item():g}, got {got[index].item():g} ({len(places)} of {len(got)} differ)"
+        f"{operation.kind.name} of {len(got)} x {dtype}{root} is wrong: at index {index} expected"
+        f" {expected[index].item():g}, got {got[index].item():g} ({len(places)} of {len(got)} differ)"
     )

@@ -1,4 +1,4 @@
-"""Results of the communication benchmark: records, noise, comparison with a baseline, the bottleneck, and the report.
+"""Results of the communication benchmark: records, noise, the bottleneck, and the report.
 
 It needs no torch, so that a login node can read results. Times are in seconds, sizes in bytes, bandwidths in bytes/s.
 """
@@ -42,12 +42,11 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Result of the check of one operation on every rank of its group, at several sizes."""
+    """Result of the check of one operation on every rank, at several sizes."""
 
-    operation: str  #: with its operator, such as `all_reduce[sum]`
-    group: str
+    operation: str
     dtype: str
-    ok: bool | None  #: None if the backend does not support the operation or the group has too few ranks
+    ok: bool | None  #: None if the backend does not support the operation or there are too few ranks
     error: str = ""  #: the wrong value (rank, index, expected, got), or the reason why the check was skipped
 
 
@@ -55,9 +54,7 @@ class CheckResult:
 class Row:
     """Measurement of an operation at one size: the time of the slowest rank, bandwidths as in nccl-tests."""
 
-    operation: str  #: for a reduction, its sum
-    group: str  #: `world`, or the partition into groups that communicate at the same time: `halves`, `even and odd`, …
-    group_size: int
+    operation: str
     size: int  #: nominal size, a power of two
     bytes: int  #: actual size, rounded up to equal parts; the size as defined in nccl-tests
     iterations: int
@@ -66,11 +63,6 @@ class Row:
     min_s: float
     algbw: float | None  #: None if no data is moved (barrier)
     busbw: float | None
-
-    @property
-    def label(self) -> str:
-        """Name without the size, such as `all_reduce` or `broadcast, halves`."""
-        return self.operation if self.group == "world" else f"{self.operation}, {self.group}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +80,7 @@ class Pair:
 class Results:
     """All results of a benchmark; incomplete if the run was stopped."""
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     backend: str
     device: str  #: `cpu` or `cuda`
     world_size: int
@@ -158,90 +150,6 @@ def disturbance(results: Results) -> float:
     tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
     found = [*tails[len(tails) * 3 // 4 :][:1], *map(roughness, series.values()), 1.0]
     return min(max(found), MAX_NOISE)
-
-
-# Comparison of a benchmark with an earlier one: slowdowns beyond the noise of the measurements.
-
-#: Slowdowns by less than this factor are not reported.
-MIN_SLOWDOWN = 1.2
-
-
-@dataclass(frozen=True)
-class Change:
-    """One operation at one size, now and before."""
-
-    now: Row
-    before: Row
-
-    @property
-    def ratio(self) -> float:
-        """Time now divided by time before; above 1 it is slower."""
-        return self.now.median_s / self.before.median_s
-
-    @property
-    def beyond_noise(self) -> bool:
-        """Whether the median is 20 % slower and above the normal outliers, and the earlier speed is not reached."""
-        limit_s = MIN_SLOWDOWN * self.before.min_s
-        return self.ratio > MIN_SLOWDOWN and self.now.median_s > self.before.p99_s and self.now.min_s > limit_s
-
-
-def differences(now: Results, before: Results) -> str:
-    """Return a description of the properties that prevent a comparison because they differ; empty if none does."""
-    facts = (
-        ("partition", now.partition or "none", before.partition or "none"),
-        ("backend", now.backend, before.backend),
-        ("device", now.device, before.device),
-        ("number of ranks", now.world_size, before.world_size),
-        ("number of nodes", len(now.nodes), len(before.nodes)),
-    )
-    return ", ".join(f"{name} {one} now and {other} before" for name, one, other in facts if one != other)
-
-
-def changes(now: Results, before: Results) -> dict[str, list[Change]]:
-    """Return the measurements that both benchmarks contain, by label, ordered by size."""
-    known = {(row.label, row.size): row for row in before.rows}
-    found: dict[str, list[Change]] = defaultdict(list)
-    for row in sorted(now.rows, key=lambda row: row.size):
-        if (theirs := known.get((row.label, row.size))) is not None:
-            found[row.label].append(Change(row, theirs))
-    return dict(found)
-
-
-def slower(found: list[Change]) -> list[Change]:
-    """Return the sizes of an operation that are slower beyond noise, if a neighbouring size is slower as well.
-
-    Among hundreds of measurements some are slower by chance, but a slower network affects neighbouring sizes too. A
-    slowdown must also exceed the factor by which smaller sizes took longer than larger ones in the same benchmark.
-    """
-    noise = max(roughness(change.now for change in found), roughness(change.before for change in found))
-    marks = [change.beyond_noise and change.ratio > noise for change in found]
-    if len(found) == 1:  # without another size, the fastest iteration must exceed the earlier median
-        marks = [marks[0] and found[0].now.min_s > found[0].before.median_s]
-    return [
-        change
-        for index, change in enumerate(found)
-        if marks[index] and (len(found) == 1 or any(marks[max(0, index - 1) : index] + marks[index + 1 : index + 2]))
-    ]
-
-
-def sentences(found: dict[str, list[Change]]) -> Iterator[str]:
-    """Yield a sentence for each slower operation, the worst first, or one sentence that nothing is slower."""
-    worse = {label: slow for label, all_sizes in found.items() if (slow := slower(all_sizes))}
-    if not found:
-        yield "the benchmarks have no measurement in common"
-    elif not worse:
-        ratios = [change.ratio for all_sizes in found.values() for change in all_sizes]
-        yield (
-            f"nothing is slower by more than {MIN_SLOWDOWN - 1:.0%} beyond noise"
-            f" (median {median(ratios):.2f}× the earlier time, over {len(ratios)} measurements)"
-        )
-    for label, slow in sorted(worse.items(), key=lambda item: -max(change.ratio for change in item[1])):
-        worst = max(slow, key=lambda change: change.ratio)
-        count = f"{len(slow)} of {len(found[label])} sizes"
-        yield (
-            f"{label} is slower at {count}, most at {amount(worst.now.size)}: {times(worst.ratio)} the time"
-            f" ({seconds(worst.now.median_s)}, before {seconds(worst.before.median_s)})"
-        )
 
 
 # Sentences that describe the bottleneck: the nodes, ranks or pairs that are slower than the others.
@@ -411,16 +319,15 @@ CONVENTION = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.m
 def report(results: Results, width: int) -> RenderableType:
     """Return the complete report for a width in columns; the bottleneck is at the end."""
     parts: list[RenderableType] = [_line(heading(results)), *map(_line, _checks(results))]
-    for group in dict.fromkeys(row.group for row in results.rows):
-        of_group = [row for row in results.rows if row.group == group]
-        by_size = [row for row in of_group if row.busbw is not None]
+    if results.rows:
+        by_size = [row for row in results.rows if row.busbw is not None]
         sizes = _choose(sorted({row.size for row in by_size}), (width - 34) // 21)
-        name = "" if group == "world" else f" in groups of {of_group[0].group_size} ({group})"
-        convention = "" if name else f", as defined by nccl-tests ({CONVENTION})"
         parts += [
-            _by_size(f"time of one operation{name}: median / p99", by_size, sizes, _time),
-            _by_size(f"bandwidth{name}: algorithm / bus{convention}", by_size, sizes, _bandwidth),
-            *(_line(f"{row.operation}: median / p99 {_time(row)}") for row in of_group if row.busbw is None),
+            _by_size("time of one operation: median / p99", by_size, sizes, _time),
+            _by_size(
+                f"bandwidth: algorithm / bus, as defined by nccl-tests ({CONVENTION})", by_size, sizes, _bandwidth
+            ),
+            *(_line(f"{row.operation}: median / p99 {_time(row)}") for row in results.rows if row.busbw is None),
         ]
     parts += _pairs(results)
     parts += [_line(f"note: {note}") for note in results.notes]
@@ -437,22 +344,6 @@ def as_text(results: Results) -> str:
 def show(console: Console, page: RenderableType) -> None:
     """Print a report without line breaks in sentences, so that a log can be searched for them."""
     console.print(page, highlight=False, crop=False)
-
-
-def comparison(now: Results, before: Results, name: str, width: int) -> RenderableType:
-    """Return a table of times relative to an earlier benchmark, and the slowdowns."""
-    found = changes(now, before)
-    sizes = _choose(sorted({change.now.size for changed in found.values() for change in changed}), (width - 34) // 10)
-    rows = []
-    for changed in found.values():
-        slow = slower(changed)
-        if changed[0].now.size:  # a barrier has none
-            ratios = {one.now.size: f"{one.ratio:.2f}" for one in changed}
-            ratios |= {one.now.size: f"[bold red]{one.ratio:.2f} ![/]" for one in slow}
-            rows.append((changed[0].now.label, ratios))
-    table = _table({size: amount(size) for size in sizes}, rows)
-    title = _line(f"time relative to {name}; ! slower beyond noise", "bold")
-    return Group(title, table, *(_line(f"compared with {name}: {line}") for line in sentences(found)))
 
 
 def heading(results: Results) -> str:
@@ -478,8 +369,7 @@ def _checks(results: Results) -> Iterator[str]:
         yield f"correct on every rank: {len(operations)} operations × {len(types)} dtypes ({', '.join(sorted(types))})"
     for check in results.checked:
         if check.ok is False:
-            group = "" if check.group == "world" else f" in {check.group}"
-            yield f"WRONG: {check.operation} of {check.dtype}{group}: {check.error}"
+            yield f"WRONG: {check.operation} of {check.dtype}: {check.error}"
     for reason, names in missing.items():
         yield f"skipped: {', '.join(dict.fromkeys(names))}: {reason}"
     if not results.complete:

@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from itertools import chain
 
 import torch
@@ -28,17 +27,13 @@ from hpcdist.host.files import write_atomic
 from hpcdist.host.network import bandwidths, tournament
 from hpcdist.rank.collective_check import Stopwatch, Timing, measure, synchronize
 from hpcdist.rank.context import Context
-from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
+from hpcdist.trainers.comm import COMM_OPERATIONS, PAIRS, CommConfig, parse_bytes
 from hpcdist.trainers.comm.operations import (
     DTYPES,
     OPERATIONS,
-    REDUCTIONS,
-    WORLD,
     Operation,
     OperationKind,
-    Team,
     check,
-    make_teams,
 )
 from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, as_text, bottleneck
 
@@ -49,10 +44,6 @@ BYTES, NUMBERS = "uint8", "float32"
 MEASURE_S = 0.02
 #: Larger messages of an operation are skipped once one iteration would take longer than this.
 MAX_ITERATION_S = 1.0
-#: Operations that are measured in sub-groups; the others are only checked there.
-_IN_GROUPS = ("all_reduce", "all_gather", "all_to_all", "broadcast")
-#: Sizes in sub-groups: every fourth power of two, up to a size at which the bandwidth is constant.
-_SPARSE, _SETTLED = 4, 1 << 24
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -79,20 +70,18 @@ class Bench:
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.comm = ctx, cfg.section(CommConfig)
-        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
         everyone = ctx.groups.all_gather((node, device))
         self.nodes = [one[0] for one in everyone]
         backend = dist.get_backend()
-        where = ctx.device if backend == "nccl" else torch.device("cpu")
-        self.teams = make_teams(self.nodes, where, timeout, with_groups="groups" in self.comm.operations)
-        self.watch = Stopwatch(where, backend)
+        self.device = ctx.device if backend == "nccl" else torch.device("cpu")
+        self.watch = Stopwatch(self.device, backend)
         self.operations = [OPERATIONS[name] for name in COMM_OPERATIONS if name in self.comm.operations]
         self.results = Results(
             backend=backend,
-            device=where.type,
+            device=self.device.type,
             world_size=ctx.world_size,
             torch=torch.__version__,
             nccl=".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
@@ -106,97 +95,82 @@ class Bench:
             write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
 
     def check(self) -> Iterator[None]:
-        """Check the operations in all groups of ranks. Raises CommError if a result is wrong."""
-        for team in self.teams.values():
-            # All dtypes for the world. In sub-groups, which can only confuse ranks, the dtypes that are measured.
-            dtypes = tuple(DTYPES) if team.name == WORLD else (BYTES, NUMBERS)
-            for kind in self.operations:
-                for reduction in REDUCTIONS if kind.reduces else (None,):
-                    for dtype in (BYTES,) if kind.name == "barrier" else dtypes:
-                        node = self.nodes[self.ctx.rank]
-                        found = check(kind, reduction, team, dtype, self.ctx.groups, node=node)
-                        self.results.checked.append(found)
-                        if found.ok is False:
-                            self.write()
-                            raise CommError(found.error)
-                        if found.ok is None:
-                            log.info("skipped: %s", found.error)
-                    yield
+        """Check the operations. Raises CommError if a result is wrong."""
+        for kind in self.operations:
+            for dtype in (BYTES,) if kind.name == "barrier" else DTYPES:
+                node = self.nodes[self.ctx.rank]
+                found = check(kind, dtype, self.device, self.ctx.groups, node=node)
+                self.results.checked.append(found)
+                if found.ok is False:
+                    self.write()
+                    raise CommError(found.error)
+                if found.ok is None:
+                    log.info("skipped: %s", found.error)
+            yield
 
-    def _is_supported(self, kind: OperationKind, team: str) -> bool:
-        title, dtype = kind.title("sum" if kind.reduces else None), NUMBERS if kind.reduces else BYTES
-        return not any(
-            one.ok is None and (one.operation, one.group, one.dtype) == (title, team, dtype)
-            for one in self.results.checked
-        )
+    def _is_supported(self, kind: OperationKind) -> bool:
+        unsupported = (kind.name, NUMBERS if kind.reduces else BYTES)
+        return not any(one.ok is None and (one.operation, one.dtype) == unsupported for one in self.results.checked)
 
     def measure_pairs(self) -> Iterator[None]:
-        rounds = pair_rounds(self.nodes) if "pairs" in self.comm.operations else []
-        if not rounds or not self._is_supported(OPERATIONS["send_recv"], WORLD):
+        rounds = pair_rounds(self.nodes) if PAIRS in self.comm.operations else []
+        if not rounds or not self._is_supported(OPERATIONS["send_recv"]):
             return
         for links in rounds:
-            mine = measure_round(links, self.teams[WORLD])
+            mine = measure_round(links, self.device)
             self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
             yield
         self.write()
 
     def measure_operations(self) -> Iterator[None]:
         for kind in self.operations:
-            for team in self.teams.values() if kind.name in _IN_GROUPS else [self.teams[WORLD]]:
-                if self._is_supported(kind, team.name):
-                    yield from self._measure(kind, team)
-                    self.write()
+            if self._is_supported(kind):
+                yield from self._measure(kind)
+                self.write()
 
-    def _measure(self, kind: OperationKind, team: Team) -> Iterator[None]:
-        """Measure an operation, for a reduction the sum, at all sizes."""
-        dtype = DTYPES[NUMBERS if kind.reduces else BYTES]
+    def _measure(self, kind: OperationKind) -> Iterator[None]:
+        """Measure an operation at all sizes."""
+        dtype, num_ranks = DTYPES[NUMBERS if kind.reduces else BYTES], self.ctx.world_size
         rows: list[Row] = []
-        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype, team.name) if kind.name != "barrier" else [0]:
-            count = elements(nominal, dtype, team.largest if kind.has_parts else 1)
+        for nominal in sizes(parse_bytes(self.comm.max_bytes), dtype) if kind.name != "barrier" else [0]:
+            count = elements(nominal, dtype, num_ranks if kind.has_parts else 1)
             size = count * dtype.itemsize if nominal else 0
             if rows and rows[-1].bytes == size:  # rounded up to the previous size
                 continue
             if rows and rows[-1].bytes < nominal:
-                call_s = rows[-1].median_s * kind.hops(team.largest)
+                call_s = rows[-1].median_s * kind.hops(num_ranks)
                 if call_s * nominal / rows[-1].bytes > MAX_ITERATION_S:
                     took = f"stopped at {rows[-1].size} B, which takes {call_s:.2g} s"
-                    self.results.notes.append(f"{rows[-1].label}: {took}")
+                    self.results.notes.append(f"{kind.name}: {took}")
                     break
-            mine = elements(nominal, dtype, team.size if kind.has_parts else 1)
-            is_alone = team.size == 1 and team.name != WORLD  # its group has no communication
             timing = measure(
-                (lambda: None) if is_alone else Operation(kind, team, mine, dtype).run,
+                Operation(kind, count, dtype, self.device).run,
                 self.watch,
                 self.ctx.groups,
                 budget_s=MEASURE_S,
                 longest_s=MAX_ITERATION_S,
                 after_barrier=kind.is_one_way,
-                divided_by=kind.hops(team.largest),
+                divided_by=kind.hops(num_ranks),
             )
-            algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
-            sizes_of_row = {"group_size": team.largest, "size": nominal, "bytes": size}
-            row = Row(operation=kind.name, group=team.name, **sizes_of_row, **asdict(timing), algbw=algbw, busbw=busbw)
+            algbw, busbw = bandwidths(kind.name, size, timing.median_s, num_ranks) if size else (None, None)
+            row = Row(operation=kind.name, size=nominal, bytes=size, **asdict(timing), algbw=algbw, busbw=busbw)
             rows.append(row)
             self.results.rows.append(row)
-            key = f"comm/{kind.name}" + (f"_{team.name.replace(' ', '_')}" if team.name != WORLD else "")
-            metrics = {f"{key}/median_us": 1e6 * timing.median_s}
+            metrics = {f"comm/{kind.name}/median_us": 1e6 * timing.median_s}
             if busbw is not None:
-                metrics[f"{key}/busbw_gb_per_s"] = busbw / 1e9
+                metrics[f"comm/{kind.name}/busbw_gb_per_s"] = busbw / 1e9
             self.ctx.log(metrics, max(nominal, 1).bit_length() - 1)
             yield
         if not rows:  # `comm.max_bytes` is less than one element
             return
         first, last = rows[0], rows[-1]
         bandwidth = f", {last.busbw / 1e9:.2f} GB/s (bus) at {last.size} B" if last.busbw is not None else ""
-        log.info("%s: %.0f us at %d B%s", first.label, 1e6 * first.median_s, first.size, bandwidth)
+        log.info("%s: %.0f us at %d B%s", kind.name, 1e6 * first.median_s, first.size, bandwidth)
 
 
-def sizes(max_bytes: int, dtype: torch.dtype, team: str) -> list[int]:
-    """Return the powers of two from one element up that are measured in a group of ranks."""
-    powers = [1 << power for power in range(max_bytes.bit_length())]
-    if team != WORLD:
-        powers = [size for size in powers[::_SPARSE] if size <= _SETTLED]
-    return [size for size in powers if size >= dtype.itemsize]
+def sizes(max_bytes: int, dtype: torch.dtype) -> list[int]:
+    """Return the powers of two from one element up."""
+    return [1 << power for power in range(max_bytes.bit_length()) if 1 << power >= dtype.itemsize]
 
 
 def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
@@ -207,7 +181,7 @@ def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
 def summary(results: Results) -> str:
     num_passed = sum(one.ok is True for one in results.checked)
     text = f"{num_passed} checks passed; {len(results.rows)} points and {len(results.pairs)} pairs of ranks measured"
-    rates = [(row.size, row.busbw) for row in results.rows if row.label == "all_reduce" and row.busbw is not None]
+    rates = [(row.size, row.busbw) for row in results.rows if row.operation == "all_reduce" and row.busbw is not None]
     if rates:
         size, busbw = rates[-1]  # sizes increase
         text += f"; all_reduce of {size >> 20 or size} {'MiB' if size >> 20 else 'B'}: {busbw / 1e9:.2f} GB/s"
@@ -255,24 +229,24 @@ def tournament_links(ranks: Sequence[int]) -> list[list[Link]]:
     return [meetings for meetings in found if meetings]
 
 
-def measure_round(links: Sequence[Link], world: Team) -> Pair | None:
+def measure_round(links: Sequence[Link], device: torch.device) -> Pair | None:
     """Measure this rank's pair of a round, if any; return the result on the source."""
     me = dist.get_rank()
     source, target = next((link for link in links if me in link), (None, None))
     if source is None or target is None:
         return None
     is_source = me == source
-    peer, device = (target if is_source else source), world.device
+    peer = target if is_source else source
 
     def trip(leaving: torch.Tensor, returning: torch.Tensor) -> float:
         """Return the seconds of a round trip, measured at the source."""
         began = time.perf_counter()
         if is_source:
-            dist.send(leaving, peer, world.group)
-            dist.recv(returning, peer, world.group)
+            dist.send(leaving, peer)
+            dist.recv(returning, peer)
         else:
-            dist.recv(leaving, peer, world.group)
-            dist.send(returning, peer, world.group)
+            dist.recv(leaving, peer)
+            dist.send(returning, peer)
         synchronize(device)
         return time.perf_counter() - began
 

@@ -203,7 +203,6 @@ def test_completers_and_their_time_on_a_hanging_file_system(folder: Path, monkey
 
     monkeypatch.chdir(folder)
     assert complete(options.experiments, "") == ["digits"]
-    assert complete(options.runs_or_last, "la") == ["last"]
     assert complete(options.profiles, "dev") == ["devcluster"]
     assert complete(options.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
     listed = options._folders

@@ -1,4 +1,4 @@
-"""The communication benchmark without ranks: bottlenecks, comparisons, file and report of results; sizes and groups."""
+"""The communication benchmark without ranks: bottlenecks, file and report of results; sizes and pairs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from rich.console import Console
 
 from hpcdist.errors import RunFolderError
 from hpcdist.trainers.comm import CommConfig, parse_bytes
-from hpcdist.trainers.comm.operations import DTYPES, REDUCTIONS, contribution, cuts, reduced
+from hpcdist.trainers.comm.operations import DTYPES, contribution, reduced
 from hpcdist.trainers.comm.results import (
     ARTIFACT,
-    WIDTH,
     CheckResult,
     RankPlace,
     Results,
-    Row,
     as_text,
     bottleneck,
-    changes,
-    comparison,
-    differences,
     read_results,
     report,
-    sentences,
     show,
 )
 from hpcdist.trainers.comm.train import MAX_ALL_PAIRS, elements, pair_rounds, sizes, summary, tournament_links
@@ -170,68 +164,6 @@ def test_differences_within_the_noise_of_transfers_are_not_findings(busy: dict[s
     assert bottleneck(with_transfers(much, tail=1000.0))[0].startswith("n3 is ")
 
 
-# --- Comparison with an earlier benchmark: slowdowns beyond noise, and properties that must be equal.
-
-
-def slow_all_reduce(factor: float, powers: range) -> Results:
-    """Return the sample with an all_reduce that is slower at sizes of these powers of two."""
-    found = sample()
-
-    def changed(one: Row) -> Row:
-        if one.operation != "all_reduce" or one.size.bit_length() - 1 not in powers:
-            return one
-        return replace(one, median_s=one.median_s * factor, p99_s=one.p99_s * factor, min_s=one.min_s * factor)
-
-    return replace(found, rows=list(map(changed, found.rows)))
-
-
-def steady(p99: float) -> Results:
-    """Return the sample with p99 = `p99` medians instead of two."""
-    return replace(sample(), rows=[replace(one, p99_s=p99 * one.median_s) for one in sample().rows])
-
-
-SLOW = slow_all_reduce(3.0, range(10, 20))
-BUSY = replace(
-    SLOW, rows=[replace(one, min_s=0.5 * old.min_s) for one, old in zip(SLOW.rows, sample().rows, strict=True)]
-)
-
-
-@pytest.mark.parametrize(
-    ("now", "before", "expected"),
-    [
-        (sample(seed=1), sample(seed=2), r"nothing is slower by more than 20% beyond noise \(median 1.00× the earlier"),
-        (slow_all_reduce(3.0, range(20, 21)), sample(), "nothing is slower"),
-        (slow_all_reduce(1.8, range(10, 20)), sample(), "nothing is slower"),
-        (slow_all_reduce(1.8, range(10, 20)), steady(1.1), "all_reduce is slower at 10 of 29 sizes"),
-        (slow_all_reduce(1.15, range(10, 20)), steady(1.01), "nothing is slower"),
-        (
-            slow_all_reduce(3.0, range(20, 24)),
-            sample(),
-            r"all_reduce is slower at 4 of 29 sizes, most at \d+ MiB: \S*3\S*× the time \(.* ms, before .* ms\)",
-        ),
-        (BUSY, sample(), "nothing is slower"),
-        (*(replace(sample(), rows=[row(name, 1e-3, 8)]) for name in ("gather", "scatter")), "the benchmarks have no m"),
-    ],
-    ids=[
-        "equal",
-        "one size",
-        "within p99",
-        "above p99",
-        "below 20 %",
-        "slower",
-        "fastest as before",
-        "other operations",
-    ],
-)
-def test_slowdowns_beyond_noise_are_reported(now: Results, before: Results, expected: str) -> None:
-    assert re.match(expected, next(iter(sentences(changes(now, before)))))
-
-
-def test_differing_properties_are_listed() -> None:
-    before = replace(sample(), partition=None, nodes=["n1", "n2"], torch="2.14")
-    assert differences(sample(), before) == "partition main now and none before, number of nodes 4 now and 2 before"
-
-
 # --- The results file of a communication benchmark.
 
 
@@ -249,7 +181,7 @@ def test_results_are_read_back_unchanged(tmp_path: Path) -> None:
         ("{", "cannot be read"),
         ("[]", "results \\[\\]"),
         ('{"version": 1}', "version"),
-        ('{"version": 3, "pairs": [{"source": 0}]}', "missing 4 required"),
+        ('{"version": 4, "pairs": [{"source": 0}]}', "missing 4 required"),
     ):
         path.write_text(text)
         with pytest.raises(RunFolderError, match=expected):
@@ -257,7 +189,7 @@ def test_results_are_read_back_unchanged(tmp_path: Path) -> None:
 
 
 def test_summary_counts_passed_checks_and_names_the_rates_at_the_largest_size() -> None:
-    skipped = CheckResult(operation="scatter", group="world", dtype="int32", ok=None, error="not supported")
+    skipped = CheckResult(operation="scatter", dtype="int32", ok=None, error="not supported")
     rows = [row("all_reduce", 1e-3, size) for size in (2**10, 2**20)]
     results = sample(2, rows=rows, checked=[*sample().checked, skipped])
     expected = "2 checks passed; 2 points and 2 pairs of ranks measured; all_reduce of 1 MiB: 1.57 GB/s"
@@ -300,8 +232,8 @@ def test_tables_show_selected_sizes() -> None:
     assert first[-1] == "448 ms / 895 ms"
     bandwidth = table(as_text(sample(noise=0.0)), "bandwidth: ")
     assert bandwidth[3][-1] == "600 / 900 MB/s"
-    rows = [row("broadcast", 1e-4, size, group="halves", group_size=2) for size in (1, 2, 4, 8)]
-    few = table(as_text(sample(rows=rows)), "time of one operation in groups of 2 (halves): median / p99")
+    rows = [row("broadcast", 1e-4, size) for size in (1, 2, 4, 8)]
+    few = table(as_text(sample(rows=rows)), "time of one operation: median / p99")
     assert few[0] == ["1 B", "2 B", "4 B", "8 B"]
     page = io.StringIO()
     show(Console(file=page, width=100, color_system=None), report(sample(notes=["word " * 100]), 100))
@@ -311,32 +243,16 @@ def test_tables_show_selected_sizes() -> None:
 
 def test_wrong_skipped_and_incomplete_results_are_reported() -> None:
     checked = [
-        CheckResult(operation="reduce", group="halves", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
-        CheckResult(operation="all_to_all", group="world", dtype="int32", ok=None, error="gloo has none"),
-        CheckResult(operation="scatter", group="world", dtype="int32", ok=None, error="gloo has none"),
+        CheckResult(operation="reduce", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
+        CheckResult(operation="all_to_all", dtype="int32", ok=None, error="gloo has none"),
+        CheckResult(operation="scatter", dtype="int32", ok=None, error="gloo has none"),
     ]
     text = as_text(sample(checked=checked, complete=False, notes=["broadcast: stopped at 4 B"]))
-    assert "WRONG: reduce of int32 in halves: rank 3, element 7: 28, got 27\n" in text
+    assert "WRONG: reduce of int32: rank 3, element 7: 28, got 27\n" in text
     assert "skipped: all_to_all, scatter: gloo has none\n" in text
     assert "did not run to its end" in text
     assert "note: broadcast: stopped at 4 B\n" in text
     assert "correct on every rank" not in text
-
-
-def test_comparison_marks_slower_operations() -> None:
-    now = sample(noise=0.0)
-    slow = replace(
-        now,
-        rows=[
-            replace(one, median_s=3 * one.median_s, min_s=3 * one.min_s) if one.operation == "broadcast" else one
-            for one in now.rows
-        ],
-    )
-    page = io.StringIO()
-    show(Console(file=page, width=WIDTH, color_system=None), comparison(slow, now, "first", WIDTH))
-    found = table(page.getvalue(), "time relative to first; ! slower beyond noise")
-    assert [line[1] for line in found[2:]] == ["1.00", "1.00", "3.00 !"]
-    assert "compared with first: broadcast is slower at 29 of 29 sizes, " in page.getvalue()
 
 
 @pytest.mark.parametrize("empty", ["rows", "pairs", "checked"])
@@ -378,11 +294,10 @@ def test_invalid_setting_is_reported_with_key_and_fix(settings: dict[str, object
 
 
 def test_sizes_are_powers_of_two_from_one_element_up() -> None:
-    assert sizes(1, torch.uint8, "world") == [1]
-    assert sizes(9, torch.uint8, "world") == sizes(8, torch.uint8, "world") == [1, 2, 4, 8]
-    assert sizes(8, torch.float32, "world") == [4, 8]
-    assert sizes(1 << 28, torch.uint8, "world") == [1 << power for power in range(29)]
-    assert sizes(1 << 28, torch.float32, "halves") == [1 << power for power in (4, 8, 12, 16, 20, 24)]
+    assert sizes(1, torch.uint8) == [1]
+    assert sizes(9, torch.uint8) == sizes(8, torch.uint8) == [1, 2, 4, 8]
+    assert sizes(8, torch.float32) == [4, 8]
+    assert sizes(1 << 28, torch.uint8) == [1 << power for power in range(29)]
     assert [elements(size, torch.uint8, 3) for size in (1, 3, 4, 1024)] == [3, 3, 6, 1026], "three equal parts"
 
 
@@ -391,32 +306,17 @@ def test_sizes_are_powers_of_two_from_one_element_up() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 150])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_reductions_of_test_data_are_exact_in_every_dtype(dtype: str, num_ranks: int) -> None:
+def test_sums_of_test_data_are_exact_in_every_dtype(dtype: str, num_ranks: int) -> None:
     kind, count = DTYPES[dtype], 40
-    for reduction in REDUCTIONS:
-        given = [contribution(reduction, rank, num_ranks, count, kind).to(kind) for rank in range(num_ranks)]
-        exact = torch.stack([one.double() for one in given])
-        expected = reduced(reduction, num_ranks, count, kind).double()
-        results = {"sum": exact.sum(0), "product": exact.prod(0), "max": exact.amax(0), "min": exact.amin(0)}
-        assert torch.equal(results[reduction], expected), reduction
-        limit = {"uint8": 255, "int8": 127, "bfloat16": 256, "float16": 2048}.get(dtype, 1 << 20)
-        assert 0 <= expected.min() <= expected.max() <= limit
-        assert num_ranks == 1 or len(expected.unique()) > 1, "differs by index"
+    given = [contribution(rank, num_ranks, count, kind).to(kind) for rank in range(num_ranks)]
+    expected = reduced(num_ranks, count, kind).double()
+    assert torch.equal(torch.stack([one.double() for one in given]).sum(0), expected)
+    limit = {"uint8": 255, "int8": 127, "bfloat16": 256, "float16": 2048}.get(dtype, 1 << 20)
+    assert 0 <= expected.min() <= expected.max() <= limit
+    assert num_ranks == 1 or len(expected.unique()) > 1, "differs by index"
 
 
-# --- Groups and pairs of ranks.
-
-
-def test_ranks_are_partitioned_by_node_and_by_number() -> None:
-    assert cuts(["n1"]) == cuts(["n1", "n1"]) == cuts(["n1", "n2"]) == {}
-    assert cuts(["n1"] * 4) == {"halves": [[0, 1], [2, 3]], "even and odd": [[0, 2], [1, 3]]}
-    assert cuts(["n1", "n2", "n3", "n4"]) == {"halves": [[0, 1], [2, 3]], "even and odd": [[0, 2], [1, 3]]}
-    assert cuts(["n1", "n1", "n2", "n2"]) == {"within nodes": [[0, 1], [2, 3]], "across nodes": [[0, 2], [1, 3]]}
-    assert cuts(["n1", "n1", "n2"]) == {
-        "within nodes": [[0, 1], [2]],
-        "across nodes": [[0, 2], [1]],
-        "halves": [[0], [1, 2]],
-    }
+# --- Pairs of ranks.
 
 
 @pytest.mark.parametrize("num", [2, 3, 8, 17])
