@@ -3,8 +3,8 @@
     python benchmarks/hybrid.py [--rounds 3] [--only large,small] [--json]
 
 Two trainers on this machine, one thread per process. hpcdist is the real `hpcdist run hybrid_clicks` with
-`hybrid.mode=sync` and `async`, metrics, progress and shipping to sqlite, on a click log of the same size; its
-dense part has one layer more than the baseline's. The baseline (baselines/hybrid.py) and the bound, one process with
+metrics, progress and shipping to sqlite, on a click log of the same size; its dense part has one layer more than the
+baseline's. The baseline (baselines/hybrid.py) and the bound, one process with
 sparse gradients, use batches that were generated before. The contenders alternate. Results are batches per second of
 all trainers over the last two thirds of the steps; for hpcdist over the last half, because MLflow is imported in the
 first seconds of a run and takes a third of a core. Ratios are computed within each round; the results are medians.
@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ CASES = (
 )
 
 
-def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> float:
+def run_ours(case: Case, folder: Path, env: Mapping[str, str]) -> float:
     steps, window = case.steps[0], case.steps[0] // 6
     test = 64
     num_samples = steps * case.bags * NUM_TRAINERS + test
@@ -71,7 +70,6 @@ def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> flo
         *(
             f"runs_dir={folder}",
             "name=ours",
-            f"hybrid.mode={mode}",
             f"hybrid.embedding_dim={case.dim}",
             "hybrid.hidden_sizes=[8]",
         ),
@@ -132,8 +130,7 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
     """Return the batches per second by contender and round."""
     contenders = {
         "baseline": run_baseline,
-        "ours, sync": partial(run_ours, "sync"),
-        "ours, async": partial(run_ours, "async"),
+        "ours": run_ours,
         "one process": run_one_process,
     }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -149,14 +146,14 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
     return rates
 
 
-def row(case: Case, rates: Mapping[str, list[float]], name: str) -> dict[str, str | float | None]:
+def row(case: Case, rates: Mapping[str, list[float]]) -> dict[str, str | float | None]:
     """Return one row of the table of trainers."""
     return {
-        "case": f"{case.title}{'' if name == 'ours, sync' else ', async'}",
+        "case": case.title,
         "unit": "batches/s",
         "baseline": statistics.median(rates["baseline"]),
-        "ours": statistics.median(rates[name]),
-        "ratio": median_ratio(rates[name], rates["baseline"]),
+        "ours": statistics.median(rates["ours"]),
+        "ratio": median_ratio(rates["ours"], rates["baseline"]),
         "bound": median_ratio(rates["one process"], rates["baseline"]),
         "goal": case.goal,
     }
@@ -169,8 +166,7 @@ def main() -> None:
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only.split(",")]
     table = []
     for case in chosen:
-        rates = measure(case, arguments.rounds)
-        table += [row(case, rates, name) for name in ("ours, sync", "ours, async")]
+        table.append(row(case, measure(case, arguments.rounds)))
     print(f"{'case':<48}{'baseline':>10}{'ours':>10}{'ratio':>8}{'bound':>8}{'goal':>7}")
     for line in table:
         numbers = f"{line['baseline']:>10.1f}{line['ours']:>10.1f}{line['ratio']:>7.2f}×{line['bound']:>7.2f}×"

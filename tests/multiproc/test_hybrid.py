@@ -36,12 +36,11 @@ NUM_STEPS = 5
 NUM_TRAINERS = 2
 
 
-def config(mode: str = "sync", num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: Any) -> Config:
+def config(num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: Any) -> Config:
     return Config(
         roles={"trainer": NUM_TRAINERS, "parameter_server": num_servers},
         sections={
             "hybrid": HybridConfig(
-                mode=mode,
                 tables=dict(tables),
                 embedding_dim=4,
                 hidden_sizes=[5],
@@ -198,14 +197,6 @@ def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batc
     newest = store.latest()
     assert newest is not None
     assert store.load(newest.path).trainer["position"]["samples"] == NUM_STEPS * 16 * 3
-
-
-def test_async_mode_loses_no_updates(tmp_path: Path) -> None:
-    cfg = config("async", table_optimizer="sgd")
-    found, expected, initial = trained(tmp_path, cfg), in_one_process(cfg), in_one_process(cfg, num_steps=0)
-    for name, weight in expected.items():
-        change = (weight - initial[name]).abs().max()
-        assert (found[name] - weight).abs().max() < 0.2 * change, f"{name}: a lost step is a fifth of {change}"
 
 
 def fail_in_server_thread(here: Rank, path: Path, cfg: Config) -> str:

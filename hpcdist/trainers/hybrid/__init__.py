@@ -14,8 +14,6 @@ from hpcdist.config.schema import Config, Trainer
 class HybridConfig(ConfigSection):
     """A click model with its dense part in DDP and its embedding tables on parameter servers (`trainer: hybrid`)."""
 
-    mode: Literal["sync", "async"] = "sync"
-    """`sync`: lookups include all earlier updates, runs are repeatable; `async`: they may miss the latest update."""
     tables: dict[str, int] = field(default_factory=dict)
     """Number of rows by embedding table, `{user: 1000, item: 500}`; rows are sharded over all parameter servers."""
     embedding_dim: int = number(8, least=1)

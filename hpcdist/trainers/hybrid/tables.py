@@ -7,7 +7,6 @@ A server holds its rows of all tables in one matrix, so that several tables need
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -297,34 +296,35 @@ class _Update(NamedTuple):
 class TableServer:
     """Answers trainers until they leave. It divides gradients by the number of all trainers, as DDP does."""
 
-    def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int, timeout: timedelta) -> None:
+    def __init__(
+        self, shard: TableShard, group: dist.ProcessGroup, trainers: Sequence[int], timeout: timedelta
+    ) -> None:
         self._shard = shard
         self._group = group
         self._timeout = timeout  # without it, gloo may wait only as long as for the connections of a new group
-        self._num_trainers = num_trainers
+        self._trainers = trainers  #: ranks
         self._touched = np.zeros(len(shard.weight), dtype=bool)
-        self._lock = threading.Lock()
 
-    def serve(self, trainers: Sequence[int], *, sync: bool) -> None:
-        """Serve these trainers (ranks) together: each step is one update with their gradients, in order.
+    def serve(self) -> None:
+        """Serve the trainers: a step is one update with the gradients of all, in order.
 
-        With `sync` no value is sent that a pending update would change. Without, call it in a thread per trainer.
+        No value is sent that a pending update would change.
         """
         update: _Update | None = None
         while True:
-            kinds, ahead, requests = zip(*map(self._receive_request, trainers), strict=True)
+            kinds, ahead, requests = zip(*map(self._receive_request, self._trainers), strict=True)
             assert len(set(kinds)) == 1, "trainers are not at the same step"
             if kinds[0] == LEAVE:
                 return
-            late: list[Tensor | None] = [None] * len(trainers)
-            for number, (trainer, units) in enumerate(zip(trainers, requests, strict=True)):
+            late: list[Tensor | None] = [None] * len(requests)
+            for number, (trainer, units) in enumerate(zip(self._trainers, requests, strict=True)):
                 if ahead[number]:
                     self._send(self._shard.values(units), trainer, TAG_VALUES)
-                    late[number] = self._changed(units, update if sync else None)
+                    late[number] = self._changed(units, update)
             if update is not None:
-                self._apply(update, trainers)
+                self._apply(update)
                 update = None
-            for trainer, units, changed in zip(trainers, requests, late, strict=True):
+            for trainer, units, changed in zip(self._trainers, requests, late, strict=True):
                 if changed is None:
                     self._send(self._shard.values(units), trainer, TAG_VALUES)
                 else:
@@ -348,17 +348,16 @@ class TableServer:
         self._touched[touched] = False
         return torch.from_numpy(changed)
 
-    def _apply(self, update: _Update, trainers: Sequence[int]) -> None:
+    def _apply(self, update: _Update) -> None:
         grads = torch.empty(sum(update.counts), self._shard.weight.shape[1])
         received = [
             self._group.recv([part], trainer, TAG_GRADIENTS)
-            for part, trainer in zip(grads.split(update.counts), trainers, strict=True)
+            for part, trainer in zip(grads.split(update.counts), self._trainers, strict=True)
             if len(part)
         ]
         for work in received:
             work.wait(self._timeout)
-        with self._lock:  # in async mode other threads apply updates, too
-            self._shard.update(update.rows, update.units, grads.div_(self._num_trainers))
+        self._shard.update(update.rows, update.units, grads.div_(len(self._trainers)))
 
     def _receive_request(self, trainer: int) -> tuple[int, bool, Units]:
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
@@ -377,13 +376,10 @@ class TableServer:
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
-    hybrid = cfg.section(HybridConfig)
-    shard = TableShard(layout, ctx.role_index, hybrid, seed=cfg.seed, device=ctx.device)
-    trainers = list(ctx.ranks_of("trainer"))
-    server = TableServer(shard, exchange, len(trainers), timedelta(seconds=cfg.launch.hang_s + 60))
-    together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
-    # Not a context manager: after an error its exit would wait for threads that wait for a lost peer.
-    pool = ThreadPoolExecutor(len(together), thread_name_prefix="tables")
+    shard = TableShard(layout, ctx.role_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
+    server = TableServer(shard, exchange, ctx.ranks_of("trainer"), timedelta(seconds=cfg.launch.hang_s + 60))
+    # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="tables")
 
     def save(step: int) -> None:
         ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())
@@ -392,8 +388,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
         if (saved := ctx.restore()) is not None:
             own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
             shard.load(saved.shard(rank) for rank in own_first)
-        work = [pool.submit(server.serve, ranks, sync=hybrid.mode == "sync") for ranks in together]
-        group.serve({"save": save}, work)
+        group.serve({"save": save}, [pool.submit(server.serve)])
     pool.shutdown()
 
 
@@ -568,13 +563,11 @@ class TableClient:
 
 @contextmanager
 def table_client(
-    ctx: Context, cfg: Config, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
+    ctx: Context, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
 ) -> Iterator[TableClient]:
     """Yield a client that exchanges values in the form that is best for the first batches, and end the exchange."""
     bags = [clicks.bags for clicks in first_batches]
     pool_at_server, ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
-    # In async mode no update is waited for, so later values are not better.
-    ahead = ahead or cfg.section(HybridConfig).mode == "async"
     client = TableClient(ctx, group, layout, pool_at_server=pool_at_server, ahead=ahead)
     yield client
     client.leave()  # not after an error: servers may have died

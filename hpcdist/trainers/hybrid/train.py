@@ -4,15 +4,12 @@ A sample has numeric features and, for each table, a *bag* of ids; the dense par
 bags. Each trainer reads its own share of the samples, looks up the rows of its next batch one batch ahead, and sends
 the gradients of the sums back. DDP averages the dense gradients over the trainers.
 
-`mode: sync` combines the steps of all trainers: a server applies their gradients as one update, in the order of the
-trainers, and sends no value that a pending update would change. The result equals a single process on the joint
-batch, up to the order of sums. `mode: async` applies each trainer's gradients on arrival (Hogwild, Niu et al. 2011)
-and answers a lookup at once, so it can miss the trainer's own last update and pending updates of others. Trainers
-then wait for each other in DDP only. Async runs do not repeat exactly, and frequent rows may need a smaller `table_lr`.
+A server applies the gradients of all trainers as one update, in the order of the trainers, and sends no value that a
+pending update would change. The result equals a single process on the joint batch, up to the order of sums.
 
 The number of shares of the samples is that of the trainers at the first start. A resume with fewer trainers gives some
-of them several shares, with one batch of each in a step: the joint batches, and in sync mode the result up to the order
-of sums, stay the same. A resume with more trainers than shares divides the samples anew.
+of them several shares, with one batch of each in a step: the joint batches, and the result up to the order of
+sums, stay the same. A resume with more trainers than shares divides the samples anew.
 
 Source of the method: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
 """
@@ -109,7 +106,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
-    with table_client(ctx, cfg, groups.exchange, layout, first_batches) as tables:
+    with table_client(ctx, groups.exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up
         while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
             rest = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
