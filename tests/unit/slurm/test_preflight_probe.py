@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -12,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -65,133 +64,11 @@ def request_for(folder: Path, num_nodes: int) -> ProbeRequest:
     )
 
 
-class Probes:
-    """Started probes; all end with the test."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, subprocess.Popen[str]] = {}
-
-    def start(self, request: ProbeRequest, node: str) -> None:
-        self._running[node] = subprocess.Popen(
-            probe_command(request),
-            env={**os.environ, "SLURMD_NODENAME": node, **probe_env(request)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def answers(self) -> dict[str, Any]:
-        output = ""
-        for node, process in self._running.items():
-            printed, errors = process.communicate(timeout=LIMIT_S)
-            assert (process.returncode, errors) == (0, ""), node
-            output += printed
-        return read_answers(output)
-
-
-@pytest.fixture
-def probes() -> Iterator[Probes]:
-    found = Probes()
-    yield found
-    for process in found._running.values():
-        process.kill()
-        process.communicate()
-
-
-def problems(request: ProbeRequest, answers: dict[str, Any]) -> list[Check]:
-    return [check for check in check_nodes(request, answers) if check.level in ("failure", "warning")]
-
-
-def listens(request: ProbeRequest, node: str) -> bool:
-    with suppress(ConnectionRefusedError), socket.create_connection((request.addresses[node], request.port)):
-        return True
-    return False
-
-
 @pytest.mark.processes
-def test_healthy_nodes_measure_each_other_although_one_starts_first(tmp_path: Path, probes: Probes) -> None:
+def test_nodes_measure_each_other_among_connections_of_other_programs(tmp_path: Path) -> None:
+    """n2 starts first and gets idle connections, garbage, deep JSON, a hello without the token and a reflected one."""
     request = request_for(tmp_path, 4)
-    probes.start(request, "n2")
-    wait_for(lambda: listens(request, "n2"), "the probe to listen")
-    for node in ("n1", "n3", "n4"):
-        probes.start(request, node)
-    answers = probes.answers()
-    assert set(answers) == set(request.nodes)
-    pairs = {
-        (one, other): answers[one]["network"]["peers"][other] for one in answers for other in answers if one != other
-    }
-    assert {peer["status"] for peer in pairs.values()} == {"ok"}
-    assert all(abs(peer["offset_s"]) < 1 for peer in pairs.values()), "all have the same clock"
-    assert all(0 < peer["exchange_s"] < 8 for peer in pairs.values())
-    assert all(answer["witness"] and "write_error" not in answer["checkpoints"] for answer in answers.values())
-    assert [check.level for check in check_nodes(request, answers) if check.level == "failure"] == []
-    assert [path.name for path in tmp_path.rglob("*")] == ["preflight", "witness"], "the write test leaves no file"
-
-
-@contextmanager
-def greeting_server(address: str, port: int, greeting: bytes) -> Iterator[None]:
-    """Run a server that greets each client, as mail and SSH servers do."""
-    with closing(socket.create_server((address, port))) as server:
-
-        def greet() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(4096)  # closing a socket with unread bytes discards the greeting
-                    connection.sendall(greeting)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probes) -> None:
-    """n3 does not start; n4's port is in use; n5 runs a probe of another job; n6 resolves to n1."""
-    request = request_for(tmp_path, 7)
-    addresses = {node: address for node, address in request.addresses.items() if node != "n7"}
-    request = replace(
-        request,
-        nodes=(*request.nodes[:6], "n7.invalid"),
-        addresses={**addresses, "n6": request.addresses["n1"]},
-        deadline_s=6.0,
-    )
-    with (
-        greeting_server(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
-        greeting_server(request.addresses["n5"], request.port, FORGED),
-    ):
-        for node in ("n1", "n2", "n4"):
-            probes.start(request, node)
-        answers = probes.answers()
-    for node in ("n1", "n2", "n4"):
-        peers = answers[node]["network"]["peers"]
-        assert peers["n3"] == {"status": "absent"}
-        assert peers["n5"] == {"status": "stranger", "detail": "a probe of another job"}
-        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 resolves"}
-        assert peers["n7.invalid"]["status"] == "unresolved"
-        if node != "n4":
-            assert peers["n4"] == {"status": "stranger", "detail": "another program"}
-    assert answers["n1"]["network"]["peers"]["n2"]["exchange_s"] > 0, "reachable pairs are measured"
-    assert answers["n4"]["network"]["port_problem"] == "Address already in use"
-    found = [(check.name, check.node) for check in problems(request, answers)]
-    assert found == [("answer", ""), ("port", "n4")], "the four missing answers are merged"
-
-
-@pytest.mark.processes
-def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, probes: Probes) -> None:
-    """Idle connections, garbage, deeply nested JSON, a hello without the token, and a reflected hello."""
-    request = request_for(tmp_path, 2)
-    probes.start(request, "n1")
-    wait_for(lambda: listens(request, "n1"), "the probe to listen")
-    address = request.addresses["n1"], request.port
+    address = request.addresses["n2"], request.port
     greetings = [
         b"",
         b"hpf1" + struct.pack(">H", 65535) + b"[" * 65535,
@@ -199,20 +76,102 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
         FORGED,
         b"hpf3",
     ]
-    with ExitStack() as connections:
-        reflected = connections.enter_context(socket.create_connection(address))
-        reflected.sendall(reflected.recv(20))
-        reflected.sendall(reflected.recv(65536))
-        for number in range(400):
-            sock = connections.enter_context(socket.create_connection(address))
-            with suppress(ConnectionError):
-                sock.sendall(greetings[number % len(greetings)])
-        probes.start(request, "n2")
-        answers = probes.answers()
-    peers = {node: answers[node]["network"]["peers"] for node in answers}
-    assert peers["n1"]["n2"]["status"] == peers["n2"]["n1"]["status"] == "ok"
-    assert "exchange_s" in peers["n1"]["n2"]
-    assert problems(request, answers) == []
+    running: dict[str, subprocess.Popen[str]] = {}
+
+    def listens() -> bool:
+        with suppress(ConnectionRefusedError), socket.create_connection(address):
+            return True
+        return False
+
+    with ExitStack() as opened:
+        for node in ("n2", "n1", "n3", "n4"):
+            process = subprocess.Popen(
+                probe_command(request),
+                env={**os.environ, "SLURMD_NODENAME": node, **probe_env(request)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            running[node] = opened.enter_context(process)
+            opened.callback(process.kill)
+            if node == "n2":
+                wait_for(listens, "the probe to listen")
+                reflected = opened.enter_context(socket.create_connection(address))
+                reflected.sendall(reflected.recv(20))
+                reflected.sendall(reflected.recv(65536))
+                for number in range(400):
+                    sock = opened.enter_context(socket.create_connection(address))
+                    with suppress(ConnectionError):
+                        sock.sendall(greetings[number % len(greetings)])
+        printed = {node: process.communicate(timeout=LIMIT_S) for node, process in running.items()}
+    assert {(node, errors) for node, (_, errors) in printed.items()} == {(node, "") for node in request.nodes}
+    answers: Any = read_answers("".join(output for output, _ in printed.values()))
+    assert set(answers) == set(request.nodes)
+    peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
+    assert (len(peers), {peer["status"] for peer in peers}) == (12, {"ok"})
+    assert all(abs(peer["offset_s"]) < 1 for peer in peers), "all have the same clock"
+    assert all(0 < peer["exchange_s"] < 8 for peer in peers)
+    assert all(answer["witness"] and "write_error" not in answer["checkpoints"] for answer in answers.values())
+    assert [check for check in check_nodes(request, answers) if check.level == "failure"] == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["preflight", "witness"], "the write test leaves no file"
+
+
+@asynccontextmanager
+async def greeting_server(address: str, port: int, greeting: bytes, *, once: bool = False) -> AsyncIterator[None]:
+    """Run a server that greets each client, as mail and SSH servers do."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)  # closing a socket with unread bytes discards the greeting
+        writer.write(greeting)
+        writer.close()
+        if once:
+            server.close()
+
+    server = await asyncio.start_server(greet, address, port)
+    async with server:
+        yield
+
+
+def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path) -> None:
+    """n3 does not start; n4's port is in use; n5 runs a probe of another job; n6 resolves to n1."""
+    request = request_for(tmp_path, 7)
+    addresses = {node: address for node, address in request.addresses.items() if node != "n7"}
+    addresses["n6"] = addresses["n1"]
+    nodes = (*request.nodes[:6], "n7.invalid")
+    request = replace(request, nodes=nodes, addresses=addresses, deadline_s=2.0)
+    probes = {node: Mesh(request, node) for node in ("n1", "n2", "n4")}
+
+    async def meet() -> None:
+        async with (
+            greeting_server(addresses["n4"], request.port, b"220 ready when you are\r\n"),
+            greeting_server(addresses["n5"], request.port, FORGED),
+        ):
+            await asyncio.gather(*(probe.run() for probe in probes.values()))
+
+    asyncio.run(meet())
+    for node, probe in probes.items():
+        peers = {name: peer.as_answer() for name, peer in probe.peers.items()}
+        assert peers["n3"] == {"status": "absent"}
+        assert peers["n5"] == {"status": "stranger", "detail": "a probe of another job"}
+        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 resolves"}
+        assert peers["n7.invalid"]["status"] == "unresolved"
+        if node != "n4":
+            assert peers["n4"] == {"status": "stranger", "detail": "another program"}
+    assert probes["n1"].peers["n2"].exchange_s, "reachable pairs are measured"
+    assert probes["n4"].port_problem == "Address already in use"
+
+
+def test_other_program_that_ends_before_the_deadline_is_still_reported(tmp_path: Path) -> None:
+    """A probe that starts last finds the wrong node, and then nobody: the others have left."""
+    request = replace(request_for(tmp_path, 2), deadline_s=1.0)
+    late = Mesh(request, "n1")
+
+    async def meet() -> None:
+        async with greeting_server(request.addresses["n2"], request.port, b"220 ready when you are\r\n", once=True):
+            await late.run()
+
+    asyncio.run(meet())
+    assert late.peers["n2"].as_answer() == {"status": "stranger", "detail": "another program"}
 
 
 @pytest.mark.parametrize(("proof_s", "num_kept"), [(2.0 * LIMIT_S, mesh.MAX_UNKNOWN), (0.05, 0)])
@@ -258,27 +217,6 @@ def test_dropped_packets_are_a_timeout_and_not_a_refusal() -> None:
         asyncio.run(connected(address, port, limit_s=5.0))
 
 
-def test_other_program_that_ends_before_the_deadline_is_still_reported(tmp_path: Path) -> None:
-    """A probe that starts last finds the wrong node, and then nobody: the others have left."""
-    request = replace(request_for(tmp_path, 2), deadline_s=1.0)
-    with socket.create_server((request.addresses["n2"], request.port)) as server:
-
-        def greet_once() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b"220 ready when you are\r\n")
-            server.close()
-
-        greeting = threading.Thread(target=greet_once)
-        greeting.start()
-        late = Mesh(request, "n1")
-        asyncio.run(late.run())
-        greeting.join()
-    peer = late.peers["n2"]
-    assert (peer.status, peer.detail) == ("stranger", "another program")
-
-
 def test_data_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer answers empty requests, as if the network lost or delayed larger ones."""
 
@@ -309,15 +247,6 @@ def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions(tmp
     assert all(ALL_PAIRS - 3 < len(others) < ALL_PAIRS for others in peers.values())
     near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in request.nodes]
     assert max(near) < ALL_PAIRS / 2, "not only neighbours, which may share a switch"
-
-
-def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path) -> None:
-    request = replace(request_for(tmp_path, 3), checkpoint_bytes=7)
-    command = probe_command(request, "python3")
-    assert command[:4] == ["python3", "-P", "-m", "hpcdist.slurm.preflight_probe"]
-    assert ProbeRequest.from_json(command[4], request.token) == request
-    assert request.token not in command[4], "other users can read command lines"
-    assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
 
 
 @pytest.mark.processes
@@ -516,17 +445,9 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
 @pytest.mark.parametrize(("runtime", "more_s"), [("pyxis", PROBE_TIMEOUT_S), ("apptainer", 0)])
 def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runtime: str, more_s: float) -> None:
     """`srun` has this time, too: killing a step while `enroot create` runs lets Slurm drain the node."""
-    limits = []
-    ask = preflight_step.ask
-    scene.patch.setattr(
-        preflight_step,
-        "ask",
-        lambda step, nodes, limit_s, env: limits.append(limit_s) or ask(step, nodes, limit_s, env=env),
-    )
     scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", run=scene.run.path, workdir=scene.folder))
     (request,) = scene.requests
     assert request.deadline_s == ProbeRequest.deadline_s + more_s
-    assert limits == [request.deadline_s + preflight_step.STEP_S]
 
 
 def test_required_disk_space_is_the_size_of_the_newest_complete_checkpoint(scene: Scene) -> None:
