@@ -135,9 +135,6 @@ class EnvironmentConfig(ConfigSection):
             found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
         if self.kind == "uv" and not self.stage:
             found.append("stage=false is for kind=venv: create the environment by `uv sync`, and set kind=venv")
-        for name in self.modules:
-            if not name or name.startswith("-"):
-                found.append(f"modules must hold names such as cuda/13.0, got {name!r}")
         if not self.local_dir.startswith(("/", "$")):
             found.append(f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}")
         return found

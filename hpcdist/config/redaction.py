@@ -27,12 +27,11 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMS = ("password", "passwd", "passwort", "passphrase", "secret", "secrets", "credential", "credentials", "apikey")
 #: Whole parts at any position.
 _ANYWHERE = frozenset({"pwd", "jwt", "authorization", "passw"})
-#: Last parts.
-_AT_END = frozenset({"key", "token", "auth", "pass", "pat", "webhook"})
 #: Pairs of adjacent parts: `access_key_id`, `api_keys`, `auth_header`.
 _KEY_KINDS = frozenset({"api", "access", "private", "secret", "encryption", "signing", "auth", "ssh", "master"})
 _KEY_NOUNS = frozenset({"key", "keys", "token", "tokens", "header"})
-#: Last part → parts before it in names of machine learning and databases that are not secrets, such as `pad_token`.
+#: Last part of a secret's name → parts before it in names of machine learning and databases, such as `pad_token`, that
+#: are not secrets.
 _HARMLESS = {
     "key": frozenset(
         {"num", "primary", "foreign", "public", "sort", "partition", "group", "index", "join", "dict", "metric"}
@@ -58,7 +57,7 @@ def is_secret_name(name: str) -> bool:
         return True
     if any(kind in _KEY_KINDS and noun in _KEY_NOUNS for kind, noun in pairwise(parts)):
         return True
-    if not parts or parts[-1] not in _AT_END:
+    if not parts or parts[-1] not in _HARMLESS:
         return False
     before = parts[-2] if len(parts) > 1 else ""
     # The name `key` alone is usually the key of a mapping.

@@ -24,15 +24,13 @@ from hpcdist.host.files import open_regular
 # Size limit of the log file that a process writes as its standard output and error.
 #
 # Ranks, supervisor and shipper write directly to files in the run folder, without a pipe. Each process checks the size
-# of its own log once a second, more often while it grows quickly, and at its end. Beyond the limit the middle of the
-# log is removed. The file must be open for appending, so that writers continue at its new end; lines that they write
-# during the removal may be lost. Some network file systems do not support sparse files.
+# of its own log once a second, and at its end. Beyond the limit the middle of the log is removed. The file must be open
+# for appending, so that writers continue at its new end; lines that they write during the removal may be lost. Some
+# network file systems do not support sparse files.
 
 #: Limit of a log.
 MAX_BYTES = 10**9
 CHECK_EVERY_S = 1.0
-#: Time until the next check of a log that was just shortened; later checks return to CHECK_EVERY_S.
-_SOON_S = 0.05
 _COPY_BYTES = 1 << 20
 #: Head and tail keep 1/8 of the limit each, so that the log grows by six times the copied size between copies.
 _KEPT = 8
@@ -45,13 +43,11 @@ def limit_log(run: Path) -> bool:
     ending = threading.Event()
 
     def keep_below() -> None:
-        pause_s, is_last = CHECK_EVERY_S, False
+        is_last = False
         while not is_last:
-            is_last = ending.wait(pause_s)
-            pause_s = min(CHECK_EVERY_S, 2 * pause_s)
+            is_last = ending.wait(CHECK_EVERY_S)
             with suppress(OSError):  # the disk is full or not available: the next check tries again
-                if shorten(1, MAX_BYTES):
-                    pause_s = _SOON_S
+                shorten(1, MAX_BYTES)
 
     thread = threading.Thread(target=keep_below, name="log limit", daemon=True)
     thread.start()

@@ -209,13 +209,9 @@ def _read_gpus() -> list[Gpu]:
 
     found = []
     for index, handle in open_gpus().items():
-        # Version 2 as in nvidia-smi; drivers before 510 have only the first.
-        memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)
-        memory = memory or query("nvmlDeviceGetMemoryInfo", handle)
+        memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)  # as in nvidia-smi
         uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # drivers before 535; CUDA 14 will remove this name
-            reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0  # drivers from 535 on
         rates = query("nvmlDeviceGetUtilizationRates", handle)
         if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
             found.append(

@@ -512,11 +512,3 @@ def test_secrets_are_private_files_each_for_its_service(services: dict[str, Any]
         assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
     subprocess.run(["bash", checkout / "docker" / "compose-init.sh"], check=True, capture_output=True)
     assert texts == {name: path.read_text() for name, path in files.items()}, "a second start keeps them"
-
-
-def test_training_has_time_to_save_and_gpus(services: dict[str, Any]) -> None:
-    for name in ("train", "train-cpu"):
-        assert (services[name]["stop_grace_period"], services[name]["ipc"]) == ("3m", "host")
-    (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
-    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
-    assert "resources" not in (services["train-cpu"].get("deploy") or {})

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import UNKNOWN_UID, Containers, runs_of_other_users
+from containers import UNKNOWN_UID, Containers
 from hpcdist_runs import unused_port
 from postgres_cluster import postgres_cluster
-
-from hpcdist.host.files import read_json
 
 #: The first test that needs an image builds it.
 pytestmark = pytest.mark.timeout(1200)
@@ -211,40 +209,3 @@ def test_training_user_can_create_experiments_but_not_change_those_of_others(
     status, created = server.request(f"{api}/experiments/create", *user, {"name": "of training"})
     assert status == 200
     assert server.request(f"{api}/runs/create", *user, {"experiment_id": created["experiment_id"]})[0] == 200
-
-
-@pytest.mark.slow
-def test_run_in_a_container_logs_to_the_server(
-    containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], runs: Path, tmp_path: Path
-) -> None:
-    """The container reads user and password from a file, and does not contain the administrator's password."""
-    credentials = tmp_path / "credentials"
-    name, password = user
-    credentials.write_text(f"[mlflow]\nmlflow_tracking_username = {name}\nmlflow_tracking_password = {password}\n")
-    credentials.chmod(0o600)
-    os.chown(credentials, UNKNOWN_UID, UNKNOWN_UID)
-    command = (
-        "run", "--rm", "--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{runs}:/runs",
-        "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
-    )  # fmt: skip
-    overrides = ("stop.max_epochs=1", "launch.num_ranks=2", "tracking.drain_timeout_s=300")
-    output = containers.podman(*command, image("default"), "run", "ddp_digits", *overrides, within_s=800)
-    assert "finished: trained 23 steps" in output
-    assert password not in output
-    (run,) = runs_of_other_users(runs)
-    ids = read_json(run.mlflow) or {}
-    admin = server.admin
-    status, answer = server.request(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
-    assert status == 200
-    assert answer["run"]["info"]["status"] == "FINISHED"
-    metrics = {item["key"]: item for item in answer["run"]["data"]["metrics"]}
-    assert metrics["train/loss"]["step"] == 23  # the last one, beside every fifth
-    status, answer = server.request(f"/api/2.0/mlflow/artifacts/list?run_id={ids['run_id']}", *admin)
-    assert {item["path"] for item in answer["files"]} >= {"config.yaml"}
-    stored = containers.podman("exec", server.name, "find", "/artifacts", "-name", "config.yaml")
-    assert ids["run_id"] in stored
-    secret = admin[1]
-    places = "/home /runs /run /etc /tmp /work /proc/self/environ"
-    search = f'grep -rlsF "$0" {places}; grep -cF mlflow_tracking_ /home/hpcdist/.mlflow/credentials'
-    found = containers.podman(*command, "--entrypoint", "sh", image("default"), "-c", search, secret)
-    assert found == "2\n"

@@ -200,18 +200,14 @@ def write_index_secrets(folder: Path, canary: str) -> None:
         path.chmod(0o600)
 
 
-def runs_of_other_users(folder: Path) -> list[RunDir]:
-    """Return the runs in a folder of another user, which `find_runs` ignores."""
-    return [RunDir(path.parent) for path in sorted(folder.glob("*/*/state.json"))]
-
-
 def last_lines(done: subprocess.CompletedProcess[str]) -> Sequence[str]:
     return (done.stdout + done.stderr).strip().splitlines()
 
 
 def only_run(runs: Path) -> RunDir:
-    (found,) = runs_of_other_users(runs)
-    return found
+    """Return the run in a folder of another user, which `find_runs` ignores."""
+    (found,) = runs.glob("*/*/state.json")
+    return RunDir(found.parent)
 
 
 def weights_hash(run: RunDir) -> str:

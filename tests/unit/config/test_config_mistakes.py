@@ -174,7 +174,6 @@ from hpcdist.errors import ConfigError, shown
                 ("kind: uv", "path must name a folder with a uv.lock for kind=uv"),
                 ("kind: module", "modules must name the modules that contain Python for kind=module"),
                 ("modules: [a]", "modules are not loaded with kind=none: set kind, or use cluster.setup"),
-                ("kind: module, modules: [--force]", "modules must hold names such as cuda/13.0, got '--force'"),
                 (
                     "kind: venv, path: /a, uv_args: [--extra=x]",
                     "uv_args are options of `uv sync`, but kind=venv: remove",
