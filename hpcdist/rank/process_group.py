@@ -124,8 +124,8 @@ def process_groups(
 def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
     """Call `on_expiry` from a thread if the block takes longer than `seconds`.
 
-    `on_expiry` must report the error and end the process: a connection to a port of another program blocks inside of
-    C++ for longer than any timeout that can be passed to torch (measured).
+    `on_expiry` must report the error and end the process: the creation of a group waits inside of C++, with the longer
+    time limit of a collective.
     """
     timer = threading.Timer(seconds, on_expiry)
     timer.daemon = True

@@ -19,7 +19,6 @@ from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import HashStore, PrefixStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -30,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpcdist.checkpoint.state import Shard, ShardExchange, load_weights, merge
+from hpcdist.checkpoint.state import Shard, load_weights, merge
 from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError
@@ -370,25 +369,16 @@ def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> No
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_merge_refuses_missing_rows() -> None:
+def test_merge_refuses_missing_rows_and_damaged_shards() -> None:
     first, second = (shard_of(rank).content() for rank in (1, 2))
     assert torch.equal(merge([second, first], "x")["table.weight"], TABLE)
     with pytest.raises(CheckpointError, match=r"x: rows of table.weight are missing after row 3 of 5"):
         merge([first], "x")
     with pytest.raises(CheckpointError, match=r"missing after row 0 of 5"):
         merge([second], "x")
-
-
-def test_damaged_shards_and_reports_are_refused(tmp_path: Path) -> None:
     for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0]}}):
         with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
-            merge([shard_of(1).content() | damage], "x")
-    store = HashStore()
-    exchange = ShardExchange(store, rank=0, attempt=1)
-    for report in ("[" * 100_000, "[]", '{"bytes": 1e999, "sha256": ""}', '{"bytes": 3}'):
-        PrefixStore("shards/1", store).set("5/2", report)
-        with pytest.raises(CheckpointError, match="rank 2 reported its shard of step 5 as b"):
-            exchange.collect(5, [2], tmp_path / "staging", tmp_path)
+            merge([first | damage], "x")
 
 
 # --- Step timing of real ranks, of which one has a slow forward pass and one slow data loading.

@@ -167,21 +167,18 @@ def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
     rank.commands.close()
 
 
-def test_half_written_command_is_read_again(rank: OneRank) -> None:
+def test_half_written_command_is_read_again_and_a_result_that_cannot_be_written_is_logged(
+    rank: OneRank, caplog: pytest.LogCaptureFixture
+) -> None:
     rank.attempt.command(1).write_text('{"action": "sa')
     rank.train(2)
     assert not rank.commands.save_is_due
     write_json(rank.attempt.command(1), {"action": "save"})
     rank.train(2)
     assert rank.commands.save_is_due
-
-
-def test_result_that_cannot_be_written_is_logged(rank: OneRank, caplog: pytest.LogCaptureFixture) -> None:
-    rank.send(SAVE)
-    rank.train(2)
     rank.attempt.command_result(1, 0).mkdir()
     with caplog.at_level(logging.WARNING):
-        rank.commands.saving(2)()
+        rank.commands.saving(4)()
     assert "command-001.rank-00000.json: Is a directory" in caplog.text
 
 
