@@ -84,6 +84,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert re.search(r"core-hours\s*0.07778", found.text)
     assert "7.1 %" in found.text, "the goodput"
     assert "once upon a time" in found.text
+    assert '<td class="n h8">9</td><td class="n h0">1</td>' in page, "shaded by the share of the row"
     assert "attempt 2" in found.text, "the mark in the charts"
     assert not {tag for tag, _ in found.found} & {"script", "link", "img", "iframe", "object"}
     assert re.findall(r"https?://|url\(|@import", page) == [], "the page needs no network"
