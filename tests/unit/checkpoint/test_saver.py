@@ -290,29 +290,21 @@ def test_unreachable_file_system_fails_the_last_save_alone(
         saver.close()
 
 
-def test_full_disk_is_an_error_of_the_next_call_once(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error_of_the_next_call_once_and_an_unreachable_one_is_tried_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FailingFsync(monkeypatch, errno.ENOSPC)
     saver = AsyncSaver(store)
     save(saver, 2)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are unchanged"):
         save(saver, 3)
     assert list(store.folder.iterdir()) == []
-    disk.error = None
+    disk.error = errno.EIO
+    monkeypatch.setattr(retry._Mode, "within_s", 30.0)
+    monkeypatch.setattr(retry.time, "sleep", lambda _: setattr(disk, "error", None))
     save(saver, 4)
     saver.close()
     assert value(store, 4) == 4.0
-
-
-def test_save_is_retried_until_the_file_system_is_reachable(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FailingFsync(monkeypatch, errno.EIO)
-    monkeypatch.setattr(retry._Mode, "within_s", 30.0)
-    monkeypatch.setattr(retry.time, "sleep", lambda _: setattr(disk, "error", None))
-    with closing(AsyncSaver(store)) as saver:
-        save(saver, 1)
-    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
-    assert store.latest() is not None
 
 
 def test_unreachable_journal_fails_only_a_wait(store: CheckpointStore) -> None:
