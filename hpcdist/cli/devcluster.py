@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpcdist.cli.options import Json, flag, option
+from hpcdist.cli.options import flag, option
 from hpcdist.devcluster.settings import MAX_NODES, Layout, Settings
 from hpcdist.host.log_files import say
 
@@ -116,7 +114,7 @@ def down() -> None:
 
 
 @app.command()
-def status(as_json: Json = False) -> int:
+def status() -> int:
     """Show nodes, partitions and how to use them; the exit code is 1 unless the whole cluster is up.
 
     Example:  hpcdist devcluster status
@@ -125,10 +123,7 @@ def status(as_json: Json = False) -> int:
 
     layout = Layout()
     found = cluster.status(layout)
-    if as_json:
-        say(json.dumps(asdict(found) | {"is_up": found.is_up}, indent=2, default=str))
-    else:
-        _show(found, layout)
+    _show(found, layout)
     return 0 if found.is_up else 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,23 +135,20 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         findings.warnings.append(f"cluster.mem is not set, and {why}")
 
 
-def runs_dir_problems(
-    runs_dir: Path, file_system: str, nodes: Iterable[str], hostname: str
-) -> tuple[list[str], list[str]]:
-    """Return errors and warnings about a runs folder that the nodes must see, one of which may be this machine."""
-    if file_system not in LOCAL or set(nodes) == {hostname}:
-        return [], []
+def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:
+    """Add the finding about a runs folder that the nodes do not see, or may not see."""
     private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
-    if private is not None or file_system in IN_MEMORY:
+    if file_system in IN_MEMORY or (private is not None and file_system in LOCAL):
         reason = f"each machine has its own {private}" if private else f"{file_system} is in this machine's memory"
-        return [
+        findings.errors.append(
             f"runs_dir={runs_dir}: {reason}, and the nodes would not see the run folder:"
             " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
-        ], []
-    return [], [
-        f"runs_dir={runs_dir} is on {file_system}, a file system of this machine: the nodes must see it under the same"
-        " path; if they do, set cluster.shared_runs=true"
-    ]
+        )
+    elif file_system in LOCAL:
+        findings.warnings.append(
+            f"runs_dir={runs_dir} is on {file_system}, a file system of this machine: the nodes must see it under the"
+            " same path; if they do, set cluster.shared_runs=true"
+        )
 
 
 # Additional flags of sbatch and srun (`cluster.sbatch`, `cluster.srun`).
@@ -185,13 +182,11 @@ _SRUN_RESERVED = {
 
 def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     """Return a problem for each flag that another key of the config or hpcdist itself sets."""
-    # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
-    is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
     return [
         f"cluster.{program}.{flag}{problem}"
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
         for flag in flags
-        if (problem := _conflict(program, flag)) and is_set.get(flag.replace("_", "-"), True)
+        if (problem := _conflict(program, flag))
     ]
 
 
@@ -275,13 +270,9 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
             own = requested_partitions(cluster, partitions, findings)
             check_partitions(cluster, own, findings)
             requested += own
-    if not config.cluster.shared_runs:
-        runs_dir = Path(config.runs_dir)
-        nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
-        hostname = socket.gethostname().partition(".")[0]
-        errors, warnings = runs_dir_problems(runs_dir, mount_of(runs_dir)[0], nodes, hostname)
-        findings.errors += errors
-        findings.warnings += warnings
+    nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
+    if not config.cluster.shared_runs and nodes != {socket.gethostname().partition(".")[0]}:
+        check_runs_dir(Path(config.runs_dir), mount_of(Path(config.runs_dir))[0], findings)
     _check_run(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
     missing_torch = torch_problems(config, {**os.environ, **config.cluster.env}, on_slurm=True)

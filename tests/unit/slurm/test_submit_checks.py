@@ -20,16 +20,16 @@ from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job import submit
+from hpcdist.slurm.job import submit, submit_checks
 from hpcdist.slurm.job.submit_checks import (
     Findings,
     check_config,
     check_partitions,
+    check_runs_dir,
     check_submission,
     conflicting_flags,
     rejected_flags,
     requested_partitions,
-    runs_dir_problems,
 )
 from hpcdist.slurm.output import NodeGroup, Partition
 
@@ -268,23 +268,27 @@ def test_requested_partitions() -> None:
 # --- The check that the nodes can see the runs folder.
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind", "nodes", "error", "warning"),
-    [
-        *(("/tmp/runs", kind, {"n1"}, "", "") for kind in ("nfs4", "fuse.juicefs", "")),
-        ("/tmp/runs", "ext4", {"login"}, "", ""),  # this machine is the only node
-        ("/tmp/runs", "ext4", {"n1"}, "each machine has its own /tmp, and the nodes would not see the run folder:"
-         " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system", ""),
-        ("/scratch", "tmpfs", {"n1"}, "tmpfs is in this machine's memory, and the nodes would not see the run folder:"
-         " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system", ""),
-        ("/home/ada/runs", "xfs", {"n1"}, "", " is on xfs, a file system of this machine: the nodes must see it under"
-         " the same path; if they do, set cluster.shared_runs=true"),
-    ],
-)  # fmt: skip
-def test_nodes_must_see_the_folder(folder: str, kind: str, nodes: set[str], error: str, warning: str) -> None:
-    errors, warnings = runs_dir_problems(Path(folder), kind, nodes, "login")
-    assert errors == ([f"runs_dir={folder}: {error}"] if error else [])
-    assert warnings == ([f"runs_dir={folder}{warning}"] if warning else [])
+def test_nodes_must_see_the_folder(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings()
+    for kind in ("nfs4", "fuse.juicefs", ""):
+        check_runs_dir(Path("/tmp/runs"), kind, findings)
+    assert findings == Findings()
+    for folder, kind in (("/tmp/runs", "ext4"), ("/scratch", "tmpfs"), ("/home/ada/runs", "xfs")):
+        check_runs_dir(Path(folder), kind, findings)
+    seen = "and the nodes would not see the run folder: set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file"
+    assert findings.errors == [
+        f"runs_dir=/tmp/runs: each machine has its own /tmp, {seen} system",
+        f"runs_dir=/scratch: tmpfs is in this machine's memory, {seen} system",
+    ]
+    assert findings.warnings == [
+        "runs_dir=/home/ada/runs is on xfs, a file system of this machine: the nodes must see it under the same path;"
+        " if they do, set cluster.shared_runs=true"
+    ]
+    # The only node of the partition is this machine.
+    slurm.add_script("sinfo", "echo 'main|1|8|32768|gpu:2|idle|login'")
+    monkeypatch.setattr(submit_checks, "mount_of", lambda _: ("ext4", "/dev/sda1"))
+    monkeypatch.setattr(submit_checks.socket, "gethostname", lambda: "login.site")
+    assert check(tmp_path, cluster={"shared_runs": False})[0] == []
 
 
 # --- additional flags of sbatch and srun
@@ -303,12 +307,6 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
         "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
         "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit itself: remove it",
     ]
-    flags = {"no-kill": "true", "mincpus": "2"}  # of runs that outlive nodes
-    assert conflicting_flags(ClusterConfig(nodes=2, sbatch=flags)) == []
-    assert conflicting_flags(ClusterConfig(nodes=2, spare_nodes=1, sbatch=flags)) == [
-        "cluster.sbatch.no-kill repeats a key of the config: use cluster.min_nodes or cluster.spare_nodes"
-    ]
-    assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
 
 
 def test_flags_that_srun_rejects_are_reported(commands: FakeCommands) -> None:
