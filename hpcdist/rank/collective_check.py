@@ -169,7 +169,7 @@ _ELEMENTS = 2**13
 MESSAGE_BYTES = (2**20, 2**23)
 #: A message that takes longer is slow, and no larger one is sent.
 _SLOW_S = 0.003
-#: No further iteration is measured after this time.
+#: After this time fewer than three iterations are enough.
 _LONGEST_S = 0.04
 
 
@@ -266,8 +266,7 @@ def check_sums(
     # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
     found = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
     for number, dtype in enumerate(dtypes):
-        mine, want = (values.to(device) for values in terms(rank, num_ranks, elements, dtype))
-        sums = mine.clone()
+        sums, want = (values.to(device) for values in terms(rank, num_ranks, elements, dtype))
         dist.all_reduce(sums, group=group)
         wrong = (sums != want).cpu()
         found[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1

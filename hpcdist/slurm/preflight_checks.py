@@ -213,7 +213,7 @@ def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
         pairs.add(_pair(way))
         if peer["status"] not in ("ok", "busy"):
             bad[way] = peer
-    nodes, left = _blame(sorted(pairs), {_pair(way) for way in bad})
+    nodes, left = _blame(pairs, sorted({_pair(way) for way in bad}))
     for node in nodes:
         into, out = ([way for way in bad if way[end] == node] for end in (1, 0))
         if len(into) >= len(out):
