@@ -468,7 +468,7 @@ def resume(
             taken = snapshot.take(config, found, Path.cwd())
             snapshot.write_environment(found, taken, launcher="slurm" if on_slurm else "local")
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
-        say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
+        say(resume_point(found, reached_step(found.attempt(last)), config.trainer.script))
     if start is None:
         return enqueue(found, config, flags, follow=follow)
     return supervise_here(found, config, *start, follow=follow)

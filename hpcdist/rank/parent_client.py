@@ -51,10 +51,6 @@ class NoParentError(Exception):
     """The parent cannot fork the rank. The text is the reason."""
 
 
-class ParentEndedError(NoParentError):
-    """The parent has ended; its output may have the reason."""
-
-
 class RankRefusedError(Exception):
     """No rank may start. The text is the reason."""
 
@@ -79,7 +75,7 @@ def request_rank(
         try:
             socket.send_fds(parent, [b"{}"], [file.fileno(), *descriptors])
         except OSError as error:
-            raise ParentEndedError("its parent process has ended") from error
+            raise NoParentError("its parent process has ended") from error
     until = time.monotonic() + limit_s
     try:
         while not (answer := receive(parent, until - time.monotonic())):  # `{}`: it serves the connection
@@ -94,13 +90,13 @@ def request_rank(
 
 
 def receive(parent: socket.socket, limit_s: float) -> dict[str, Any]:
-    """Return the next message. Raises ParentEndedError, or TimeoutError after `limit_s` seconds."""
+    """Return the next message. Raises NoParentError, or TimeoutError after `limit_s` seconds."""
     if not select.select([parent], [], [], max(0.0, limit_s))[0]:
         raise TimeoutError
     with suppress(OSError):
         if data := parent.recv(MESSAGE_BYTES):
             return dict(json.loads(data))
-    raise ParentEndedError("its parent process has ended")
+    raise NoParentError("its parent process has ended")
 
 
 @contextmanager

@@ -254,12 +254,10 @@ def newest_step(run: RunDir) -> int | None:
     return None
 
 
-def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
+def resume_point(run: RunDir, reached: int, script: Sequence[str] = ()) -> str:
     """Return a sentence on where the next attempt continues; `reached` is the last step of earlier ones."""
-    if is_script:
-        names, done = script_files(run), f" (after step {reached})" if reached else ""
-        file = f"; its newest file in checkpoints/ is {names[-1]}" if names else ", without a file in checkpoints/"
-        return f"the script starts again{done}{file}"
+    if script:
+        return _start(script_name(script), script_files(run))
     step = newest_step(run)
     at = "starting at step 0, since there is no checkpoint" if step is None else f"resuming at step {step}"
     lost = max(0, reached - (step or 0))

@@ -33,25 +33,17 @@ _STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
 _JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SavedJob:
-    """The content of `slurm.json` of a submitted run."""
-
-    job_id: str
-    job_name: str = ""
-    cluster: str = ""
-
-
 def job_of(run: RunDir) -> JobRef | None:
     """Return the job that a run was last submitted as; None for a local run."""
     saved = read_record(run.slurm)
     if not saved or not saved.get("job_id"):
         return None
-    ref = fill(_SavedJob, saved | {"job_id": str(saved["job_id"])}, run.slurm)
+    facts = {"id": str(saved["job_id"]), "name": saved.get("job_name", ""), "cluster": saved.get("cluster", "")}
+    job = fill(JobRef, facts, run.slurm)
     # The id becomes an argument of Slurm's commands, which must not take it for an option or a list of jobs.
-    if _JOB_ID.fullmatch(ref.job_id) is None:
-        raise RunFolderError(f"{run.slurm} is damaged: {ref.job_id[:40]!r} is not a Slurm job id")
-    return JobRef(id=ref.job_id, name=ref.job_name, cluster=ref.cluster)
+    if _JOB_ID.fullmatch(job.id) is None:
+        raise RunFolderError(f"{run.slurm} is damaged: {job.id[:40]!r} is not a Slurm job id")
+    return job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +70,6 @@ class _Record:
 
     job_id: str = ""  #: the job that the run was last submitted as, or the one before it
     jobs: dict[str, dict[str, dict[str, Any]]]
-    names: dict[str, str]  #: of the jobs, where they are known
 
 
 def keep_job(run: RunDir) -> None:
@@ -86,9 +77,8 @@ def keep_job(run: RunDir) -> None:
     if (job := job_of(run)) is None:
         return
     record = _read(run)
-    if job.id not in record.jobs or (job.name and record.names.get(job.id) != job.name):
-        record.jobs.setdefault(job.id, {})
-        record.names |= {job.id: job.name} if job.name else {}
+    if job.id not in record.jobs:
+        record.jobs[job.id] = {}
         _write(run, record)
 
 
@@ -108,17 +98,16 @@ def update_job_starts(run: RunDir) -> None:
     """Complete the records of all jobs of a run from Slurm's accounting; without an answer they remain as they are."""
     job = job_of(run)
     record = _read(run)
-    names = record.names | ({job.id: job.name} if job is not None and job.name else {})
     job_id = record.job_id if job is None else job.id
     jobs = record.jobs | ({job_id: record.jobs.get(job_id, {})} if job is not None else {})
     completed = {
         one: starts
         if _is_complete(starts)
-        else _completed(starts, one, names.get(one, ""), is_certain=job is not None and one == job.id)
+        else _completed(starts, one, job.name if job is not None and one == job.id else "")
         for one, starts in jobs.items()
     }
     if completed != jobs:
-        _write(run, _Record(job_id=job_id, jobs=completed, names=names))
+        _write(run, _Record(job_id=job_id, jobs=completed))
 
 
 def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
@@ -129,14 +118,11 @@ def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
     )
 
 
-def _completed(
-    starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str = "", *, is_certain: bool = True
-) -> dict[str, dict[str, Any]]:
+def _completed(starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str = "") -> dict[str, dict[str, Any]]:
     """Return the records of a job with the facts of accounting, which are authoritative.
 
-    Args:
-        is_certain: whether this job has the id now. Slurm may give the id of an old job to another one, whose starts
-            are recognised by the name or, where it is not known, by the times.
+    Slurm may give the id of an old job to another one, which is recognised by its name or, if that is not known, by its
+    times.
     """
     try:
         accounted = client.accounted_starts(job_id)
@@ -144,7 +130,7 @@ def _completed(
         return dict(starts)
     known = [start for start in accounted if job_name in ("", start.name)]
     began = [start["began"] for start in starts.values()]
-    is_known = is_certain or job_name or any(abs(one.began - moment) <= _SAME_S for one in known for moment in began)
+    is_known = job_name or not began or any(abs(one.began - moment) <= _SAME_S for one in known for moment in began)
     if not known or not is_known:
         return dict(starts)
     completed = {}
@@ -177,8 +163,8 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
 
 def _write(run: RunDir, record: _Record) -> None:
     earlier = {job_id: starts for job_id, starts in record.jobs.items() if job_id != record.job_id}
-    value = {"job_id": record.job_id, "starts": record.jobs.get(record.job_id, {}), "earlier": earlier}
-    write_json(run.path / "job.json", value | ({"names": record.names} if record.names else {}))
+    starts = record.jobs.get(record.job_id, {})
+    write_json(run.path / "job.json", {"job_id": record.job_id, "starts": starts, "earlier": earlier})
 
 
 def all_job_starts(run: RunDir) -> list[JobStart]:
@@ -195,7 +181,7 @@ def job_starts(run: RunDir) -> list[dict[str, Any]]:
 
 def _read(run: RunDir) -> _Record:
     noted = read_json(run.path / "job.json") or {}
-    earlier, names, job_id = (noted.get(key) for key in ("earlier", "names", "job_id"))
+    earlier, job_id = noted.get("earlier"), noted.get("job_id")
     jobs = dict(earlier) if isinstance(earlier, dict) else {}
     if isinstance(job_id, str) and job_id:
         jobs[job_id] = noted.get("starts")
@@ -207,7 +193,6 @@ def _read(run: RunDir) -> _Record:
             # The id becomes an argument of Slurm's commands.
             if isinstance(starts, dict) and _JOB_ID.fullmatch(one)
         },
-        names={one: name for one, name in names.items() if isinstance(name, str)} if isinstance(names, dict) else {},
     )
 
 

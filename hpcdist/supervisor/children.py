@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
-from hpcdist.host.log_files import last_lines, say
+from hpcdist.host.log_files import say
 from hpcdist.rank.parent_client import NoParentError, receive, request_rank
 from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
@@ -42,7 +42,6 @@ class RankParent:
         self.is_usable = True  #: whether later attempts may use it, or a successor
         self._init_timeout_s = init_timeout_s
         self._ready_by = time.monotonic() + init_timeout_s
-        self._output_begin = output.stat().st_size if output.exists() else 0
         self._to_parent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -77,12 +76,6 @@ class RankParent:
             connection.close()  # ends a rank that is forked later
             raise
         return ForkedRank(connection, pid)
-
-    def last_line(self) -> str:
-        with suppress(OSError):
-            if self.output.stat().st_size > self._output_begin:  # the file has the output of earlier ones, too
-                return "".join(text for _, text in last_lines(self.output, 1)).strip()
-        return ""
 
     def close(self) -> None:
         self._to_parent.close()

@@ -23,7 +23,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
-from hpcdist.rank.parent_client import NoParentError, ParentEndedError, RankRefusedError
+from hpcdist.rank.parent_client import NoParentError, RankRefusedError
 from hpcdist.run import snapshot
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
@@ -268,8 +268,7 @@ class LocalRanks:
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         except NoParentError as error:
             assert self.parent is not None, "only a parent can end"
-            last_line = self.parent.last_line() if isinstance(error, ParentEndedError) else ""
-            log.warning("each rank imports torch itself: %s", last_line or error)
+            log.warning("each rank imports torch itself: %s (see %s)", error, self.parent.output)
             self.parent.is_usable = False
             self._kill_groups()
             self.parent = None

@@ -195,8 +195,7 @@ class Supervisor:
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
         self.report.attempt(attempt, self.launcher.num_ranks)
         if attempt.number > 1:
-            is_script = bool(self.config.trainer.script)
-            self.report.note(records.resume_point(self.folder, self._times.reached, is_script=is_script))
+            self.report.note(records.resume_point(self.folder, self._times.reached, self.config.trainer.script))
         try:
             watch = Watch(
                 attempt,

@@ -14,7 +14,7 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.files import write_json
 from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run import records
@@ -249,10 +249,12 @@ def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: Run
     assert records.resume_point(stepped, 100_000_000) == "resuming at step 100000000"
     assert records.resume_point(stepped, 100_000_014) == "resuming at step 100000000, 14 steps lost"
     assert records.resume_point(empty, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
-    assert records.resume_point(empty, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
+    assert records.resume_point(empty, 9, ["train.py"]) == (
+        "starts train.py from the beginning, unless it has saved elsewhere"
+    )
     (empty.checkpoints / "newest.pt").touch()
-    assert records.resume_point(empty, 204, is_script=True) == (
-        "the script starts again (after step 204); its newest file in checkpoints/ is newest.pt"
+    assert records.resume_point(empty, 9, ["train.py"]) == (
+        "starts train.py again, with its files in the run's checkpoints/"
     )
 
 
@@ -357,4 +359,3 @@ def test_job_of_a_rejected_submission_is_counted_once(empty: RunDir, accounting:
     write_json(empty.path / "slurm.json", {"job_id": None})
     update_job_starts(empty)
     assert [start.began for start in all_job_starts(empty)] == [1000.0], "also while the next job has no id"
-    assert (read_json(empty.path / "job.json") or {})["names"] == {"41": "exp/first"}
