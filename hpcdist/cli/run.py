@@ -348,12 +348,10 @@ def submit_run(
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.components import rank_table_lines
-    from hpcdist.slurm.job import submit as job_submit
     from hpcdist.slurm.job import submit_checks
     from hpcdist.slurm.job.submit import commented, render
 
-    config, note = job_submit.resolve_het(config)
-    components = [*filter(None, [note]), *rank_table_lines(config)]
+    components = rank_table_lines(config)
     if dry_run:
         submit_checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(config.folder), flags)

@@ -174,7 +174,15 @@ def failed_nodes(names: Sequence[str], since: float) -> list[str]:
 
 def user_accounts(user: str, *, cluster: str = "") -> list[str]:
     chosen = [f"user={user}"] + [f"cluster={cluster}"] * bool(cluster)
-    return sorted(set(run("sacctmgr", "--noheader", "--parsable2", "show", "assoc", *chosen, "format=account").split()))
+    return sorted(set(_sacctmgr("show", "assoc", *chosen, "format=account")))
+
+
+def qos_names() -> list[str]:
+    return sorted(set(_sacctmgr("show", "qos", "format=name")))
+
+
+def _sacctmgr(*arguments: str) -> list[str]:
+    return run("sacctmgr", "--noheader", "--parsable2", *arguments).split()
 
 
 # --- submission

@@ -1,8 +1,8 @@
 """The components of a run's job: which nodes the roles request, and which ranks run on which nodes. Pure functions.
 
 A component is a group of nodes with the same request. One component is a plain job. Several components are a
-heterogeneous job, or one allocation with a fixed node per rank if the cluster does not support heterogeneous jobs or
-the roles request the same hardware.
+heterogeneous job, or one allocation with a fixed node per rank with `cluster.het=off` or if the roles request the same
+hardware.
 """
 
 from __future__ import annotations
@@ -156,16 +156,14 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
     if None in memories.values():
         wrong = next(mem for mem, size in memories.items() if size is None)
         raise ConfigError([f"cluster.mem must be like 64G, got {wrong!r}"])
-    return JobComponent(
+    return replace(
+        parts[0],
         roles=tuple(role for part in parts for role in part.roles),
         nodes=sum(part.nodes for part in parts),
         tasks_per_node=max(part.tasks_per_node for part in parts),
         gpus_per_node=max(part.gpus_per_node for part in parts),
         cpus_per_task=max(part.cpus_per_task for part in parts),
         mem=max(memories, key=lambda mem: memories[mem] or float("inf"), default=None),  # 0: all memory of a node
-        partition=parts[0].partition,
-        constraint=parts[0].constraint,
-        sbatch=parts[0].sbatch,
     )
 
 

@@ -146,6 +146,7 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
             "cluster.account=nobody: Slurm rejects this job:"
             " Invalid account or account/partition combination specified; your accounts are devcluster, root",
         ),
+        ("cluster.qos=nope", "cluster.qos=nope: no such QOS, the cluster has normal"),
         ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
         (
             "cluster.sbatch.mail-typo=FAIL",

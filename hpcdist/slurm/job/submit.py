@@ -24,7 +24,7 @@ from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.components import allocations, component_cluster, is_het
+from hpcdist.slurm.components import allocations, component_cluster
 from hpcdist.slurm.job.node_steps import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import option_value, step_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
@@ -103,29 +103,6 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
 def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
         raise UserMistake("sbatch is not installed here: submit from a login node, or show the script with --dry-run")
-
-
-def resolve_het(config: Config) -> tuple[Config, str]:
-    """Return the config, with `cluster.het` off and a message if it is not set and the cluster has no such jobs."""
-    allocations(config)
-    if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
-        return config, ""
-    reason = why_no_het_jobs(client.settings())
-    if not reason:
-        return config, ""
-    resolved = replace(config, cluster=replace(config.cluster, het=False))
-    allocations(resolved)
-    return resolved, f"this cluster does not support heterogeneous jobs ({reason}): the roles share one allocation"
-
-
-def why_no_het_jobs(settings: Mapping[str, str]) -> str:
-    """Return the setting that turns heterogeneous jobs off, by `scontrol show config`; empty if they are available."""
-    scheduler = settings.get("SchedulerType", "sched/backfill")
-    if scheduler != "sched/backfill":
-        return f"SchedulerType={scheduler}"
-    if "disable_hetjob_steps" in settings.get("SchedulerParameters", ""):
-        return "SchedulerParameters=disable_hetjob_steps"
-    return ""
 
 
 def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:

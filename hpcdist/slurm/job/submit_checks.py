@@ -270,6 +270,14 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
             own = requested_partitions(cluster, partitions, findings)
             check_partitions(cluster, own, findings)
             requested += own
+    if config.cluster.qos is not None:
+        # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
+        with suppress(SlurmError):  # a cluster without accounting
+            known = client.qos_names()
+            if known and config.cluster.qos not in known:
+                findings.errors.append(
+                    f"cluster.qos={config.cluster.qos}: no such QOS, the cluster has {', '.join(known)}"
+                )
     nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
     if not config.cluster.shared_runs and nodes != {socket.gethostname().partition(".")[0]}:
         check_runs_dir(Path(config.runs_dir), mount_of(Path(config.runs_dir))[0], findings)

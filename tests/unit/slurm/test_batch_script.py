@@ -179,26 +179,3 @@ def test_rejected_submission_does_not_change_the_run(
         submit.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
     assert read_json(run.path / "slurm.json") == {"job_id": "40"}
-
-
-HET = Config(roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1)}))
-
-
-def test_roles_share_one_allocation_without_heterogeneous_jobs(
-    commands: FakeCommands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands.add("scontrol", "SchedulerType           = sched/builtin\n")
-    settled, note = submit.resolve_het(HET)
-    assert settled == replace(HET, cluster=replace(HET.cluster, het=False))
-    assert note == (
-        "this cluster does not support heterogeneous jobs (SchedulerType=sched/builtin): the roles share one allocation"
-    )
-    partitions = {"server": RoleRequest(), "worker": RoleRequest(partition="gpu")}
-    with pytest.raises(UserMistake, match=r"^cluster\.roles: partition differs between roles, which needs a hetero"):
-        submit.resolve_het(replace(HET, cluster=ClusterConfig(roles=partitions)))
-    for config in (Config(), settled, replace(HET, cluster=replace(HET.cluster, het=True))):
-        assert submit.resolve_het(config) == (config, "")
-    commands.add("scontrol", "SchedulerType           = sched/backfill\n")
-    assert submit.resolve_het(HET) == (HET, "")
-    monkeypatch.setenv("PATH", str(commands.folder / "nowhere"))
-    assert submit.resolve_het(HET) == (HET, "")

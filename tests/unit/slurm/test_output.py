@@ -18,7 +18,7 @@ from hpcdist.run.records import NodeShare
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.launcher import job_resources
-from hpcdist.slurm.job.submit import estimate_start, why_no_het_jobs
+from hpcdist.slurm.job.submit import estimate_start
 from hpcdist.slurm.output import (
     JobInfo,
     NodeGroup,
@@ -364,7 +364,6 @@ def test_recorded_cluster(release: str) -> None:
     assert settings["SLURM_VERSION"].startswith(release.replace("_", "."))
     assert (settings["ClusterName"], settings["PreemptMode"]) == ("hpcdist", "REQUEUE")
     assert (parse_seconds(settings["KillWait"]), parse_seconds(settings["UnkillableStepTimeout"])) == (5, 60)
-    assert why_no_het_jobs(settings) == ""
     found = parse_partitions(recorded("partition", release=release), recorded("sinfo", release=release))
     assert [(part.name, part.facts["MaxTime"], part.facts["PreemptMode"], part.facts["Default"]) for part in found] == [
         ("main", "1-00:00:00", "REQUEUE", "YES"),

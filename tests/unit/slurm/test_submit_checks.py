@@ -41,7 +41,7 @@ SCRIPTS = {
     "scontrol": f"echo '{MAIN}'",
     "sinfo": "echo 'main|4|8|32768|gpu:2|idle|n[1-4]'",
     "sbatch": "echo 'sbatch: Job 1 to start at noon' >&2",
-    "sacctmgr": "printf 'ada\\nbob\\n'",
+    "sacctmgr": "case \"$*\" in *qos*) echo normal;; *) printf 'ada\\nbob\\n';; esac",
 }
 
 
@@ -83,10 +83,11 @@ def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) 
             tmp_path,
             missing_data="mnist was not found in /data",
             data=DataConfig(download=False),
-            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "shared_runs": False},
+            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
         )
-    nodes, folder, lead, data = caught.value.problems
+    nodes, qos, folder, lead, data = caught.value.problems
     assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
+    assert qos == "cluster.qos=long: no such QOS, the cluster has normal"
     assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has its own /tmp")
     assert lead == (
         "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_limit_min=1 is 60 s:"
