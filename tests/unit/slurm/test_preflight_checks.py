@@ -168,6 +168,7 @@ def test_node_that_no_other_reaches_is_reported(peer: dict[str, Any], finding: s
     [
         (2, ["n1>n2"], ["port: n1 cannot reach n2 on port 23456: connections are refused; open all TCP ports"]),
         (4, ["n3>n1,n2,n4"], ["n3: port: it cannot reach n1, n2, n4 on port 23456: connections are refused; open"]),
+        (5, ["n3>n1,n2,n4", "n5>n3"], ["n3: port: it cannot reach n1, n2, n4 on port 23456: connections are"]),
         (4, ["n3>n1"], ["port: n3 cannot reach n1 on port 23456: connections are refused; open"]),
         (6, ["n1,n2,n4,n5,n6>n3", "n1,n2,n3,n4,n6>n5"],
          ["n3: port: n1, n2, n4, n5 and 1 more cannot reach it", "n5: port: n1, n2, n3, n4 and 1 more cannot reach"]),
@@ -227,6 +228,10 @@ def test_slow_uplink_of_fast_nodes_is_reported_and_noise_of_a_busy_machine_is_no
 
 
 def test_slow_link_between_two_nodes_is_a_warning() -> None:
+    answers = healthy(3)
+    for one, other in combinations(answers, 2):
+        set_rate(answers, one, other, 2.5e6)
+    assert messages(request(3), answers) == [], "the all-reduce check shows a slow network"
     answers = healthy(2)
     set_rate(answers, "n1", "n2", 2.5e6)
     (found,) = messages(request(2), answers)
