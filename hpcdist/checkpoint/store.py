@@ -156,11 +156,9 @@ class CheckpointStore:
             self.latest()
         return None if self._newest is None else self._newest.step
 
-    def load(self, path: Path, *, verify: bool = True) -> Snapshot:
-        """Load one checkpoint into host memory. `verify` checks the hashes, unless `latest()` has just done so."""
+    def load(self, path: Path) -> Snapshot:
+        """Load a checkpoint that `latest()` has returned, and whose hashes it has verified, into host memory."""
         manifest = read_manifest(path)
-        if verify:
-            verify_hashes(manifest)
         rest = load_file(path / TRAINER_FILE)
         if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
             raise CheckpointError(f"{path / TRAINER_FILE} does not contain `trainer` and `rank_states`")

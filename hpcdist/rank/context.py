@@ -551,8 +551,8 @@ class Context:
         if not (path := self.groups.broadcast(path)):
             self._notes.begin(0)
             return None
-        # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
-        checkpoint = self._store.load(Path(path), verify=False)
+        # Rank 0 has verified the hashes; each rank reading all files twice would load the file system.
+        checkpoint = self._store.load(Path(path))
         states = checkpoint.rank_states
         self._saved_step = checkpoint.step
         self._saved_division = SavedDivision.of(states[0])

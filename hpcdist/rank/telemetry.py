@@ -205,9 +205,9 @@ class TimeAccount:
         #: Phases that have ended: cause, begin and end in seconds since the epoch.
         self.phases: list[tuple[Cause, float, float]] = []
 
-    def training_begins(self, now: float | None = None) -> None:
+    def training_begins(self) -> None:
         if self.cause == "start":
-            self._switch("compile", self._now() if now is None else now)
+            self._switch("compile", self._now())
 
     def step_done(self, step: int, now: float) -> None:
         """Record the end of a step; `step` is the number of steps done."""

@@ -55,8 +55,8 @@ log = logging.getLogger("hpcdist.rank.worker")
 MAX_OPEN_FILES = 2**20
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
-    (folder,) = sys.argv[1:] if argv is None else argv
+def main() -> NoReturn:
+    (folder,) = sys.argv[1:]
     # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select().
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_OPEN_FILES), hard))

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,6 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
     assert torch.equal(loaded.model["w"], torch.full((10,), 12.0))
     assert loaded.trainer == {"position": 12}
     assert [state["rng"].item() for state in loaded.rank_states] == [12, -12]
-    assert torch.equal(store.load(path, verify=False).model["w"], loaded.model["w"])
 
 
 def test_steps_of_nine_digits_are_in_order(store: CheckpointStore) -> None:
@@ -159,13 +159,12 @@ def test_invalid_checkpoint_is_skipped_with_the_reason(
     newest = store.write(snapshot(2))
     damage(newest)
 
-    with pytest.raises(CheckpointError, match=message):
-        store.load(newest)
     with caplog.at_level(logging.WARNING):
         found = store.latest()
     assert found is not None
     assert (found.step, store.newest_step()) == (1, 1)
     (reason,) = [text for text in caplog.messages if text.startswith(f"skipping checkpoint {newest}: ")]
+    assert re.search(message, reason)
     assert "\n" not in reason
 
 
