@@ -94,7 +94,7 @@ def machine_sections(request: Request) -> list[Section]:
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
-        lookups = host_machine.Lookups([host], [host])
+        lookups = host_machine.Lookups([host])
         groups = (group for partition in slurm().partitions or [] for group in partition.nodes)
         is_node = any(host.partition(".")[0] in expand(group.names) for group in groups)
         found = lookups.result(checks_machine.GIVE_UP_S)[host]

@@ -220,7 +220,6 @@ class ClusterConfig(ConfigSection):
     def problems(self) -> list[str]:
         problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
         problems += flags(self, "sbatch", "srun") + variables(self, "env")
-        problems += ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
         if self.fewest_nodes > self.nodes:
             problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
         return problems

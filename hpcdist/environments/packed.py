@@ -166,7 +166,6 @@ class Packed:
     kind: str = ""
     path: str = ""  #: the archive
     sha256: str = ""  #: of the archive
-    size_bytes: int = 0
     prefix: str = ""  #: folder of the environment that was packed, which its scripts name
 
 
@@ -188,7 +187,7 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
             log.info("packing %s, once for all runs", source)
             found = _make(environment, store, record.stem, env)
             write_json(record, asdict(found))
-            took_s, size_mb = time.monotonic() - began, found.size_bytes / 1e6
+            took_s, size_mb = time.monotonic() - began, Path(found.path).stat().st_size / 1e6
             log.info("packed %s in %.0f s, %.0f MB: %s", source, took_s, size_mb, found.path)
         os.utime(record)
         _remove_unused(store, keep=record.stem)
@@ -212,10 +211,7 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
         write_archive(original, interpreter(original), archive)
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    size_bytes = archive.stat().st_size
-    return Packed(
-        key=name, kind=environment.kind, path=str(archive), sha256=digest, size_bytes=size_bytes, prefix=str(original)
-    )
+    return Packed(key=name, kind=environment.kind, path=str(archive), sha256=digest, prefix=str(original))
 
 
 def _remove_unused(store: Path, *, keep: str) -> None:

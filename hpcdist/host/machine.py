@@ -15,7 +15,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -93,15 +92,12 @@ def locked_memory() -> int | None:
 class Lookups:
     """Name lookups in background threads, because a broken resolver takes many seconds."""
 
-    def __init__(self, names: Iterable[str], reverse: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._began = time.monotonic()
-        reverse = set(reverse)
-        self._running: dict[str, Future[dict[str, Any]]] = {
-            name: start(partial(_look_up, name, name in reverse)) for name in names
-        }
+        self._running = {name: start(partial(_look_up, name)) for name in names}
 
     def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
-        """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`."""
+        """Return by name: `late`; or `error`; or `address`, `forward_s`, `reverse` or `reverse_error`, `reverse_s`."""
         found = {}
         for name, running in self._running.items():
             try:
@@ -111,20 +107,19 @@ class Lookups:
         return found
 
 
-def _look_up(name: str, reverse: bool) -> dict[str, Any]:
+def _look_up(name: str) -> dict[str, Any]:
     began = time.monotonic()
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
         return {"error": error.strerror or str(error), "forward_s": round(time.monotonic() - began, 3)}
     found: dict[str, Any] = {"address": address, "forward_s": round(time.monotonic() - began, 3)}
-    if reverse:
-        began = time.monotonic()
-        try:
-            found["reverse"] = socket.gethostbyaddr(address)[0]
-        except OSError as error:
-            found["reverse_error"] = error.strerror or str(error)
-        found["reverse_s"] = round(time.monotonic() - began, 3)
+    began = time.monotonic()
+    try:
+        found["reverse"] = socket.gethostbyaddr(address)[0]
+    except OSError as error:
+        found["reverse_error"] = error.strerror or str(error)
+    found["reverse_s"] = round(time.monotonic() - began, 3)
     return found
 
 

@@ -98,8 +98,7 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
         raise HpcdistError(f"this is {node}, which is none of {', '.join(request.nodes)}")
     began = time.monotonic()
     first = request.nodes[0]
-    names = () if request.addresses else {node, first}
-    lookups = machine.Lookups(names, reverse=names)
+    lookups = machine.Lookups(() if request.addresses else {node, first})
     machine_facts = start(partial(read_machine, env))
     witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
     found: dict[str, Any] = {"node": node, "host": socket.gethostname()}

@@ -54,14 +54,14 @@ def test_versions_equal_those_of_the_installed_packages() -> None:
 
 
 def test_lookups_have_address_time_or_error_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Lookups(["localhost", "no-such-host.invalid"], reverse=["localhost"]).result(30.0)
+    found = Lookups(["localhost", "no-such-host.invalid"]).result(30.0)
     assert found["localhost"]["address"] == "127.0.0.1"
     assert found["localhost"]["forward_s"] >= 0
     assert "reverse_s" in found["localhost"]
     assert found["no-such-host.invalid"]["error"]
     answered = threading.Event()
     monkeypatch.setattr(socket, "gethostbyname", lambda name: answered.wait())
-    assert Lookups(["n1"], reverse=[]).result(0.0) == {"n1": {"late": 0.0}}
+    assert Lookups(["n1"]).result(0.0) == {"n1": {"late": 0.0}}
     answered.set()
 
 
