@@ -153,7 +153,7 @@ def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConf
     try:
         with translated(run.uri):
             metric = clean_metric_name(monitored.monitor)
-            value = _run_value(run, run.run_id, metric)
+            value = finite_number(run.client.get_run(run.run_id).data.metrics.get(metric))
             if value is None:
                 log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, metric, ALIAS)
                 return
@@ -179,8 +179,6 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
         if tags.get(METRIC_TAG) == metric:
             with suppress(KeyError, ValueError):
                 value = finite_number(float(tags[VALUE_TAG]))
-        if value is None and number == holder and version.run_id:  # registered without hpcdist
-            value = _run_value(run, version.run_id, metric)
         if value is not None:
             values[number] = sign * value
     if not values:
@@ -190,12 +188,6 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
         return False
     run.client.set_registered_model_alias(name, ALIAS, best)
     return True
-
-
-def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
-    with tolerated("RESOURCE_DOES_NOT_EXIST"):
-        return finite_number(run.client.get_run(run_id).data.metrics.get(metric))
-    return None
 
 
 # The kept checkpoints of a run as logged models of MLflow, without an upload of their files.
@@ -396,9 +388,8 @@ class CheckpointModels:
 MODEL_NAME = "model"
 #: Description of a registered model that `register` creates.
 _REGISTERED = (
-    "Final models of the finished runs of hpcdist, one version each. The alias `best` is the version with the best last"
-    " value of the metric that selects checkpoints. It is not the best checkpoint of a run: the description of the run"
-    " names that one, and the tab *Models* of the experiment lists all kept checkpoints."
+    "Final models of the finished runs of hpcdist. The alias `best` is the version with the best last value of the"
+    " metric that selects checkpoints; the best checkpoint of a run may be better."
 )
 
 

@@ -42,8 +42,6 @@ LOG_INTERVAL_S = 60.0
 CHECKPOINTS_INTERVAL_S = 10.0
 #: Time limit for the records of a running run in one pass, and for its artifacts: commands, tags and the status wait.
 PASS_S = 5.0
-#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
-SEARCH_S = 2.0
 #: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
 SAVE_S = 2.0
 _FINAL_MODEL = """\
@@ -273,8 +271,7 @@ class Uploads:
                     files = list(artifacts.trainer_artifacts(self._run))
                     is_complete = self._upload(files, within_s=PASS_S)  # metrics do not wait for many files
                     # The search reads the attributes of each file, which loads the file system.
-                    pause_s = len(files) / CHECKS_PER_S
-                    self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
+                    self._search_at = time.monotonic() + (len(files) / CHECKS_PER_S if is_complete else 0.0)
                 if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
                     self._upload(artifacts.reports(self._run, ended=False))
                     self._logs_shipped = time.monotonic()

@@ -337,17 +337,21 @@ def read_records(path: Path, offset: int = 0, *, final: bool = False) -> tuple[l
 
 def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
     """Read records as `read_records` does, from at most CHUNK_BYTES of the file."""
-    data = _read(path, offset, CHUNK_BYTES)
-    end = data.rfind(b"\n") + 1
-    # No line is longer than a chunk: a chunk without a line end is damaged and is skipped.
-    if (final and len(data) < CHUNK_BYTES) or (end == 0 and len(data) == CHUNK_BYTES):
-        end = len(data)
-    return _parse(path, offset, data[:end])
+    return _parse(path, offset, _read_lines(path, offset, CHUNK_BYTES, final=final))
 
 
 def read_range(path: Path, offset: int, end: int) -> Chunk:
     """Return the records between two offsets that `read_chunk` has returned."""
     return _parse(path, offset, _read(path, offset, end - offset))
+
+
+def _read_lines(path: Path, offset: int, num_bytes: int, *, final: bool = False) -> bytes:
+    """Read at most `num_bytes`, without an incomplete last line unless the file is `final`."""
+    data = _read(path, offset, num_bytes)
+    end = data.rfind(b"\n") + 1
+    # No line is so long: data without a line end is damaged and is skipped.
+    is_whole = (final and len(data) < num_bytes) or (end == 0 and len(data) == num_bytes)
+    return data if is_whole else data[:end]
 
 
 def _read(path: Path, offset: int, num_bytes: int) -> bytes:
@@ -443,12 +447,9 @@ def event_files(folder: Path) -> list[Path]:
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """Return the complete events from `offset` on, and the offset at which the next call continues."""
-    data = _read(path, offset, _READ_BYTES)
-    end = data.rfind(b"\n") + 1
-    if end == 0 and len(data) == _READ_BYTES:
-        end = len(data)  # no event is so long: damaged
+    data = _read_lines(path, offset, _READ_BYTES)
     events = []
-    for raw in _values(data[:end], path):
+    for raw in _values(data, path):
         match raw:
             case {"param": dict(content)} | {"tag": dict(content)} if all(
                 isinstance(one, str) for one in content.values()
@@ -460,7 +461,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
                 events.append(Event("model", content))
             case _:
                 log.warning("%s: skipped a damaged line", path)
-    return events, offset + end
+    return events, offset + len(data)
 
 
 # The data of a run that MLflow already has, in states from which the next process continues after any end of the last.

@@ -1,5 +1,5 @@
-"""A run in MLflow's UI: parameters and tags, description, datasets and primary metric, the parent run of a sweep, and
-prepared views of an experiment.
+"""A run in MLflow's UI: parameters and tags, description and datasets, the parent run of a sweep, and prepared views of
+an experiment.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
     return tags | {f"hpcdist.{key}": str(value) for key, value in facts.items() if value}
 
 
-# Description, datasets and primary metric of a run, as MLflow's UI shows them beside its metrics.
+# Description and datasets of a run, as MLflow's UI shows them beside its metrics.
 
 NOTE_TAG = "mlflow.note.content"
 #: Separates text of the user from the description; MLflow's UI does not show it.
@@ -164,8 +164,6 @@ MARK = "<!-- hpcdist: text above this line is kept -->"
 MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
 #: Minimum time between two changes of the description, unless the state of the run changes.
 INTERVAL_S = 60.0
-_PRIMARY_METRIC = "mlflow.experiment.primaryMetric.name"
-_GREATER_IS_BETTER = "mlflow.experiment.primaryMetric.greaterIsBetter"
 _CONTEXT_TAG = "mlflow.data.context"
 #: Limits of MLflow for the name and the digest of a dataset.
 _MAX_NAME = 500
@@ -177,11 +175,9 @@ class RunPage:
         self._run = run
         self._shown: object = None
         self._next = 0.0
-        self._has_primary_metric = False
-        self._is_refused = False
 
     def update(self, opened: MlflowRun, state: State, own_note: str, sent: str) -> str:
-        """Send the page if it has changed. Returns its digest, empty if MLflow has refused a part of it.
+        """Send the page if it has changed. Returns its digest.
 
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
@@ -196,20 +192,16 @@ class RunPage:
             ledger = read_ledger(self._run)
             text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
         tags = view_tags(facts, ledger)
-        is_measured = facts.best is not None or facts.monitor in facts.metrics
-        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags, is_measured])
+        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         if digest != sent:
             set_note(opened, text, own_note=own_note)
             if facts.datasets:
                 with translated(opened.uri):
                     opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
-            if is_measured and not self._has_primary_metric:
-                self._is_refused = not _set_primary_metric(opened, facts)
-                self._has_primary_metric = True
             opened.set_tags(tags)
         self._shown, self._next = status, now + INTERVAL_S
-        return "" if self._is_refused else digest
+        return digest
 
 
 @contextmanager
@@ -243,22 +235,6 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
         profile=json.dumps(profile),
     )
     return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
-
-
-def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> bool:
-    """Make the monitored metric the primary one of the experiment, unless it has one. Returns False if refused."""
-    experiment, is_max = opened.experiment_id, str(facts.monitor_mode == "max")
-    try:
-        with translated(opened.uri):
-            if _PRIMARY_METRIC not in opened.client.get_experiment(experiment).tags:
-                opened.client.set_experiment_tag(experiment, _PRIMARY_METRIC, facts.monitor)
-                opened.client.set_experiment_tag(experiment, _GREATER_IS_BETTER, is_max)
-    except TrackingError as error:
-        if error.code != "PERMISSION_DENIED":
-            raise
-        log.warning("the primary metric of the experiment is not set: %s", error)
-        return False
-    return True
 
 
 def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:

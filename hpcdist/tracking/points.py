@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.errors import RunFolderError
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import MAX_SERIES, is_read
 from hpcdist.review.facts import Series
@@ -113,10 +112,6 @@ class SentPoints(Sent):
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
     marks: dict[str, int] = field(default_factory=dict)
     """Attempt → step of its point of the metric `attempt`."""
-
-    def __post_init__(self) -> None:
-        if not all(type(step) is int for step in self.marks.values()):
-            raise RunFolderError(f"{self.FILE} is damaged, or of a version that also kept the times of marks")
 
     @property
     def is_sending(self) -> bool:

@@ -31,13 +31,11 @@ class Site:
 
     Attributes:
         link: The link that `hpcdist ui` printed, with the token.
-        output: Output of `hpcdist run` for the finished run.
     """
 
     runs: Runs
     link: str
     token_file: Path
-    output: str
 
     @property
     def url(self) -> str:
@@ -87,7 +85,7 @@ def started_site(folder: Path, state: Path) -> Iterator[Site]:
             code, output = finish(process, timeout_s=600)
             assert code == expected, output
         (token_file,) = state.glob("hpcdist/ui/*.token")
-        yield Site(runs, link(), token_file, output)
+        yield Site(runs, link(), token_file)
 
 
 def config(name: str, *overrides: str) -> list[str]:

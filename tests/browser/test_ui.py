@@ -17,7 +17,6 @@ from hpcdist_runs import finish, rank_of, wait_for
 from mlflow_site import Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
-import hpcdist
 from hpcdist.host.files import read_json
 from hpcdist.run.records import CAUSES
 from hpcdist.tracking.uri import VIEWS, experiment_page
@@ -82,35 +81,6 @@ def test_link_sets_the_cookie_and_a_reload_needs_no_token(page: Page, site: Site
     assert page.evaluate("document.cookie") == ""
 
 
-def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, site: Site) -> None:
-    page.goto(site.page_of("finished"))
-    expect_status(page, "Finished")
-    # The commands in the description do not widen the page.
-    expect(page.get_by_text("About this run", exact=True)).to_be_in_viewport(ratio=1)
-    expect_tag(page, "hpcdist.state", "finished")
-    expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
-    expect_tag(page, "hpcdist.attempts", "1")
-    expect_tag(page, "hpcdist.world_size", "2")
-    command = ["git", "-C", str(Path(hpcdist.__file__).parent), "rev-parse", "HEAD"]
-    expect_tag(page, "hpcdist.git_commit", subprocess.check_output(command, text=True).strip())
-    expect_tag(page, "team", "vision")
-    for row in (
-        "data.batch_size 16",
-        "optim.lr 0.002",
-        "stop.max_epochs 2",
-        "launch.num_ranks 2",
-        "trainer.target ddp",
-    ):
-        expect(page.get_by_role("row", name=row, exact=True)).to_be_attached()
-    link = page.get_by_role("link", name="eval/accuracy", exact=True)
-    _, shown, model = page.get_by_role("row").filter(has=link).get_by_role("cell").all_inner_texts()
-    assert model == "model", "the final model has the metric, too"
-    printed = re.search(r"eval/accuracy\W+([\d.]+)", site.output)
-    assert printed, site.output
-    assert float(shown) == pytest.approx(float(printed[1]), rel=1e-5)
-    expect(page.get_by_role("heading", name="Logged models (1)")).to_be_attached()
-
-
 def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
     page.goto(site.page_of("finished", "model-metrics"))
     for metric, num_points in (("train/loss", 45), ("train/lr", 45), ("eval/accuracy", 2), ("eval/loss", 2)):
@@ -119,19 +89,6 @@ def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image:
         expect_curve(page, metric, values)
     show_all_charts(page)
     docs_image(page, "mlflow-metrics")
-
-
-def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site) -> None:
-    run = site.runs.run_dir("finished")
-    page.goto(site.page_of("finished", "artifacts"))
-    for folder in ("checkpoints", "final", "logs", "attempt-001"):
-        page.get_by_text(folder, exact=True).click()
-    expect(page.get_by_text("manifest.json", exact=True)).to_be_visible()
-    page.get_by_text("rank-00000.log", exact=True).click()
-    expect(page.locator("code").first).to_contain_text(run.attempt(1).log(0).read_text().splitlines()[0])
-    page.get_by_text("config.yaml", exact=True).click()
-    expect(page.locator("code").first).to_contain_text("batch_size: 16")
-    assert page.locator("code").first.inner_text().split() == run.config.read_text().split()
 
 
 def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site) -> None:
@@ -178,16 +135,6 @@ def test_report_shows_that_a_rank_was_killed(page: Page, site: Site, docs_image:
     expect(page.get_by_role("cell", name="rank 1 on", exact=False).first).to_contain_text("killed by SIGKILL")
     expect(page.get_by_text("trained 690 steps, 30 epochs").first).to_be_visible()
     docs_image(page, "report")
-
-
-def test_overview_shows_status_and_reason_of_an_unfinished_run(page: Page, site: Site) -> None:
-    for name, status, state in (("failing", "Failed", "failed"), ("stopped", "Killed", "stopped")):
-        page.goto(site.page_of(name))
-        expect_status(page, status)
-        expect_tag(page, "hpcdist.state", state)
-        # The page shortens a long tag; a click opens the whole text.
-        page.get_by_role("status", name="hpcdist.reason", exact=True).click()
-        expect(page.get_by_role("dialog")).to_contain_text(site.runs.run_dir(name).read_state().reason)
 
 
 def test_parent_run_of_a_sweep_expands_to_its_cells(

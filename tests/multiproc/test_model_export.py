@@ -1,25 +1,17 @@
-"""Models of real runs: exported weights, MLflow's model server, and reruns of each trainer."""
+"""Models of real runs: exported weights, and reruns of each trainer."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hpcdist_runs import LAST_STEP, Runs, unused_port, wait_for
+from hpcdist_runs import Runs
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.data.loading import build_model
 
 pytestmark = pytest.mark.processes
 
@@ -57,66 +49,6 @@ def test_exported_weights_are_loaded_without_hpcdist(runs: Runs, control_run: st
 
 def checkpoint_weights(runs: Runs, name: str, step: int) -> dict[str, torch.Tensor]:
     return load_weights(runs.run_dir(name).checkpoints / f"step-{step:08d}")
-
-
-@pytest.mark.faults  # up to a minute
-def test_logged_model_answers_requests_of_mlflow_models_serve(runs: Runs, control_run: str, tmp_path: Path) -> None:
-    weights = checkpoint_weights(runs, control_run, LAST_STEP)
-    size = 4 * round((weights["fc1.weight"].shape[1] / 64) ** 0.5)
-    images = np.random.default_rng(0).random((5, 1, size, size), dtype=np.float32)
-    network = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=size)
-    log = tmp_path / "serve.log"
-    with model_server(runs, f"runs:/{runs.mlflow_id(control_run)}/model", log) as url:
-        request = urllib.request.Request(
-            f"{url}/invocations",
-            json.dumps({"inputs": images.tolist()}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                found = np.array(json.load(answer)["predictions"])
-        except urllib.error.HTTPError as error:
-            pytest.fail(f"{error}: {error.read().decode()[:2000]}\n{log.read_text()}")
-    network.eval().load_state_dict(weights)
-    with torch.no_grad():
-        expected = network(torch.from_numpy(images)).numpy()
-    assert expected.std() > 0
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@contextmanager
-def model_server(runs: Runs, model_uri: str, log: Path) -> Iterator[str]:
-    """Start `mlflow models serve` on an unused port. Yields its address when it answers."""
-    port = unused_port()
-    # MLflow executes `uvicorn`, which it finds by PATH.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    options = ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", model_uri, *options],
-            cwd=log.parent,
-            env=runs.env(PATH=path, MLFLOW_TRACKING_URI=f"sqlite:///{runs.database}", MLFLOW_DISABLE_TELEMETRY="true"),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-
-    def is_up() -> bool:
-        assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-
-    try:
-        wait_for(is_up, "the model server to answer", timeout_s=240)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
 
 
 # --- Repeated runs of the trainers besides ddp, half a minute each.

@@ -101,53 +101,46 @@ def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogC
     assert max(map(len, writer._names)) <= journal.MAX_NAME_BYTES, "a name of each step would fill the memory"
 
 
-class FullDisk:
-    """A replacement of os.pwrite that fails after `room` bytes."""
+class FailingServer:
+    """Make one call of the journal fail, as during a short outage of a file server."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-        self.room = room
-        self._write = os.pwrite
-        monkeypatch.setattr(journal.os, "pwrite", self)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, partial: bool = True) -> None:
+        self.num_failures = 0
+        real = getattr(os, call)
 
-    def __call__(self, descriptor: int, data: bytes | bytearray, offset: int) -> int:
-        if self.room == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        part = bytes(data[: self.room])
-        self.room -= len(part)
-        return self._write(descriptor, part, offset)
+        def operation(*arguments: Any) -> Any:
+            if self.num_failures:
+                self.num_failures -= 1
+                if call == "pwrite" and partial:  # a part of it is written
+                    real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        monkeypatch.setattr(journal.os, call, operation)
 
 
 def test_full_disk_causes_one_warning_and_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = JournalWriter(tmp_path)
-    disk = FullDisk(monkeypatch, room=70)
-    for step in range(4):
+    writer.log({"loss": 1.0}, 0)
+    disk = FailingServer(monkeypatch, "pwrite", errno.ENOSPC)
+    disk.num_failures = 10**9
+    for step in range(1, 4):
         writer.log({"loss": 1.0}, step)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
     records, offset = read_records(writer.path)
-    assert [record.step for record in records] == [0]
+    assert [record.step for record in records] == [0, 1], "half of what is pending is written"
     assert offset < writer.path.stat().st_size, "the incomplete line of a running writer is not read"
     with pytest.raises(
         HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): free space"
     ):
         writer.flush()
-    disk.room = 10_000
+    disk.num_failures = 0
     writer.log({"loss": 1.0}, 4)
     assert "no metrics were lost" in caplog.records[-1].getMessage()
     writer.close()
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
-
-
-def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FailingServer(monkeypatch, "fsync", errno.ENXIO)
-    with JournalWriter(tmp_path) as writer:
-        writer.log({"loss": 1.0}, 0)
-        server.num_failures = 1
-        writer.flush(durable=False)
-        assert server.num_failures == 1
-        with pytest.raises(HpcdistError, match="No such device or address"):
-            writer.flush()
 
 
 def test_incomplete_last_line_is_read_when_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,24 +199,6 @@ def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
     assert read_records(tmp_path / "absent.jsonl") == ([], 0)
 
 
-class FailingServer:
-    """Make one call of the journal fail, as during a short outage of a file server."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, partial: bool = True) -> None:
-        self.num_failures = 0
-        real = getattr(os, call)
-
-        def operation(*arguments: Any) -> Any:
-            if self.num_failures:
-                self.num_failures -= 1
-                if call == "pwrite" and partial:  # a part of it is written
-                    real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
-                raise OSError(error, os.strerror(error))
-            return real(*arguments)
-
-        monkeypatch.setattr(journal.os, call, operation)
-
-
 @pytest.mark.parametrize(("call", "error"), [("pwrite", errno.EDQUOT), ("open", errno.EIO), ("fstat", errno.ESTALE)])
 def test_records_are_written_once_and_in_order_after_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
@@ -266,13 +241,14 @@ def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, mon
 
 def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
-    disk = FullDisk(monkeypatch, room=0)
+    disk = FailingServer(monkeypatch, "pwrite", errno.ENOSPC)
+    disk.num_failures = 10**9
     writer = JournalWriter(tmp_path)
     writer.log({"loss": 1.0}, 0)
     writer.log({"loss": 1.0}, 1)
     with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records are pending: "):
         writer.log({"loss": 1.0}, 2)
-    disk.room = 10_000
+    disk.num_failures = 0
     writer.close()
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""Description, datasets, primary metric, name, parameters and tags of a run in MLflow."""
+"""Description, datasets, name, parameters and tags of a run in MLflow."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.schema import Config, TrainerConfig
@@ -26,7 +24,6 @@ from hpcdist.tracking.pages import MARK, NOTE_TAG, run_name
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
 from hpcdist.tracking.sync_runs import sync
 
-PRIMARY = "mlflow.experiment.primaryMetric.name"
 DATA = (
     DatasetRecord(name="digits", num_samples=9, digest="ab", source="/data"),
     DatasetRecord(name="digits", split="test"),
@@ -42,16 +39,6 @@ def beat(scene: Scene, step: int, **metrics: float) -> None:
     attempt = scene.run.attempt(1)
     attempt.path.mkdir(exist_ok=True)
     attempt.beat(0).write_text(json.dumps({"time": 1.0, "step": step, "metrics": metrics}))
-
-
-def evaluate(scene: Scene) -> None:
-    folder = scene.run.checkpoints / "step-00000010"
-    folder.mkdir()
-    write_json(folder / "manifest.json", {"created": 1.0, "metrics": {"eval/accuracy": 0.75}})
-
-
-def experiment_tags(scene: Scene) -> dict[str, str]:
-    return dict(scene.client.get_experiment(scene.entity.info.experiment_id).tags)
 
 
 def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,42 +94,6 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     assert len(found["digits", "test"].digest) == 8, "MLflow requires a digest"
     splits = [found["clicks", split].digest for split in ("train", "test")]
     assert splits == ["7e8e-train", "7e8e-test"], "MLflow takes equal digests for one dataset"
-
-
-def test_primary_metric_is_set_once_it_is_measured_unless_a_user_has_chosen_one(scene: Scene) -> None:
-    scene.shipper().ship_once()
-    experiment = scene.entity.info.experiment_id
-    assert PRIMARY not in experiment_tags(scene)
-    evaluate(scene)
-    scene.state(status="finished")
-    scene.shipper().ship_once()
-    tags = experiment_tags(scene)
-    assert (tags[PRIMARY], tags["mlflow.experiment.primaryMetric.greaterIsBetter"]) == ("eval/accuracy", "True")
-    scene.client.set_experiment_tag(experiment, PRIMARY, "mine")
-    scene.state(status="finished", attempt=2)
-    scene.shipper().ship_once()
-    assert experiment_tags(scene)[PRIMARY] == "mine"
-
-
-def test_primary_metric_needs_no_permission_for_the_rest(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*_: Any) -> None:
-        raise MlflowException("not yours", error_code=PERMISSION_DENIED)
-
-    def fail(*_: Any) -> None:
-        raise MlflowException("broken", error_code=INTERNAL_ERROR)
-
-    evaluate(scene)
-    shipper = scene.shipper()
-    client = shipper.open_run().client
-    client.set_experiment_tag = fail  # type: ignore[method-assign]
-    with pytest.raises(TrackingError, match="broken"):
-        shipper.ship_once()
-    client.set_experiment_tag = refuse  # type: ignore[method-assign]
-    shipper.ship_once()
-    assert "the primary metric of the experiment is not set: " in caplog.text
-    assert scene.entity.data.tags["hpcdist.state"] == "running"
-    scene.shipper().ship_once()
-    assert PRIMARY in experiment_tags(scene), "the next process tries again"
 
 
 def test_unreadable_attempts_are_reported(scene: Scene) -> None:
