@@ -158,25 +158,21 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_new_folders_and_database_are_private(tmp_path: Path) -> None:
+def test_new_folders_are_private_an_existing_one_keeps_its_mode_and_the_database_becomes_private(
+    tmp_path: Path,
+) -> None:
     old = os.umask(0o002)  # the default of Debian and of Red Hat
     try:
         RunDir.create(tmp_path / "runs" / "exp" / "first")
-        runs_dir_module.make_database(tmp_path / "runs" / "mlflow.db")
     finally:
         os.umask(old)
-    assert mode(tmp_path / "runs") == 0o700
-    assert mode(tmp_path / "runs" / "exp") == 0o700
-    assert mode(tmp_path / "runs" / "mlflow.db") == 0o600
-
-
-def test_existing_folder_keeps_its_mode_and_database_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir(mode=0o750)
+    assert (mode(tmp_path / "runs"), mode(tmp_path / "runs" / "exp")) == (0o700, 0o700)
+    (tmp_path / "runs").chmod(0o750)
     database = tmp_path / "runs" / "mlflow.db"
     with sqlite3.connect(database) as connection:
         connection.execute("create table points (value)")
     database.chmod(0o644)
-    RunDir.create(tmp_path / "runs" / "exp" / "first")
+    RunDir.create(tmp_path / "runs" / "exp" / "second")
     runs_dir_module.make_database(database)
     assert (mode(tmp_path / "runs"), mode(database)) == (0o750, 0o600)
     with sqlite3.connect(database) as connection:

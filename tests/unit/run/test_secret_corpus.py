@@ -1,4 +1,4 @@
-"""The detector of secrets on a corpus of 100 lines with secrets and 100 without, in patches and in untracked files.
+"""The detector of secrets on a corpus of 100 lines with secrets and 100 without.
 
 The secrets are random, and are put together here from pieces: no scanner finds one in this file.
 """
@@ -11,7 +11,7 @@ import string
 from pathlib import Path
 
 from hpcdist.config.redaction import holds_secret, redact_text
-from hpcdist.run.snapshot import _CODE, clean_patch, without_secrets
+from hpcdist.run.snapshot import _CODE
 
 _RANDOM = random.Random(7)
 ALNUM = string.ascii_letters + string.digits
@@ -280,12 +280,3 @@ def test_tokens_are_redacted_in_messages() -> None:
         shown = redact_text(f"refused: {token} is not valid")
         assert "***" in shown, token
         assert token not in shown
-
-
-def test_patch_and_untracked_files_use_the_detector(tmp_path: Path) -> None:
-    line = next(line for line, _ in TRUE if "os.environ[" in line)
-    patch = f"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1,2 @@\n x = 1\n+{line}\n"
-    assert clean_patch(patch, ["a.py"]) == ("", ["a.py:2"])
-    file = tmp_path / "Dockerfile"
-    file.write_text("FROM x\n" + next(line for line, name in TRUE if name == "Dockerfile"))
-    assert without_secrets(tmp_path, [file], [file]) == ([], ["Dockerfile:2"])

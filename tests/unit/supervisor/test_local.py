@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.run import create, folder, snapshot
-from hpcdist.run.create import check_trainer, create_run, with_name
+from hpcdist.run.create import check_trainer, create_run
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times
@@ -60,13 +59,6 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
         return replace(loaded, **changes)
 
     return make
-
-
-def test_generated_name_has_trainer_time_and_random_suffix(make: Callable[..., Config]) -> None:
-    assert with_name(make()) == make(), "a configured name"
-    names = {with_name(make(trainer=TrainerConfig(script=["/a/my_train.py", "--lr"]), name="")).name for _ in range(5)}
-    assert len(names) == 5
-    assert all(re.fullmatch(r"my_train-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
 
 
 # --- trainers

@@ -21,7 +21,6 @@ from supervisor_scene import NamedPipe
 
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE
-from hpcdist.supervisor.hang import find_ranks
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.local import LocalRanks
 
@@ -155,24 +154,18 @@ def sleepers(guard: Guard, folder: Path, count: int) -> list[subprocess.Popen[by
 
 
 def test_guard_kills_registered_groups_only(tmp_path: Path) -> None:
+    """A child registers before it executes its command: it ends even if the supervisor dies right after the start."""
     guard = Guard()
     processes = sleepers(guard, tmp_path, 3)
     guard.forget(processes[1].pid)
     processes[2].kill()
     processes[2].wait()
-    guard.close()
-    assert processes[0].wait(SOON_S) == -9
+    last = guard.start(["/bin/sleep", "600"], env={}, cwd=tmp_path, output=tmp_path / "log")
+    guard.close()  # at once
+    assert [process.wait(SOON_S) for process in (processes[0], last)] == [-9, -9]
     assert processes[1].poll() is None
     processes[1].kill()
     assert processes[1].wait() == -9
-
-
-def test_rank_registers_with_the_guard_before_it_executes_its_command(tmp_path: Path) -> None:
-    """The rank ends even if the supervisor dies directly after the start."""
-    guard = Guard()
-    process = guard.start(["/bin/sleep", "600"], env={}, cwd=tmp_path, output=tmp_path / "log")
-    guard.close()  # at once
-    assert process.wait(SOON_S) == -9
 
 
 # --- Ranks that a parent forks, and parents that end, hang or cannot fork.
@@ -347,22 +340,6 @@ def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
             reports.append(report)
         assert reports[0] == reports[1]
         assert reports[0]["env"]["INHERITED"] == "as it was"
-
-
-def test_ps_shows_the_rank_but_not_its_parent(scene: Scene, pipe: NamedPipe) -> None:
-    code = HELD.format(pipe=str(pipe.path))
-    attempt, ranks = scene.start(code, code)
-    try:
-        wait_for_fork(ranks, pipe)
-        found = find_ranks(scene.run.path, attempt.number)
-        assert [(process.rank, process.pid) for process in found] == [
-            (rank, process.pid) for rank, process in enumerate(ranks._processes)
-        ]
-        assert psutil.Process(found[1].pid).name() == f"rank-1/{attempt.number}"
-    finally:
-        ranks.close()
-    assert ranks.exits == {0: -9, 1: -9}
-    assert pipe.is_released(SOON_S)
 
 
 def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
