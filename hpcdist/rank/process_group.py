@@ -382,6 +382,11 @@ def guard_gloo() -> None:
     dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU as NVML writes it; None for the CPU."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
     """Make this rank's device the current one, and return it and the collective backend."""
     roles = Roles.of(config.roles, topology.world_size)

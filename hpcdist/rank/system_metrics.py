@@ -1,12 +1,15 @@
-"""System metrics of one node, under the names of MLflow's own monitor for its metrics tab."""
+"""System metrics of one node, under the names of MLflow's own monitor for its metrics tab, and energy."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -85,3 +88,82 @@ def _network_bytes() -> tuple[int, int]:
     lines = [line.partition(":") for line in card_counters().splitlines()[2:]]
     cards = [counts.split() for name, _, counts in lines if name.strip() != "lo"]
     return sum(int(card[0]) for card in cards), sum(int(card[8]) for card in cards)
+
+
+# Energy counters of this machine: NVML for GPUs, RAPL for CPU packages and their memory.
+
+#: The kernel's power capping framework. Only root may read its counters on most systems.
+POWERCAP = Path("/sys/class/powercap")
+
+
+class EnergyMeter:
+    """The energy that sensors have counted since this object was created.
+
+    `gpu_uuid` is the GPU of this rank, as NVML writes it (`GPU-…`), if any; its counter includes other programs. `env`
+    is None to leave out the CPU packages, of which one process per node is enough.
+    """
+
+    def __init__(self, gpu_uuid: str | None, env: Mapping[str, str] | None, *, powercap: Path = POWERCAP) -> None:
+        counters: dict[str, Callable[[], tuple[float, float]]] = {}
+        num_cpus = str(psutil.cpu_count())
+        # RAPL counts for all CPUs of the node, which a step of Slurm may share.
+        if env is not None and env.get("SLURM_CPUS_ON_NODE", num_cpus) == num_cpus:
+            for folder in sorted(powercap.glob("*rapl:*")):
+                with suppress(OSError):
+                    name = (folder / "name").read_text().strip()
+                    if name.startswith("package") or name == "dram":  # packages do not include their memory
+                        counters[f"{folder.name} {name}"] = partial(_read_domain, folder)
+        if gpu_uuid is not None and (read := _gpu_counter(gpu_uuid)) is not None:
+            counters[gpu_uuid] = read
+        self._counters: dict[str, _Sum] = {}
+        for key, read in counters.items():
+            try:
+                self._counters[key] = _Sum(read)
+            except (OSError, ValueError, RuntimeError) as error:
+                log.debug("an energy counter cannot be read: %s", error)
+
+    def joules(self) -> dict[str, float]:
+        """Return joules by sensor: the UUID of a GPU, or the name of a RAPL domain; empty without a sensor."""
+        return {key: round(counter.joules(), 3) for key, counter in self._counters.items()}
+
+
+class _Sum:
+    """Adds up the differences of a counter, which starts at 0 again after `limit` joules or a reset."""
+
+    def __init__(self, read: Callable[[], tuple[float, float]]) -> None:
+        self._read, self._last, self._sum = read, read()[0], 0.0
+
+    def joules(self) -> float:
+        with suppress(OSError, ValueError, RuntimeError):  # the next call includes the time of a failed one
+            now, limit = self._read()
+            self._sum += now - self._last if now >= self._last else max(0.0, limit - self._last) + now
+            self._last = now
+        return self._sum
+
+
+def _read_domain(folder: Path) -> tuple[float, float]:
+    microjoules, limit = (int((folder / file).read_text()) for file in ("energy_uj", "max_energy_range_uj"))
+    return microjoules / 1e6, limit / 1e6
+
+
+def _gpu_counter(uuid: str) -> Callable[[], tuple[float, float]] | None:
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        return None
+
+    def read() -> tuple[float, float]:
+        try:
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        except pynvml.NVMLError as error:  # before Volta, MIG slices, virtual GPUs
+            raise RuntimeError(error) from error
+        return joules, 0.0  # counts from the load of the driver, without a limit
+
+    handle: Any
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError as error:
+        log.debug("NVML does not know %s: %s", uuid, error)
+        return None
+    return read

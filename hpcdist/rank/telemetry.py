@@ -82,6 +82,7 @@ class Heartbeat:
         #: What this rank does beside steps, for the user who watches the run.
         self.doing = ""
         self.timing: Callable[[], dict[str, float]] = dict  #: `StepTimer.report`
+        self.energy: Callable[[], dict[str, float]] = dict  #: `EnergyMeter.joules`
         #: The time account of this rank. Rank 0 appends its phases to `phases.jsonl`.
         self.account: TimeAccount | None = None
         self._phases_file = attempt.phases if rank == 0 else None
@@ -143,6 +144,7 @@ class Heartbeat:
                 "diverged": self._losses.finding,
                 "timing": self.timing(),
                 "account": {} if self.account is None else self.account.report(),
+                "energy_j": self.energy(),
             }
         )
         # A shorter text must overwrite the longer previous one completely.

@@ -156,8 +156,9 @@ def _train(
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context
-    from hpcdist.rank.process_group import place, seed_everything
+    from hpcdist.rank.process_group import gpu_uuid, place, seed_everything
     from hpcdist.rank.stopping import StopAgreement
+    from hpcdist.rank.system_metrics import EnergyMeter
     from hpcdist.rank.telemetry import Heartbeat
     from hpcdist.run.commands import RequestReader
 
@@ -168,6 +169,7 @@ def _train(
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
     device, backend = place(config, topology, os.environ)
+    heartbeat.energy = EnergyMeter(gpu_uuid(device), os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
     with (
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,

@@ -84,7 +84,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
         found["goodput"] = percent(ledger.goodput, 1)
         found["in the queue"] = duration(ledger.queue_s)
     if ledger.energy_kwh is not None:
-        found["energy"] = f"{number(ledger.energy_kwh)} kWh"
+        found["energy"] = f"{number(ledger.energy_kwh)} kWh ({ledger.energy_of})"
     return found
 
 

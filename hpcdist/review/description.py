@@ -433,7 +433,7 @@ def _cost(ledger: Ledger) -> str:
     if ledger.queue_s:
         words.append(f"{duration(ledger.queue_s)} in the queue")
     if ledger.energy_kwh is not None:
-        words.append(f"{ledger.energy_kwh:.3g} kWh")
+        words.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
 
 

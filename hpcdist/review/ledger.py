@@ -185,7 +185,8 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
     intervals: tuple[Interval, ...] = ()
     queue_s: float = 0.0  #: wall time in the queue; no resources are allocated meanwhile
-    energy_kwh: float | None = None  #: of the nodes; None without Slurm's accounting of energy
+    energy_kwh: float | None = None  #: None where no sensor measures it
+    energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
     running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
     is_measured: bool = True  #: False with attempts of a plain script that reports no steps
@@ -222,13 +223,30 @@ class Ledger:
 def read_ledger(run: RunDir) -> Ledger:
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
-    energy = [allocation.energy_j for allocation in allocations if allocation.energy_j is not None]
+    energy: dict[str, float] = {}  # joules by what was measured
+    for allocation in allocations:
+        if allocation.energy_j is not None:
+            energy["nodes"] = energy.get("nodes", 0.0) + allocation.energy_j
+            continue
+        # The ranks' own values count where Slurm's accounting has none; several ranks of a node may share a sensor.
+        for timed in allocation.attempts:
+            for share in timed.times.shares.values():
+                sensors: dict[str, float] = {}
+                for rank in share.ranks:
+                    measured = (timed.attempt.read_beat(rank) or {}).get("energy_j")
+                    for sensor, joules in measured.items() if isinstance(measured, dict) else ():
+                        if _is_time(joules):
+                            sensors[sensor] = max(sensors.get(sensor, 0.0), joules)
+                for sensor, joules in sensors.items():
+                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
+                    energy[kind] = energy.get(kind, 0.0) + joules
     return Ledger(
         unit="GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core",
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
-        energy_kwh=sum(energy) / 3.6e6 if energy else None,
+        energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
+        energy_of=" and ".join(sorted(energy, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
         # Of a plain script it is known which time was useful only if it reports steps.

@@ -41,6 +41,12 @@ class FakeNvml:
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Mapping[str, Any]:
+        for one in self.gpus:
+            if one is not None and one.get("nvmlDeviceGetUUID") == uuid:
+                return one
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Mapping[str, Any]:
         if (gpu := self.gpus[index]) is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)

@@ -88,7 +88,7 @@ def some_ledger() -> Ledger:
         for number, phase in enumerate(phases)
         for began in [_BEGAN + 70 * attempt + 10 * number]
     ]
-    ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25)
+    ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25, energy_of="nodes")
     return replace(ledger, entries=tuple(entries), intervals=tuple(intervals))
 
 

@@ -1,4 +1,4 @@
-"""Facts about this machine: versions, container, GPUs and compiler."""
+"""Facts about this machine: versions, container, GPUs, compiler and energy."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from hpcdist.host.machine import (
     visible_gpus,
 )
 from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
+from hpcdist.rank.system_metrics import EnergyMeter
 from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
 # --- The facts of this machine: versions, ports, name lookups, network interfaces
@@ -305,3 +306,49 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+# --- Energy counters: NVML and RAPL, here a replacement of NVML and files as the kernel writes them
+
+
+def write_domain(powercap: Path, folder: str, name: str, joules: float, limit: float = 1000.0) -> Path:
+    domain = powercap / folder
+    domain.mkdir(parents=True, exist_ok=True)
+    (domain / "name").write_text(f"{name}\n")
+    (domain / "max_energy_range_uj").write_text(f"{int(limit * 1e6)}\n")
+    (domain / "energy_uj").write_text(f"{int(joules * 1e6)}\n")
+    return domain
+
+
+def test_packages_and_memory_are_counted_from_the_start_of_the_meter(tmp_path: Path) -> None:
+    domain = write_domain(tmp_path, "intel-rapl:0", "package-0", 100)
+    write_domain(tmp_path, "intel-rapl:0:0", "core", 40)  # a part of the package
+    write_domain(tmp_path, "intel-rapl:0:1", "dram", 7)
+    unreadable = write_domain(tmp_path, "intel-rapl:1", "package-1", 1)
+    (unreadable / "energy_uj").unlink()
+    meter = EnergyMeter(None, {}, powercap=tmp_path)
+    assert meter.joules() == {"intel-rapl:0 package-0": 0.0, "intel-rapl:0:1 dram": 0.0}
+    write_domain(tmp_path, "intel-rapl:0", "package-0", 150)
+    write_domain(tmp_path, "intel-rapl:0:1", "dram", 10)
+    assert meter.joules() == {"intel-rapl:0 package-0": 50.0, "intel-rapl:0:1 dram": 3.0}
+    (domain / "energy_uj").unlink()  # a failed read keeps the sum
+    assert meter.joules()["intel-rapl:0 package-0"] == 50.0
+    write_domain(tmp_path, "intel-rapl:0", "package-0", 20)  # the counter has started again at its limit of 1000 J
+    assert meter.joules()["intel-rapl:0 package-0"] == 920.0
+    cpus = psutil.cpu_count() or 1
+    assert EnergyMeter(None, {"SLURM_CPUS_ON_NODE": str(cpus)}, powercap=tmp_path).joules()
+    shared = EnergyMeter(None, {"SLURM_CPUS_ON_NODE": str(cpus + 1)}, powercap=tmp_path)
+    assert shared.joules() == {}, "other jobs on the node use energy as well"
+    assert EnergyMeter(None, None, powercap=tmp_path).joules() == {}, "another process of the node reads them"
+
+
+def test_gpu_is_counted_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = gpu("H100", UUID="GPU-1", TotalEnergyConsumption=5_000)
+    install_fake_nvml(monkeypatch, counted, gpu("H100", UUID="GPU-2"))
+    meter = EnergyMeter("GPU-1", None)
+    counted["nvmlDeviceGetTotalEnergyConsumption"] = 12_500
+    assert meter.joules() == {"GPU-1": 7.5}
+    assert EnergyMeter("GPU-2", None).joules() == {}, "a MIG slice has no counter"
+    assert EnergyMeter("GPU-3", None).joules() == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert EnergyMeter("GPU-1", None).joules() == {}, "the package nvidia-ml-py is not installed"

@@ -134,7 +134,7 @@ def test_rows_show_each_difference_and_nothing_else(
             "core-hours": ("0.07778", MISSING),
             "goodput": ("7.1 %", MISSING),
             "in the queue": ("9 s", MISSING),
-            "energy": ("0.25 kWh", MISSING),
+            "energy": ("0.25 kWh (nodes)", MISSING),
         },
         "metrics": {
             "eval/accuracy, last": ("0.25", "0.5"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from report_scene import BEGAN, account, add_attempt
 
-from hpcdist.host.files import write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.review import ledger as review_ledger
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import RunDir, State
@@ -155,6 +155,24 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
     assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
     queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "queue"]
     assert queued == [(-7, 0), (92, 100), (191, 200)]
+
+
+def add_energy(run: RunDir, attempt: int, rank: int, joules: dict[str, float]) -> None:
+    path = run.attempt(attempt).beat(rank)
+    write_json(path, {**(read_json(path) or {}), "energy_j": joules})
+
+
+def test_energy_of_ranks_counts_once_for_each_sensor_and_attempt(run: RunDir) -> None:
+    for number, began in ((1, 1), (2, 101)):
+        add_attempt(run, began, began + 80, [account(began, began + 80)] * 4)
+        add_energy(run, number, 0, {"intel-rapl:0 package-0": 1.2e6, "GPU-a": 3.6e6})
+        add_energy(run, number, 1, {"GPU-a": 3.5e6})  # shares the GPU of rank 0
+        add_energy(run, number, 2, {"intel-rapl:0 package-0": 2.4e6})  # another node
+    ledger = read_ledger(run)
+    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(4.0), "GPUs and CPUs")
+    write_starts(run, {"nodes": "n[1-2]", "began": 0, "ended": 200, "cores": 5, "energy_j": 7.2e6})
+    ledger = read_ledger(run)
+    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes"), "Slurm's energy comes first"
 
 
 def test_a_start_ends_with_its_allocation_and_without_accounting_with_its_last_attempt(run: RunDir) -> None:
