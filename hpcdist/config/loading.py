@@ -38,6 +38,10 @@ from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
 
+#: Where values come from that are not from the file: the command line or a profile, by dotted key; and the command line
+#: by the line of a malformed override.
+Origins = dict[str, str]
+_COMMAND_LINE = "command line"
 _ROLE_REQUESTS = "cluster.roles."
 _CONTAINERS = ("dict[", "list[")
 
@@ -50,15 +54,15 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         cluster: path or name of a site's profile; the config's own `cluster` section overrides it.
         overrides: `section.key=value`; the value is read as YAML.
 
-    Raises ConfigError with one line for every mistake found.
+    Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
+    those of `cluster` the profile's path.
     """
     path = find_config(source)
-    tree, sources = _read_yaml(path), str(path)
+    tree, origins = _read_yaml(path), Origins()
     if cluster is not None:
         site = find_config(cluster, "cluster")
-        _add_profile(tree, _read_profile(site))
-        sources += f" + {site}"
-    return _with_overrides(tree, overrides, sources, Path.cwd())
+        origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
+    return _with_overrides(tree, overrides, str(path), origins, Path.cwd())
 
 
 def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> list[str]:
@@ -70,20 +74,26 @@ def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: 
     return list(dict.fromkeys([*flat(tree), *(text.partition("=")[0] for text in overrides)]))
 
 
-def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> None:
-    """Add the values of a site's profile that a config does not set itself."""
+def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
+    """Add the values of a site's profile that a config does not set itself. Returns their dotted keys."""
+    added: list[str] = []
 
-    def with_theirs(mine: Any, theirs: Any) -> Any:
-        # Anything but a mapping is a mistake, which the checks of all sections find.
-        return {**theirs, **mine} if isinstance(mine, dict) and isinstance(theirs, dict) else mine or theirs
+    def with_theirs(section: str, mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            added.extend(f"{section}.{key}" for key in theirs if key not in mine)
+            return {**theirs, **mine}
+        if not mine:  # theirs is a mistake, which the checks of all sections find
+            added.append(section)
+        return mine or theirs
 
     # A site's profile may contain the container runtime and the location of images.
     if container := profile.pop("container", None):
-        tree["container"] = with_theirs(tree.get("container") or {}, container)
-    cluster = tree["cluster"] = with_theirs(own := tree.get("cluster") or {}, profile)
+        tree["container"] = with_theirs("container", tree.get("container") or {}, container)
+    cluster = tree["cluster"] = with_theirs("cluster", own := tree.get("cluster") or {}, profile)
     if isinstance(own, dict) and isinstance(own.get("environment"), dict) and "environment" in profile:
         # A section of its own, merged by key as well.
-        cluster["environment"] = with_theirs(own["environment"], profile["environment"])
+        cluster["environment"] = with_theirs("cluster.environment", own["environment"], profile["environment"])
+    return added
 
 
 def load_run_config(
@@ -107,17 +117,42 @@ def load_run_config(
     with _hidden_values(tree):
         if config is not None and not overrides:
             return _resolve(replace(config, secret_texts=secrets), source)
-        config = _with_overrides(escaped(tree), overrides, source)
+        config = _with_overrides(escaped(tree), overrides, source, Origins())
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
-def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None = None) -> Config:
+def _with_overrides(
+    tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
+) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
-    if overrides:
-        source += " + command line"
     with _hidden_values(tree):
-        config = _resolve(_merge(tree, _add_overrides(overrides, tree), source), source)
-        return config if code is None else with_params(config, code, source)
+        malformed = _add_overrides(overrides, tree, origins)
+        try:
+            config = _resolve(_merge(tree, malformed, source), source)
+            return config if code is None else with_params(config, code, source)
+        except ConfigError as error:
+            raise _located(error, origins) from None
+
+
+def _located(error: ConfigError, origins: Origins) -> ConfigError:
+    """Return the error with the command line or the site's profile before the mistakes in their values.
+
+    A line begins with its key, may name another one that conflicts with it, and ends with `: ` and the fix.
+    """
+
+    def origin(line: str) -> str:
+        found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
+        if not found:
+            problem = line.rpartition(": ")[0] or line
+            dotted = (key for key in origins if "." in key)  # others, such as `name`, are words of sentences, too
+            found = [key for key in dotted if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w.-])", problem)]
+        return origins[max(found, key=len)] if found else error.source
+
+    located = [(origin(line), line) for line in error.problems]
+    if len({place for place, _ in located}) == 1:
+        return ConfigError(error.problems, located[0][0])
+    lines = [line if place == error.source else f"{place}: {line}" for place, line in located]
+    return ConfigError(lines, error.source)
 
 
 @contextmanager
@@ -161,8 +196,8 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     return config
 
 
-def _add_overrides(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
-    """Add overrides to a tree; return a line for each that is malformed."""
+def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origins) -> list[str]:
+    """Add overrides to a tree, and their keys to `origins`; return a line for each that is malformed."""
     problems = []
     for text in overrides:
         key, equals, raw = text.partition("=")
@@ -174,12 +209,17 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
         elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
-        elif not insert(tree, path, _override_value(path, raw)):
-            problems.append(f"{key}: a part of this path is a value already, not a section")
+        else:
+            created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
+            origins[".".join(path[:created])] = _COMMAND_LINE
+            if not insert(tree, path, _override_value(path, raw)):
+                problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
+        origins["cluster.min_nodes"] = _COMMAND_LINE
+    origins.update(dict.fromkeys(problems, _COMMAND_LINE))
     return problems
 
 

@@ -201,10 +201,11 @@ def test_all_mistakes_of_a_file_are_reported_at_once_and_nothing_else(write: Wri
         params: {x: "${nope}"}
     """
     found = problems(write(text), "checkpoint.keep_last=0", "no-equals-sign", "optim.weight_decay=abc")
+    lines = [line.removeprefix("command line: ") for line in found]
     keys = "seed experiment optim.lrr optim.name optim.momentum data.batch_size data.num_classes launch.env.X unknown.a"
     keys += " params.x checkpoint.keep_last 'no-equals-sign' optim.weight_decay"
     for key in keys.split():
-        assert [line for line in found if line.startswith((f"{key} ", f"{key}:"))], key
+        assert [line for line in lines if line.startswith((f"{key} ", f"{key}:"))], key
     assert len(found) == 13
 
 
@@ -235,27 +236,69 @@ def test_all_mistakes_of_a_file_are_reported_at_once_and_nothing_else(write: Wri
     ],
 )
 def test_mistake_of_an_override_names_the_command_line(write: Write, override: str, expected: str) -> None:
-    assert problems(write("launch: {device: cpu}"), override)[0].startswith(expected)
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("launch: {device: cpu}"), [override])
+    assert str(caught.value).startswith(f"command line: {expected}")
 
 
 @pytest.mark.parametrize(
-    ("profile", "text", "expected"),
+    ("text", "overrides", "expected"),
     [
-        ("container: {runtime: dockr}", "", "{path} + {site}: container.runtime must be one of none, docker,"),
-        ("container: podman", "", "{path} + {site}: container is a section"),
-        ("partiton: gpu", "", "{path} + {site}: cluster.partiton is not a key: did you mean 'cluster.partition'?"),
-        ("nodes: 0", "cluster: {nodes: 1, time_limit: -1}", "{path} + {site}: cluster.time_limit"),
-        ("nodes: 2", "container: podman", "{path} + {site}: container is a section"),
-        ("- a", "", "{site}: must hold keys and values, but its top level is of type list"),
+        ("seed: x", ["optim.lr=1"], ["seed must be int, got 'x'"]),
+        ("lunch: {device: cpu}", ["launch.device=cpu"], ["lunch.device is not a key: did you mean 'launch.device'?"]),
+        # The override corrects a mistake that hid another one.
+        (
+            "{seed: x, launch: {backend: nccl, device: cpu}}",
+            ["seed=1"],
+            ["launch.backend=nccl needs GPUs, but launch.device=cpu"],
+        ),
+        (
+            "optim: 3",
+            ["optim.lr=1"],
+            ["command line: optim.lr: a part of this path is a value already", "optim is a section: give it keys"],
+        ),
+        ("seed: -1", ["optim.lr=-1"], ["command line: optim.lr must be >", "seed must be >= 0, got -1"]),
+    ],
+)
+def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
+    write: Write, text: str, overrides: list[str], expected: list[str]
+) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.source == str(path)
+    for problem, beginning in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("profile", "text", "overrides", "expected"),
+    [
+        ("nodes: 0", "", [], "{site}: cluster.nodes must be"),
+        ("container: {runtime: dockr}", "", [], "{site}: container.runtime must be one of none, docker,"),
+        ("container: podman", "", [], "{site}: container is a section"),
+        ("partiton: gpu", "", [], "{site}: cluster.partiton is not a key: did you mean 'cluster.partition'?"),
+        ("nodes: 0", "cluster: {nodes: 1, time_limit: -1}", [], "{path}: cluster.time_limit"),
+        ("nodes: 0", "", ["cluster.nodes=-1"], "command line: cluster.nodes must be"),
+        ("nodes: 2", "", ["cluster.nodes=8-2"], "command line: cluster.min_nodes must be at most nodes=2"),
+        (
+            "nodes: 0",
+            "seed: -1",
+            ["optim.lr=-1"],
+            "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be >",
+        ),
+        ("nodes: 2", "container: podman", [], "{path}: container is a section"),
+        ("", "launch: {backend: nccl}", ["launch.device=cpu"], "command line: launch.backend=nccl needs GPUs, but"),
+        ("- a", "", [], "{site}: must hold keys and values, but its top level is of type list"),
     ],
 )
 def test_mistake_of_a_site_profile_names_the_profile(
-    write: Write, tmp_path: Path, profile: str, text: str, expected: str
+    write: Write, tmp_path: Path, profile: str, text: str, overrides: list[str], expected: str
 ) -> None:
     path, site = write(text), tmp_path / "site.yaml"
     site.write_text(profile)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, cluster=site)
+        load_config(path, overrides, cluster=site)
     assert str(caught.value).startswith(expected.format(path=path, site=site))
 
 
@@ -263,7 +306,12 @@ def test_mistakes_of_a_stored_config_and_of_the_overrides_of_its_resume(write: W
     path = tmp_path / "config.yaml"
     text = to_yaml(load_config(write("")))
     for before, after, problem in (
-        ("", "", "config.yaml + command line: optim.lr must be > 0, got -1.0"),
+        ("", "", "command line: optim.lr must be > 0, got -1.0"),
+        (
+            "seed: 0\n",
+            "seed: 0\nsed: 1\n",
+            "- sed is not a key: did you mean 'seed'?\n  - command line: optim.lr must be >",
+        ),
         ("lr: 0.001", "lr: fast", "optim.lr must be float, got 'fast'"),
         ("seed: 0\n", "seed: 0\nseed: 1\n", "found duplicate key seed"),
         ("seed: 0\n", "seed: true\nmodell: {}\n", "modell is not a key: did you mean 'model'?"),
@@ -366,7 +414,7 @@ def test_config_error_is_bounded_in_length(write: Write) -> None:
         load_config(path, [f"seed={'x' * 9000}", "params.\x1b[31m.a=${nosuch:" + "y" * 9000])
     lines = str(caught.value).splitlines()
     assert len(caught.value.problems) == 27
-    assert lines[0] == f"{path} + command line: 27 mistakes"
+    assert lines[0] == f"{path}: 27 mistakes"
     assert (len(lines), lines[-1]) == (22, "  - and 7 more")
     assert max(map(len, lines)) <= 500
     assert all(line.isprintable() for line in lines)

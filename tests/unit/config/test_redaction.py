@@ -201,12 +201,12 @@ def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> N
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("params.totl_steps=5", r"\+ command line: params.totl_steps is not a key: did you mean 'total_steps'?"),
-        ("params.zzz=5", r"\+ command line: params.zzz is not a key: there are total_steps, hidden, rate, .*"),
-        ("params.hidden=wide", r"\+ command line: params.hidden must be int, got 'wide'"),
-        ("params.act=gelu", r"\+ command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
-        ("params.betas=[1]", r"\+ command line: params.betas must be tuple\[float, float\], got \[1\]"),
-        ("params.widths=[a]", r"\+ command line: params.widths must be list\[int\], got 'a' for params.widths.0"),
+        ("params.totl_steps=5", "command line: params.totl_steps is not a key: did you mean 'total_steps'?"),
+        ("params.zzz=5", "command line: params.zzz is not a key: there are total_steps, hidden, rate, .*"),
+        ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
+        ("params.act=gelu", r"command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
+        ("params.betas=[1]", r"command line: params.betas must be tuple\[float, float\], got \[1\]"),
+        ("params.widths=[a]", r"command line: params.widths must be list\[int\], got 'a' for params.widths.0"),
     ],
 )
 def test_mistake_is_named_before_the_run_starts(project: Path, override: str, message: str) -> None:
