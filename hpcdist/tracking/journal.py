@@ -38,6 +38,10 @@ _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
 #: End of a changed name. An allowed name with such an end is changed as well, since it could equal a changed one.
 _SUFFIX = re.compile(r"--[0-9a-f]{12}")
 _SUFFIX_CHARS = 14
+#: Length of a name in a log line.
+_SHOWN_CHARS = 80
+
+log = logging.getLogger(__name__)
 
 
 def suffix(name: str) -> str:
@@ -56,12 +60,15 @@ def is_allowed(name: str) -> bool:
 
 @functools.lru_cache(maxsize=10_000)
 def clean_name(name: str) -> str:
-    """Return `name` as MLflow accepts it: `loss[0]` becomes `loss_0_--` and 12 hexadecimal digits."""
+    """Return `name` as MLflow accepts it: `loss[0]` becomes `loss_0_--` and 12 hexadecimal digits, with a warning."""
     if is_allowed(name) and not _SUFFIX.fullmatch(name[-_SUFFIX_CHARS:]):
         return name
     parts = [part for part in _NOT_IN_NAMES.sub("_", name[: 4 * MAX_NAME]).split("/") if part.strip(".")]
     stem = "/".join(parts)[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
-    return ("_" + stem[1:] if stem.startswith("..") else stem) + suffix(name)
+    cleaned = ("_" + stem[1:] if stem.startswith("..") else stem) + suffix(name)
+    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
+    log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, cleaned)
+    return cleaned
 
 
 def clean_metric_name(name: str) -> str:
@@ -80,8 +87,6 @@ def clean_metric_name(name: str) -> str:
 #
 # The steps of a key should increase over the attempts of a run: the shipper omits steps that a later attempt repeats. A
 # record longer than MAX_LINE_BYTES is split into lines of the same time and step.
-
-log = logging.getLogger(__name__)
 
 #: JSON text of non-finite numbers, as Python's parser accepts it.
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
