@@ -328,8 +328,6 @@ def describe(status: Status, layout: Layout) -> Iterator[str]:
     yield f"{'node':<6}{'address':<17}{'state':<12}reason"
     for node in status.nodes:
         yield f"{node.name:<6}{node.address:<17}{node.state:<12}{node.reason}"
-    gpus = f"{settings.gpus_per_node} fake GPUs"
-    yield f"each node claims {settings.cpus_per_node} CPUs, {gpus}, {settings.memory_mb} MiB"
     yield "partitions: main (default), high (preempts jobs of main: they are requeued)"
     yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
     yield "use it:"

@@ -1,4 +1,4 @@
-"""Roles on different nodes: a heterogeneous job, or one allocation with an explicit node per rank."""
+"""Roles on different nodes: a heterogeneous job. `test_slurm_trainers.py` has roles in one allocation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ ROLES = [
 HET = ["cluster.roles.server.gpus_per_node=0", "cluster.gpus_per_node=2"]
 #: The order by component differs from the order by name.
 SERVER_ON_THE_LAST_NODE = ["cluster.roles.server.sbatch.nodelist=n4"]
-#: One allocation, in which the server's node has the GPUs of the workers' nodes.
-PLACED = [*HET, "cluster.het=off", "cluster.exclude=n1"]
 
 
 @pytest.fixture(autouse=True)
@@ -129,26 +127,6 @@ def test_killed_rank_of_the_second_component_restarts_in_place(
     assert devcluster.job(job)["Restarts"] == "0"
     # srun numbers the tasks of each component from 0: it reports task 2 for this rank.
     assert "rank 3 (worker:2) on n3 was killed by SIGKILL after step " in slurm_runs.job_log(name)
-
-
-@pytest.mark.faults
-def test_requeued_allocation_resumes_with_the_same_placement(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
-) -> None:
-    name = "placed-requeued"
-    job, output = submit_held(slurm_runs, name, *PLACED)
-    assert "0     server:0    cpu     1 node × 1, partition main\n" in output
-    assert "HetJob" not in devcluster.run("scontrol", "--oneliner", "show", "job", job)
-    assert placement(slurm_runs, name) == expected_placement("n2", "n3", "n4")
-    assert table_of(slurm_runs, name) == ["0 server:0 cpu n2", "1-2 worker:0-1 cpu n3", "3-4 worker:2-3 cpu n4"]
-
-    devcluster.run("scontrol", "requeue", job)
-    slurm_runs.release(name)
-    saved = slurm_runs.wait_queued_again(name)
-    assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
-    slurm_runs.start_now(job)
-    assert_recovered(slurm_runs, name, job, control, saved)
-    assert placement(slurm_runs, name, 2) == expected_placement("n2", "n3", "n4")
 
 
 @pytest.mark.faults

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -127,16 +126,7 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (
-            "cluster.partition=mian",
-            "cluster.partition=mian: no such partition, did you mean 'main'?",
-        ),
-        (
-            "cluster.time_limit_min=3000",
-            "cluster.time_limit_min=3000: partition main allows 1440: lower it;"
-            " a longer run saves, requeues itself and continues",
-        ),
-        ("cluster.nodes=9", "cluster.nodes=9: partition main has 4: lower it or choose another"),
+        ("cluster.partition=mian", "cluster.partition=mian: no such partition, did you mean 'main'?"),
         (
             "cluster.gpus_per_node=3",
             "cluster.gpus_per_node=3: partition main offers at most 2 GPUs per node: lower it or choose another",
@@ -160,25 +150,6 @@ def test_submit_rejects_impossible_requests(slurm_runs: SlurmRuns, override: str
     arguments = [*slurm_runs.config("refused"), "--cluster", "devcluster", override]
     assert slurm_runs.command("submit", *arguments) == (2, f"hpcdist: {line}\n")
     assert not slurm_runs.run_dir("refused").path.exists()
-
-
-def test_without_slurm_submit_fails_and_dry_run_shows_the_script(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
-    name = "no-slurm"
-    for command in ("git", "sh"):
-        (tmp_path / command).symlink_to(shutil.which(command) or command)
-    arguments = ["submit", *slurm_runs.config(name), "--cluster", "devcluster"]
-    code, output = slurm_runs.command(*arguments, PATH=str(tmp_path))
-    wanted = "hpcdist: sbatch is not installed here: submit from a login node, or show the script with --dry-run\n"
-    assert (code, output) == (2, wanted)
-    code, output = slurm_runs.command(*arguments, "--dry-run", PATH=str(tmp_path))
-    assert code == 0, output
-    assert output.startswith("#!/bin/bash\n")
-    assert "\n#SBATCH --partition=main\n" in output
-    assert "\n# srun --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 " in output
-    assert output.endswith(
-        "\n# rank  role         device  place\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
-    )
-    assert not slurm_runs.run_dir(name).path.exists()
 
 
 def test_test_option_shows_the_expected_start_and_submits_nothing(

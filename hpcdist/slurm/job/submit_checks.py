@@ -29,9 +29,6 @@ from hpcdist.slurm.job import submit
 from hpcdist.slurm.job.srun import exposed_secrets, option_value
 from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
 
-#: A site's default memory below this, per rank, is reported: importing torch takes half of it.
-_SMALL_MB = 1024
-
 
 @dataclass
 class Findings:
@@ -129,10 +126,6 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         findings.errors.append(f"{asked}: {why}")
     elif fewest > up:
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
-    default = partition.limit("DefMemPerNode") or (partition.limit("DefMemPerCPU") or 0) * cpus
-    if cluster.mem is None and 0 < default < _SMALL_MB * cluster.tasks_per_node:
-        why = f"the default of partition {name} is only {default} MiB per node"
-        findings.warnings.append(f"cluster.mem is not set, and {why}")
 
 
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:

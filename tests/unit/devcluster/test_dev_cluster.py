@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,22 +79,14 @@ def test_status_and_error_without_a_cluster(layout: Layout, as_root: None) -> No
     assert not cluster.status(layout).is_up
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda layout: cluster.up(layout, {}, env={}),
-        cluster.down,
-        lambda layout: cluster.kill_node(layout, "n1"),
-        lambda layout: cluster.start_node(layout, "n1"),
-        lambda layout: cluster.slow_node(layout, "n1"),
-    ],
-)
-def test_commands_that_need_root_report_it(
-    call: Callable[[Layout], object], layout: Layout, monkeypatch: Patch
-) -> None:
+def test_commands_that_need_root_report_it(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
-        call(layout)
+    by_node = [
+        lambda call=call: call(layout, "n1") for call in (cluster.kill_node, cluster.start_node, cluster.slow_node)
+    ]
+    for call in (lambda: cluster.up(layout, {}, env={}), lambda: cluster.down(layout), *by_node):
+        with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
+            call()
 
 
 def test_missing_commands_are_reported_with_the_install_option(monkeypatch: Patch) -> None:
@@ -274,12 +265,9 @@ def test_commands_do_not_inherit_the_callers_slurm_variables(monkeypatch: Patch)
     assert "SLURM_CONF=/x\n" in host.run(["env"], env={"SLURM_CONF": "/x"})
 
 
-def test_only_root_can_hold_the_lock() -> None:
+def test_exclusive_lock_of_root_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
     assert LOCK.parent.stat().st_uid == 0
     assert not LOCK.parent.stat().st_mode & 0o022
-
-
-def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "LOCK_WITHIN_S", 0.1)
     with host.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
         host.exclusive().__enter__()
@@ -333,17 +321,6 @@ def test_unknown_node_and_stopped_cluster_are_errors(recorded: Layout, as_root: 
         cluster.start_node(recorded, "n1")
     with pytest.raises(DevClusterError, match="--rate-mbit must be > 0, got 0"):
         cluster.slow_node(recorded, "n1", rate_mbit=0.0)
-
-
-@pytest.mark.processes
-def test_help_imports_no_heavy_module() -> None:
-    code = (
-        "import sys; import hpcdist.cli.devcluster; "
-        "heavy = ('torch', 'mlflow', 'omegaconf', 'hpcdist.devcluster.cluster'); "
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # --- Configuration files and commands that depend on the settings.

@@ -121,14 +121,6 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     assert nodes.replace_lost() == "", "too few nodes are left"
 
 
-def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
-    nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
-    slurm.alive("n1", "n3", "n4")
-    assert nodes.end_ranks(nodes._run.new_attempt())
-    assert nodes.replace_lost() == "no answer from n2: n4 takes over"
-    assert nodes.pool.used == ("n1", "n3", "n4")
-
-
 def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
     """A step with such a node in its list starts on no node."""
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
@@ -332,6 +324,10 @@ def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None
     assert pool.drop_silent(["n3"])
     assert pool.used == ("n1", "n2")
     assert pool.missing == ("n3", "n4")
+    pool = NodePool(NODES, most=3, least=3, spare=1)
+    assert pool.drop_silent(["n2"])
+    assert pool.used == ("n1", "n3", "n4")
+    assert not pool.drop_silent(["n1"]), "too few nodes are left"
 
 
 # --- jobs that Slurm has requeued in part or not at all after the failure of their batch host

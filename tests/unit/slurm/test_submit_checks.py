@@ -117,6 +117,12 @@ def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommand
     assert caught.value.problems == (f"cluster.account is not set: {error}",)
 
 
+def test_submit_without_slurm_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserMistake, match=r"^sbatch is not installed here: .* or show the script with --dry-run$"):
+        check(tmp_path)
+
+
 def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
     roles = {
@@ -221,6 +227,8 @@ def test_valid_request() -> None:
     [
         ({}, {"nodes": 4, "spare_nodes": 1},
          "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another"),
+        ({"MaxTime": "00:30:00"}, {"time_limit_min": 60}, "cluster.time_limit_min=60: partition gpu allows 30: lower it;"
+         " a longer run saves, requeues itself and continues"),
         ({}, {"nodes": 9, "min_nodes": 5}, "cluster.min_nodes=5: partition gpu has 4: lower it or choose another"),
         ({"MaxNodes": "2"}, {"nodes": 3},
          "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another"),
@@ -244,8 +252,6 @@ def test_doubtful_request_is_a_warning() -> None:
         "cluster.partition=gpu starts no jobs (state DOWN): the run will wait",
         "only 2 of the 4 matching nodes of gpu are up: the run will wait",
     ]
-    line = "cluster.mem is not set, and the default of partition gpu is only 200 MiB per node"
-    assert found(of(DefMemPerCPU="100"), cpus_per_task=2) == Findings(warnings=[line])
 
 
 def test_requested_partitions() -> None:
