@@ -223,8 +223,6 @@ class KeptCheckpoint:
     folder: Path
     step: int
     created_ms: int
-    num_bytes: int
-    world_size: int
     sha256: str  #: of the list of the files' hashes, in the format of the command `sha256sum *.pt`
     metrics: Mapping[str, float]  #: finite ones, by their names in MLflow
 
@@ -250,15 +248,13 @@ def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
     path = folder / MANIFEST_FILE
     try:
         raw = retry.retry(lambda: read_json_value(path), path)
-        files = sorted((str(name), str(one["sha256"]), int(one["bytes"])) for name, one in raw["files"].items())
+        files = sorted((str(name), str(one["sha256"])) for name, one in raw["files"].items())
         metrics = {clean_metric_name(key): finite_number(value) for key, value in raw["metrics"].items()}
         return KeptCheckpoint(
             folder=folder,
             step=int(raw["step"]),
             created_ms=int(1000 * raw["created"]),
-            num_bytes=sum(size for _, _, size in files),
-            world_size=int(raw["world_size"]),
-            sha256=hashlib.sha256("".join(f"{sha}  {name}\n" for name, sha, _ in files).encode()).hexdigest(),
+            sha256=hashlib.sha256("".join(f"{sha}  {name}\n" for name, sha in files).encode()).hexdigest(),
             metrics={key: value for key, value in metrics.items() if value is not None},
         )
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -343,14 +339,13 @@ class CheckpointModels:
     def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
         step, path, name = str(kept.step), clean_text(str(kept.folder)), clean_text(kept.folder.parents[1].name)
         note = _CHECKPOINT.format(step=step, path=path, name=name)
-        sizes = {"bytes": str(kept.num_bytes), "world_size": str(kept.world_size)}
         model = self._mlflow.client.create_logged_model(
             self._mlflow.experiment_id,
             name=kept.folder.name,
             source_run_id=self._mlflow.run_id,
             # MLflow's page shows the parameters, and of the tags only the description.
             tags={_EXTERNAL_TAG: "true", _SHA_TAG: kept.sha256, _STEP_TAG: step, _NOTE_TAG: note},
-            params={"step": step, "path": path, "sha256": kept.sha256} | sizes,
+            params={"step": step, "path": path, "sha256": kept.sha256},
             model_type=MODEL_TYPE,
         )
         require_id(model.model_id, "a logged model")

@@ -473,10 +473,8 @@ def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
 
 # Writes the report of a run (`report.html`) in the shipper: after each change of the run's state, and now and then.
 
-#: Minimum interval between two reports of a run whose state does not change …
+#: Minimum interval between two reports of a run whose state does not change.
 REPORT_INTERVAL_S = 300.0
-#: … and minimum ratio of the interval to the duration of writing one, since the shipper does nothing else meanwhile.
-COST_FACTOR = 100.0
 
 
 class ReportWriter:
@@ -493,7 +491,7 @@ class ReportWriter:
         ended, mark = state.status in ENDED, mark_of(state)
         if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
             return False
-        self._tried, began = mark, time.monotonic()
+        self._tried = mark
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 
@@ -502,5 +500,5 @@ class ReportWriter:
             log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
             return False
         finally:
-            self._next = time.monotonic() + max(REPORT_INTERVAL_S, COST_FACTOR * (time.monotonic() - began))
+            self._next = time.monotonic() + REPORT_INTERVAL_S
         return True

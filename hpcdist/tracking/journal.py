@@ -129,9 +129,9 @@ class JournalWriter:
     def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None) -> None:
         """Record the metrics of a step, NaN and infinities included, in a few microseconds.
 
-        While the disk is full, records are kept in memory, with one warning. A name longer than MAX_NAME_BYTES is
-        shortened to a unique name, with one warning. Raises UserMistake if a value is not a number or the step not a
-        64-bit integer, HpcdistError if more than MAX_PENDING_BYTES are pending.
+        While the disk is full, records are kept in memory, with one warning. Raises UserMistake if a value is not a
+        number, the step not a 64-bit integer or a name longer than MAX_NAME_BYTES, HpcdistError if more than
+        MAX_PENDING_BYTES are pending.
         """
         names, parts = self._names, []
         for key, value in metrics.items():
@@ -165,14 +165,10 @@ class JournalWriter:
         if not isinstance(key, str):
             raise UserMistake(f"metric name {key!r} must be a string")
         name = key.encode(errors="replace").decode()
-        is_long = len(json.dumps(name)) > MAX_NAME_BYTES
-        if is_long or name != key:
-            name = (name[:MAX_NAME] if is_long else name) + suffix(key)
-        if is_long and name not in self._names:
-            text = "a metric's name has %d characters, which is too long: it is recorded as %r"
-            log.warning(text, len(key), name)
-        # A long name itself is not kept: each step may have another one.
-        return self._names.setdefault(name if is_long else key, json.dumps(name) + ":")
+        text = json.dumps(name if name == key else name + suffix(key))
+        if len(text) > MAX_NAME_BYTES:
+            raise UserMistake(f"metric name {key[:40]!r}… has {len(key)} characters: use at most {MAX_NAME}")
+        return self._names.setdefault(key, f"{text}:")
 
     def _append(self, line: bytes) -> None:
         with self._lock:

@@ -67,6 +67,8 @@ def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         with pytest.raises(UserMistake, match="metric name 7 must be a string"):
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
+        with pytest.raises(UserMistake, match=r"metric name 'n{40}'… has 5000 characters: use at most 250"):
+            writer.log({"n" * 5000: 1.0}, 0)
         with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step must be an integer"):
             writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
         with pytest.raises(UserMistake, match=r"a step outside of .* .64 bits"):
@@ -76,29 +78,22 @@ def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
     assert not writer.path.exists()
 
 
-def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_records_and_names_that_are_no_text_are_recorded(tmp_path: Path) -> None:
     metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
-    long = {"n" * 300_000 + str(number): float(number) for number in range(3)}
     surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
-    with caplog.at_level(logging.WARNING), JournalWriter(tmp_path) as writer:
+    with JournalWriter(tmp_path) as writer:
         for step in (1, 2):
             writer.log(metrics, step)
-            writer.log(long, step)
             writer.log(surrogates, step)
     assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal.MAX_LINE_BYTES
     records, offset = read_records(writer.path)
     assert offset == writer.path.stat().st_size
-    assert len({(record.time_ms, record.step) for record in records}) <= 6
+    assert len({(record.time_ms, record.step) for record in records}) <= 4
     for step in (1, 2):
         found = [(key, value) for record in records if record.step == step for key, value in record.metrics.items()]
-        assert len(dict(found)) == len(found) == len(metrics) + 3 + 3
+        assert len(dict(found)) == len(found) == len(metrics) + 3
         assert metrics.items() <= dict(found).items()
-        assert sorted(value for key, value in found if key.startswith("nn")) == [0.0, 1.0, 2.0]
         assert sorted(value for key, value in found if key.startswith("x")) == [1.0, 2.0, 3.0]
-    assert len(caplog.records) == 3
-    assert "a metric's name has 300001 characters, which is too long: it is recorded as 'nnn" in caplog.text
-    assert len(caplog.text) < 2000
-    assert max(map(len, writer._names)) <= journal.MAX_NAME_BYTES, "a name of each step would fill the memory"
 
 
 class FailingServer:
