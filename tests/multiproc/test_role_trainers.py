@@ -179,9 +179,6 @@ def test_ranks_of_a_local_run_have_no_port(runs: Runs) -> None:
     runs.release("listening")
     code, output = finish(process)
     assert code == 0, output
-    text = (runs.run_dir("listening").artifacts / "sample.txt").read_text()
-    assert text.startswith("def")
-    assert len(text) > 300
 
 
 @pytest.mark.slow
@@ -223,13 +220,13 @@ def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
 
 
 @pytest.mark.faults
-def test_split_and_checkpointing_do_not_change_the_result(runs: Runs) -> None:
-    split = ("roles.stage=3", "pipeline.split_points=[measured]", "launch.num_threads=1")
-    code, output = runs.command(
-        *arguments(runs, "pipeline", "other-split", *split, "pipeline.activation_checkpointing=true")
-    )
-    assert code == 0, output
-    assert "split by measured cost" in runs.attempt("other-split").log(0).read_text()
+def test_three_stages_continue_a_run_of_two_exactly(runs: Runs) -> None:
+    paused = arguments(runs, "pipeline", "other-split", "launch.num_threads=1", "stop.pause_at_step=30")
+    split = ("roles.stage=3", "pipeline.split_points=[measured]", "stop.pause_at_step=null")
+    for words in (paused, ["resume", "other-split", *split]):
+        code, output = runs.command(*words)
+        assert code == 0, output
+    assert "split by measured cost" in runs.attempt("other-split", 2).log(0).read_text()
     expected = control(runs, "pipeline")
     assert_states_equal(pipeline_weights(runs, "other-split"), pipeline_weights(runs, expected))
     assert runs.series("other-split") == runs.series(expected)
