@@ -45,8 +45,6 @@ FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "image_folder": "train",
 }
-# Folder of Debian's package dataset-fashion-mnist.
-SYSTEM_FOLDERS = {"fashion_mnist": [Path("/usr/share/datasets/fashion-mnist")]}
 
 _FIX = "put it there or point data.root (or HPCDIST_DATA_DIR) at it"
 
@@ -58,16 +56,14 @@ def idx_file(folder: Path, name: str) -> Path | None:
 
 def find(name: str, root: Path) -> Path | None:
     """Return the folder of the dataset, or None unless it has all files."""
-    for folder in (root / FOLDERS[name], *SYSTEM_FOLDERS.get(name, [])):
-        if name == "image_folder":
-            is_complete = folder.is_dir()
-        elif name == "cifar10":
-            is_complete = all((folder / file).is_file() for file in CIFAR10_MD5)
-        else:
-            is_complete = all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
-        if is_complete:
-            return folder
-    return None
+    folder = root / FOLDERS[name]
+    if name == "image_folder":
+        is_complete = folder.is_dir()
+    elif name == "cifar10":
+        is_complete = all((folder / file).is_file() for file in CIFAR10_MD5)
+    else:
+        is_complete = all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
+    return folder if is_complete else None
 
 
 def find_or_raise(name: str, root: Path) -> Path:

@@ -252,7 +252,7 @@ def _scan(folder: Path) -> list[Path]:
 # Readers of dataset files. Each raises DataError with the path of a file that it cannot read.
 #
 # torchvision's and scikit-learn's readers are not used: their imports take 1.7 s and 1.9 s of CPU time in every rank,
-# reading MNIST takes 0.1 s, and torchvision reads no .gz files, which Debian's package has.
+# reading MNIST takes 0.1 s, and torchvision reads no .gz files, as which MNIST is published.
 
 #: Limit of the number of dimensions; images have two to four.
 _MAX_DIMS = 8

@@ -63,7 +63,7 @@ CASES = {
     "rnn": (
         "rnn_lm",
         *("roles.trainer=2", "rnn.max_corpus_mb=0.05", "rnn.vocab_size=300", "rnn.embedding_size=16"),
-        *("rnn.hidden_size=16", "rnn.batch_size=8", "rnn.bptt=16", "rnn.num_sample_tokens=0"),
+        *("rnn.hidden_size=16", "rnn.batch_size=8", "rnn.bptt=16"),
         *("stop.max_epochs=1", "stop.max_steps=20", "checkpoint.every_steps=5"),
     ),
     "pipeline": (

@@ -29,7 +29,7 @@ SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
 def config(trainers: int, servers: int, optim: OptimConfig, steps: int, **options: Any) -> Config:
-    text = {"tokenizer": "byte", "max_corpus_mb": 0.01, "eval_fraction": 0.2, "num_sample_tokens": 0}
+    text = {"tokenizer": "byte", "max_corpus_mb": 0.01, "eval_fraction": 0.2}
     sizes = {"embedding_size": 12, "hidden_size": 12, "dropout": 0.0, "batch_size": 4, "bptt": 5}
     return Config(
         roles={"trainer": trainers, "parameter_server": servers},
@@ -48,6 +48,12 @@ def train(here: Rank, path: Path, cfg: Config) -> None:
         ctx.close()
 
 
+def step(model: LanguageModel, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Return logits [T, B, vocab_size] for tokens [T, B], and the hidden state after them."""
+    output, state = model.lstm(model.encoder(tokens), state)
+    return model.decoder(output), state
+
+
 def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, list[float]]:
     """Return weights, held-out perplexity and losses of the whole model, trained by autograd and torch.optim."""
     options = cfg.section(RnnConfig)
@@ -64,9 +70,9 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
     if is_lazy:
         optimizers.append(torch.optim.SparseAdam([model.encoder.weight], lr=cfg.optim.lr))
     state, losses = None, []
-    for step in range(steps):
-        batch = columns[step]
-        logits, (h, c) = model.step(batch.ids[batch.inverse], state)
+    for number in range(steps):
+        batch = columns[number]
+        logits, (h, c) = step(model, batch.ids[batch.inverse], state)
         state = h.detach(), c.detach()
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
         loss.backward()
@@ -93,7 +99,7 @@ def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
 def perplexity(model: LanguageModel, columns: Columns) -> float:
     state, loss = None, 0.0
     for batch in columns:
-        logits, state = model.step(batch.ids[batch.inverse], state)
+        logits, state = step(model, batch.ids[batch.inverse], state)
         loss += F.cross_entropy(logits.flatten(0, 1), batch.targets, reduction="sum").item()
     return math.exp(loss / columns.num_targets)
 

@@ -335,9 +335,7 @@ def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: P
 
 
 SHORT = StopConfig(max_steps=4, max_epochs=99)
-RNN = RnnConfig(
-    tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5, num_sample_tokens=0
-)
+RNN = RnnConfig(tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5)
 CONFIGS = {
     "rl": Config(
         roles={"agent": 1, "observer": 2},

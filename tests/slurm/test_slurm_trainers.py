@@ -64,7 +64,6 @@ CASES = {
             *("rnn_lm", "rnn", "language", 5, 80),
             words(
                 "rnn.max_corpus_mb=0.1 rnn.vocab_size=300 rnn.embedding_size=16 rnn.hidden_size=16 stop.max_steps=80"
-                " rnn.num_sample_tokens=0"
             ),
             words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1 cluster.het=on"),
             shards=(1,),

@@ -40,22 +40,13 @@ class RnnConfig(ConfigSection):
     """Length of truncated backpropagation through time in tokens; the hidden state is carried over, detached."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` equals training in one process; `async` has two batches in flight, with weights one update old."""
-    prompt: str = "def"
-    """Start of the sampled text."""
-    num_sample_tokens: int = number(300, least=0)
-    """Length in tokens of the text sampled from the final model (artifact `sample.txt`); 0 disables it."""
-    temperature: float = number(0.8, above=0)
-    """Sampling temperature; lower values prefer more probable tokens."""
 
     def problems(self) -> list[str]:
-        problems = [
+        return [
             f"{name} must be < 1, got {value}"
             for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))
             if not value < 1
         ]
-        if not self.prompt:
-            problems.append("prompt must not be empty: the sampled text continues it")
-        return problems
 
 
 TRAINER = Trainer(

@@ -37,9 +37,6 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
 
 class WordTokenizer:
     """The most frequent words, by https://huggingface.co/docs/tokenizers; token 0 replaces all others."""
@@ -59,9 +56,6 @@ class WordTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [item.ids for item in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self._library.id_to_token(token) or UNKNOWN for token in tokens)
 
 
 Tokenizer: TypeAlias = ByteTokenizer | WordTokenizer

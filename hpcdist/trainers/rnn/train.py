@@ -46,9 +46,8 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
-from hpcdist.review.figures import MAX_TEXT, Text
 from hpcdist.trainers.rnn import RnnConfig
-from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, Tokenizer, load_corpus
+from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.vocabulary import (
     CALL_TIMEOUT_S,
     VocabularyClient,
@@ -65,7 +64,7 @@ CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
+    """Train, evaluate after each epoch, save checkpoints and export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     trainers = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(trainers)  # servers count no steps
@@ -91,7 +90,7 @@ def train(ctx: Context, cfg: Config) -> None:
         learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
         if corpus and ctx.end_reason:  # empty after a stop
-            export(ctx, cfg, learner, corpus.tokenizer)
+            export(ctx, cfg, learner)
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has written the model
 
@@ -403,13 +402,10 @@ class LanguageModel(nn.Module):
         self.dropout = dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.step(tokens.t(), None)[0].transpose(0, 1)
-
-    def step(self, tokens: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return logits [T, B, vocab_size] for tokens [T, B], and the hidden state after them."""
-        embedded = F.dropout(self.encoder(tokens), self.dropout, self.training)
-        output, state = self.lstm(embedded, state)
-        return self.decoder(F.dropout(output, self.dropout, self.training)), state
+        embedded = F.dropout(self.encoder(tokens.t()), self.dropout, self.training)
+        output, _ = self.lstm(embedded)
+        logits: Tensor = self.decoder(F.dropout(output, self.dropout, self.training))
+        return logits.transpose(0, 1)
 
 
 def build_lstm(embedding: int, hidden: int, layers: int, dropout: float) -> nn.LSTM:
@@ -418,26 +414,11 @@ def build_lstm(embedding: int, hidden: int, layers: int, dropout: float) -> nn.L
     return nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)
 
 
-@torch.no_grad()
-def sample(
-    model: LanguageModel, prompt: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator
-) -> list[int]:
-    """Return `num_tokens` tokens drawn one by one from the model, after `prompt` (at least one token)."""
-    model.eval()
-    logits, state = model.step(torch.tensor(prompt)[:, None], None)
-    tokens: list[int] = []
-    for _ in range(num_tokens):
-        probabilities = torch.softmax(logits[-1, 0].float().cpu() / temperature, 0)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        logits, state = model.step(torch.tensor(tokens[-1:])[:, None], state)
-    return tokens
-
-
-def export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -> None:
-    """Build the whole model on rank 0, write a text sampled from it, and export it."""
+def export(ctx: Context, cfg: Config, learner: Learner) -> None:
+    """Build the whole model on rank 0 and export it."""
     rnn = cfg.section(RnnConfig)
     model = LanguageModel(
-        vocab_size=tokenizer.size,
+        vocab_size=learner.client.vocab_size,
         embedding=rnn.embedding_size,
         hidden=rnn.hidden_size,
         layers=rnn.num_layers,
@@ -445,13 +426,6 @@ def export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) ->
     )
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **learner.client.weights()})
-    if rnn.num_sample_tokens:
-        prompt = tokenizer.encode([rnn.prompt])[0]
-        generator = torch.Generator().manual_seed(cfg.seed)
-        tokens = sample(model, prompt, rnn.num_sample_tokens, rnn.temperature, generator)
-        text = tokenizer.decode([*prompt, *tokens])
-        ctx.artifact("sample.txt").write_text(text)
-        ctx.figure("sample", Text(title="text sampled from the final model", text=text[:MAX_TEXT]))
     with warnings.catch_warnings():
         # The list is a second name of the LSTM's parameters, which are exported.
         warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat_weights")

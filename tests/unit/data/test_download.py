@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.config.schema import DataConfig
 from hpcdist.data import download
-from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
+from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, missing, prepare
 from hpcdist.errors import DataError
 from hpcdist.host import files as lock
 
@@ -22,11 +22,6 @@ def write_files(name: str, root: Path) -> None:
     for file in names:
         (folder / file).write_text("new")
         (folder / f"{file}.gz").write_text("packed")
-
-
-@pytest.fixture(autouse=True)
-def _no_system_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {})
 
 
 def test_datasets_that_are_not_downloaded(tmp_path: Path) -> None:
@@ -110,18 +105,3 @@ def test_concurrent_process_waits_and_does_not_download_again(tmp_path: Path, mo
     second.join(timeout=30)
     assert not second.is_alive()
     assert fetched == []
-
-
-def test_system_folder_is_used_if_the_root_has_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = tmp_path / "system"
-    system.mkdir()
-    for pair in IDX_FILES.values():
-        for file in pair:
-            (system / f"{file}.gz").write_text("packed")
-    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {"fashion_mnist": [system]})
-    root = tmp_path / "root"
-    assert find_or_raise("fashion_mnist", root) == system
-    write_files("fashion_mnist", root)
-    assert find_or_raise("fashion_mnist", root) == root / FOLDERS["fashion_mnist"]
-    monkeypatch.setenv("HOME", str(tmp_path))
-    prepare(DataConfig(name="fashion_mnist", root="~/root", download=False))

@@ -140,10 +140,13 @@ def test_secrets_cannot_be_swept(make: Make) -> None:
     )
 
 
-@pytest.mark.parametrize("overrides", [("trainer=rnn", "roles={trainer: 1, parameter_server: 1}"), ("trainer=ddp",)])
+HYBRID = ("trainer=hybrid", "roles={trainer: 1, parameter_server: 1}", "hybrid.tables={user: 9}")
+
+
+@pytest.mark.parametrize("overrides", [HYBRID, ("trainer=ddp",)])
 def test_section_of_a_trainer_and_its_short_form_can_be_swept(make: Make, overrides: tuple[str, ...]) -> None:
-    sweep = make(["rnn.prompt=1,b"], *overrides, "name=t")
-    assert [cell.values for cell in sweep.cells] == [{"rnn.prompt": "1"}, {"rnn.prompt": "b"}]
+    sweep = make(["hybrid.label_column=1,b"], *overrides, "name=t")
+    assert [cell.values for cell in sweep.cells] == [{"hybrid.label_column": "1"}, {"hybrid.label_column": "b"}]
     sweep = make(["trainer=mine:train,theirs:train"], "name=t")
     assert [cell.config.trainer.target for cell in sweep.cells] == ["mine:train", "theirs:train"]
 

@@ -21,7 +21,7 @@ from hpcdist.review.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
-from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, grouped, rows_as_units, sums_as_units, sums_of
+from hpcdist.trainers.hybrid.tables import Layout, TableShard, grouped, rows_as_units, sums_as_units, sums_of
 from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, load_clicks
 from hpcdist.trainers.rl.train import returns_curves
 
@@ -317,11 +317,3 @@ def test_units_return_sums_of_bags_and_gradients_of_rows(as_units: Any, starts: 
     for (units, start), part in zip(servers, parts, strict=True):
         found.index_add_(0, units.rows + start, part[units.of_row])
     torch.testing.assert_close(found, weight.grad)
-
-
-def test_choose_returns_the_form_with_less_traffic() -> None:
-    same = ragged(*([[0, 1]] * 8))
-    different = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8)))
-    other = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8, 16)))
-    assert choose([same, same], [0, 100], 2) == (False, False), "two rows, eight bags; all rows change"
-    assert choose([different, other], [0, 100], 2) == (True, True), "sixteen rows, eight bags; no row changes"

@@ -308,19 +308,6 @@ def test_actions_are_samples_of_the_distribution_of_the_policy(name: str) -> Non
             assert abs(deviations.std() - 1) < 0.04
 
 
-def test_collector_repeats_a_rollout_from_its_saved_state() -> None:
-    problem = Problem.of("CartPole-v1", {})
-    collector = Collector(problem, 3, seed=0, index=1)
-    collector.collect(0, 50, end_soon)
-    state = collector.state()
-    expected = collector.collect(1, 50, end_soon)
-    for index in (1, 2):
-        again = Collector(problem, 3, seed=0, index=index)
-        again.load_state(state)
-        found = again.collect(1, 50, end_soon)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) is (index == 1)
-
-
 def test_greedy_returns_are_of_one_full_episode_per_environment() -> None:
     problem = Problem.of("Corridor-v0", {})
     envs = make_environments(problem, 3, random_numbers(0, 1))
