@@ -188,7 +188,11 @@ def test_job_log_contains_attempts_notes_and_failures(
         report.attempt(run.attempt(1), 4)
         report.attempt(run.attempt(1), 4)
         assert recorded == [run], "with the first attempt"
-        report.progress({"step": 1})
+        report.progress({})
+        run.attempt(1).path.mkdir(exist_ok=True)
+        write_json(run.attempt(1).network, {"text": "0.2 ms, 9 GB/s", "warnings": ["NCCL goes over TCP"]})
+        for _ in range(2):
+            report.progress({"step": 1})
         report.output("not for this log")
         report.note("a note")
         failure = Failure(kind="error", rank=3, host="n2", step=5, error="ValueError: x", traceback=("line\n",))
@@ -198,21 +202,11 @@ def test_job_log_contains_attempts_notes_and_failures(
         start,
         "the nodes and the queue time of this job are not recorded: No space left on device",
         start,
+        "preflight: 0.2 ms, 9 GB/s",
+        "preflight: NCCL goes over TCP",
         "a note",
         f"rank 3 on n2 failed with ValueError: x after step 5 (full log: {tmp_path})\nline\n",
     ]
-
-
-def test_network_report_of_the_ranks_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    report, attempt = batch_step.JobLog(), run.attempt(1)
-    attempt.path.mkdir(exist_ok=True)
-    with caplog.at_level(logging.INFO, "hpcdist"):
-        report.attempt(attempt, 4)
-        report.progress({})
-        write_json(attempt.network, {"text": "0.2 ms, 9 GB/s", "warnings": ["NCCL goes over TCP"]})
-        report.progress({})
-        report.progress({"step": 1})
-    assert caplog.messages[1:] == ["preflight: 0.2 ms, 9 GB/s", "preflight: NCCL goes over TCP"]
 
 
 @pytest.mark.processes

@@ -87,8 +87,6 @@ def test_nodes_and_tasks_are_derived_from_the_number_of_ranks(request_: dict[str
          "cluster.roles.worker: nodes=3 × tasks_per_node=2 is 6, but roles.worker is 4"),
         ({"server": 1, "worker": 4}, {"worker": {"nodes": 3}}, {},
          "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be distributed evenly over these nodes"),
-        ({"server": 1, "worker": 5}, {"worker": {"tasks_per_node": 2}}, {}, "cluster.roles.worker.tasks_per_node=2:"
-         " roles.worker is 5 ranks, not a multiple of that; set cluster.roles.worker.nodes"),
         ({"master": 1, "server": 4, "worker": 1}, {"worker": {"gpus_per_node": 1}}, {"tasks_per_node": 2},
          "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, not a multiple of that; set"
          " cluster.roles.master.nodes"),

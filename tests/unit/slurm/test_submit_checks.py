@@ -227,8 +227,8 @@ def test_valid_request() -> None:
     [
         ({}, {"nodes": 4, "spare_nodes": 1},
          "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another"),
-        ({"MaxTime": "00:30:00"}, {"time_limit_min": 60}, "cluster.time_limit_min=60: partition gpu allows 30: lower it;"
-         " a longer run saves, requeues itself and continues"),
+        ({"MaxTime": "00:30:00"}, {"time_limit_min": 60}, "cluster.time_limit_min=60: partition gpu allows 30: lower"
+         " it; a longer run saves, requeues itself and continues"),
         ({}, {"nodes": 9, "min_nodes": 5}, "cluster.min_nodes=5: partition gpu has 4: lower it or choose another"),
         ({"MaxNodes": "2"}, {"nodes": 3},
          "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another"),
