@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hpcdist.cli.options import flag, option
 from hpcdist.devcluster.settings import MAX_NODES, Layout, Settings
 from hpcdist.host.log_files import say
-
-if TYPE_CHECKING:
-    from hpcdist.devcluster.cluster import Status
 
 app = typer.Typer(
     name="devcluster",
@@ -98,7 +95,7 @@ def up(
     caller = os.environ.get("SUDO_USER")
     allowed = [*(users or []), *([caller] if caller else [])]
     cluster.up(layout, changes, users=allowed, install=install, env=os.environ)
-    _show(cluster.status(layout), layout)
+    say("\n".join(cluster.describe(cluster.status(layout), layout)))
 
 
 @app.command()
@@ -123,7 +120,7 @@ def status() -> int:
 
     layout = Layout()
     found = cluster.status(layout)
-    _show(found, layout)
+    say("\n".join(cluster.describe(found, layout)))
     return 0 if found.is_up else 1
 
 
@@ -174,9 +171,3 @@ def slow(
 
     cluster.slow_node(Layout(), name, rate_mbit=rate_mbit)
     say(f"node {name}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")
-
-
-def _show(status: Status, layout: Layout) -> None:
-    from hpcdist.devcluster.cluster import describe
-
-    say("\n".join(describe(status, layout)))

@@ -128,10 +128,6 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
     [
         ("cluster.partition=mian", "cluster.partition=mian: no such partition, did you mean 'main'?"),
         (
-            "cluster.gpus_per_node=3",
-            "cluster.gpus_per_node=3: partition main offers at most 2 GPUs per node: lower it or choose another",
-        ),
-        (
             "cluster.account=nobody",
             "cluster.account=nobody: Slurm rejects this job:"
             " Invalid account or account/partition combination specified; your accounts are devcluster, root",

@@ -37,7 +37,6 @@ def sbatch(flags: str) -> list[str]:
     ("cluster", "flags"),
     [
         ({"nodes": 8, "min_nodes": 2, "tasks_per_node": 3, "cpus_per_task": 2}, "mincpus=6 no-kill nodes=2-8"),
-        ({"nodes": 8, "min_nodes": 2, "spare_nodes": 1}, "mincpus=1 no-kill nodes=3-9"),
         ({"nodes": 2, "spare_nodes": 1}, "cpus-per-task=1 no-kill nodes=3 ntasks-per-node=1"),
         ({"nodes": 8, "min_nodes": 8}, "cpus-per-task=1 nodes=8 ntasks-per-node=1"),
     ],

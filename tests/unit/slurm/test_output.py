@@ -74,7 +74,6 @@ PARSERS = {"scontrol": parse_scontrol, "squeue": parse_squeue, "sacct": parse_sa
         ("22_05", "sacct", "killed", "3", "job 3 ended as FAILED by signal 11 on n1"),
         ("22_05", "sacct", "cancelled", "6", "job 6 was cancelled in the queue"),
         ("22_05", "sacct", "requeued", "8", "job 8 is RUNNING on n3"),
-        ("22_05", "sacct", "timeout", "1", "job 1 ended as TIMEOUT on n1"),
         ("22_05", "sacct", "het", "11", "job 11 is RUNNING on n1"),
         ("22_05", "sacct", "array-task", "18_1", "job 18_1 ended as COMPLETED on n1"),
         ("22_05", "sacct", "array-waiting", "10_2", None),  # pending tasks have no records of their own
