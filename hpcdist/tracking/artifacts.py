@@ -401,8 +401,7 @@ def log_model(
 ) -> str:
     """Log a folder in MLflow's model format as a logged model of a run, once. Returns the id of the model.
 
-    The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run. Its parameters
-    are those of the run if `params` is None.
+    The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run.
     """
     with translated(run.uri):
         same = f"name = '{name}' AND source_run_id = '{run.run_id}'"
@@ -413,7 +412,7 @@ def log_model(
             name=name,
             source_run_id=run.run_id,
             tags={"hpcdist.fingerprint": fingerprint} | ({"mlflow.note.content": description} if description else {}),
-            params=dict(run.client.get_run(run.run_id).data.params if params is None else params),
+            params=dict(params or {}),
             model_type=model_type,
         )
         run.client.log_model_artifacts(model.model_id, str(folder))

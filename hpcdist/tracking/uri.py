@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import configparser
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +131,6 @@ def web_address(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
-def experiments_page(address: str) -> str:
-    """Return the link to the list of experiments; without it MLflow opens its pages for LLM applications."""
-    return f"{address}#/experiments?{TRAINING_PAGES}"
-
-
 def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
     """Return the link to an experiment's list of runs, in a prepared view if its id is given."""
     key = f"&viewStateShareKey={view}" if view else ""
@@ -149,8 +144,9 @@ def links_at_end(run: RunDir) -> list[str]:
     if not is_server(uri := ids.get("uri", "")) or not experiment_id or not run_id:
         return []
     address = web_address(uri)
-    lines = [f"review in MLflow: {address}/{run_page(experiment_id, run_id)}"]
-    return lines + _view_lines(f"{address}/", experiment_id, ids["views"])
+    views = [(name, view) for view, name in VIEWS.items() if view in ids["views"]]
+    lines = [f"  {name}: {experiment_page(f'{address}/', experiment_id, view)}" for name, view in views]
+    return [f"review in MLflow: {address}/{run_page(experiment_id, run_id)}", *lines]
 
 
 def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
@@ -162,15 +158,10 @@ def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
             if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
                 found[run.read_state().created] = ids
     if not found:
-        return experiments_page(address)
+        return f"{address}#/experiments?{TRAINING_PAGES}"  # else MLflow opens its pages for LLM applications
     ids = found[max(found)]
     overview = next(iter(VIEWS))
     return experiment_page(address, ids["experiment_id"], overview if overview in ids["views"] else "")
-
-
-def _view_lines(address: str, experiment_id: str, views: Container[str]) -> list[str]:
-    pages = {name: experiment_page(address, experiment_id, id_) for id_, name in VIEWS.items() if id_ in views}
-    return [f"  {name}: {page}" for name, page in pages.items()]
 
 
 def _ids(run: RunDir) -> dict[str, Any]:

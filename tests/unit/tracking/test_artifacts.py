@@ -27,6 +27,8 @@ from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.mlflow_client import MlflowRun
 
+ACCURACY = "eval/accuracy"
+
 
 def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
@@ -189,11 +191,6 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
 
 
 NAME = "digits"
-
-
-METRIC = "eval/accuracy"
-
-
 #: Registers a version of a run with this value of the metric, without moving the alias. Returns run and version.
 Register = Callable[[float | None], tuple[MlflowRun, str]]
 
@@ -206,7 +203,7 @@ def register(scene: Scene) -> Register:
         number = len(list(scene.run.path.parent.iterdir()))
         opened = MlflowRun(RunDir.create(scene.run.path.parent / f"run-{number}"), scene.uri)
         if value is not None:
-            opened.client.log_metric(opened.run_id, METRIC, value, step=1)
+            opened.client.log_metric(opened.run_id, ACCURACY, value, step=1)
         version = opened.client.create_model_version(NAME, f"{scene.uri}/{number}", run_id=opened.run_id)
         return opened, str(version.version)
 
@@ -221,13 +218,13 @@ def best(scene: Scene) -> str:
 def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Register) -> None:
     seen = []
     for value in (0.8, 0.7, 0.8, None, float("nan"), 0.9):
-        move_best(register(value)[0], NAME, str(len(seen) + 1), CheckpointConfig(monitor=METRIC))
+        move_best(register(value)[0], NAME, str(len(seen) + 1), CheckpointConfig(monitor=ACCURACY))
         seen.append(best(scene))
     assert seen == ["1", "1", "1", "1", "1", "6"]
-    move_best(register(0.1)[0], NAME, "7", CheckpointConfig(monitor=METRIC, monitor_mode="min"))
+    move_best(register(0.1)[0], NAME, "7", CheckpointConfig(monitor=ACCURACY, monitor_mode="min"))
     assert best(scene) == "7"
     tags = scene.client.get_model_version(NAME, "6").tags
-    assert tags == {"hpcdist.monitor": METRIC, "hpcdist.monitor_value": "0.9"}
+    assert tags == {"hpcdist.monitor": ACCURACY, "hpcdist.monitor_value": "0.9"}
 
 
 def test_process_that_overtakes_another_is_compared_again(
@@ -240,20 +237,17 @@ def test_process_that_overtakes_another_is_compared_again(
     def overtaken(client: MlflowClient, name: str, alias: str, version: str) -> None:
         calls.append(version)
         if len(calls) == 1:
-            move_best(better, NAME, second, CheckpointConfig(monitor=METRIC))
+            move_best(better, NAME, second, CheckpointConfig(monitor=ACCURACY))
             assert best(scene) == second
         set_alias(client, name, alias, version)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
-    move_best(worse, NAME, first, CheckpointConfig(monitor=METRIC))
+    move_best(worse, NAME, first, CheckpointConfig(monitor=ACCURACY))
     assert calls == [first, second, second]
     assert best(scene) == second
 
 
 # --- Kept checkpoints as logged models.
-
-
-ACCURACY = "eval/accuracy"
 
 
 @pytest.fixture(autouse=True)
@@ -459,7 +453,7 @@ def test_server_without_aliases_or_logged_models_is_skipped_with_a_debug_line(
     for call in ("set_registered_model_alias", "search_logged_models"):
         monkeypatch.setattr(MlflowClient, call, missing)
     run, version = register(0.8)
-    move_best(run, NAME, version, CheckpointConfig(monitor=METRIC))
+    move_best(run, NAME, version, CheckpointConfig(monitor=ACCURACY))
     save(scene, 10)
     live = scene.shipper()
     for _ in range(3):

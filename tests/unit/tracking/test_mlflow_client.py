@@ -138,17 +138,13 @@ def test_credentials_that_others_can_read_are_refused(server: Proxy, tmp_path: P
 HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (("403 Forbidden", HOST_REFUSED), "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
-        (("404 Not Found", PAGE), "the server does not know MLflow's API (404): check the address"),
-        (("500 Internal Server Error", b"oops"), "the server has an internal error (500): see its log"),
-    ],
-    ids=["host", "404", "500"],
-)
-def test_errors_of_servers_and_proxies(server: Proxy, answer: tuple[str, bytes], expected: str) -> None:
-    assert expected in message(server, *answer)
+def test_errors_of_servers_and_proxies(server: Proxy) -> None:
+    for status, body, expected in (
+        ("403 Forbidden", HOST_REFUSED, "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
+        ("404 Not Found", PAGE, "the server does not know MLflow's API (404): check the address"),
+        ("500 Internal Server Error", b"oops", "the server has an internal error (500): see its log"),
+    ):
+        assert expected in message(server, status, body)
 
 
 def test_server_of_another_version(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,34 +246,16 @@ def test_failure_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 INVALID: dict[str, tuple[Response, str]] = {
-    "html": (
-        ("200 OK", {"Content-Type": "text/html"}, PAGE),
-        r"The response is an HTML page: check that this is",
-    ),
-    "wrong types": (
-        ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
-        r"is not MLflow's \(ParseError",
-    ),
-    "wrong fields": (
-        ("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'),
-        r"is not MLflow's \(ParseError",
-    ),
+    "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The response is an HTML page: check that this is"),
+    "wrong types": (("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'), r"is not MLflow's \(ParseError"),
     "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
     "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
-    "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
     "413": (("413 Request Entity Too Large", {}, PAGE), r"the request is too large .*413"),
-    "429": (
-        ("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"),
-        r"no more requests .*429",
-    ),
+    "429": (("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"), r"no more requests .*429"),
     "503": (("503 Service Unavailable", {}, b""), r"not available at the moment \(503\)$"),
     "error with wrong types": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
     "redirects": (("302 Found", {"Location": "/"}, b""), r"[Rr]edirects"),
 }
-
-
-#: Valid responses to requests that expect no fields.
-VALID_WITHOUT_FIELDS = {"wrong types", "wrong fields"}
 
 
 @contextmanager
@@ -316,12 +294,11 @@ def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypat
         shipper = scene.shipper()
         shipper.open_run()
         # Points with a lost response are sent again, and MLflow stores them once.
-        for proxy.only in ("runs/log-batch", "runs/get", "artifacts"):
-            for proxy.after in (False, True):
-                for name in sorted(INVALID.keys() - VALID_WITHOUT_FIELDS):
-                    proxy.response = INVALID[name][0]
-                    if proxy.only == "runs/log-batch":
-                        error_of(shipper)
+        proxy.only = "runs/log-batch"
+        for proxy.after in (False, True):
+            for name in sorted(INVALID.keys() - {"wrong types"}):  # valid for a request that expects no fields
+                proxy.response = INVALID[name][0]
+                error_of(shipper)
         proxy.response = None
         assert shipper.ship_once() == 60 + 1
         assert shipper.ship_once() == 0

@@ -205,8 +205,6 @@ def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch:
 
 
 LIMIT = 40
-
-
 SYSTEM = ["cpu_utilization_percentage", "disk_usage_megabytes", "gpu_0_power_usage_watts"]
 
 
