@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import os
 import pickle
 import random
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,19 +105,6 @@ def test_damaged_or_missing_digits_raise_data_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="digits is part of scikit-learn, which is not installed"):
         read_digits()
-
-
-def test_read_cifar10_batch_returns_images_and_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cifar_pickle: Callable[[torch.Tensor, list[int]], bytes]
-) -> None:
-    rows = torch.randint(0, 256, (3, 3072), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    content = cifar_pickle(rows, [3, 9, 0])
-    monkeypatch.setattr(data_images, "CIFAR10_MD5", {"test_batch": hashlib.md5(content).hexdigest()})
-    path = tmp_path / "test_batch"
-    path.write_bytes(content)
-    images, labels = read_cifar10_batch(path)
-    assert torch.equal(images, rows.reshape(3, 3, 32, 32))
-    assert labels.tolist() == [3, 9, 0]
 
 
 def test_cifar10_checksums_equal_those_of_torchvision() -> None:

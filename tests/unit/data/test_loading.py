@@ -5,7 +5,6 @@ import hashlib
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,23 +84,35 @@ def test_mnist_like_datasets_are_loaded_from_idx_files(name: str, folder: str, t
     assert images.shape == (5, 1, 32, 32)
 
 
-def test_cifar10_joins_the_training_files_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cifar_pickle: Callable[[torch.Tensor, list[int]], bytes]
-) -> None:
+def pickled(rows: torch.Tensor, labels: list[int]) -> bytes:
+    """Return a file of CIFAR-10 as Python 2 and NumPy of 2009 pickled it: byte strings, protocol 2."""
+    return (
+        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntU\x01btR(I1\n"
+        + b"(I%d\nI%d\nt" % tuple(rows.shape)
+        + b"cnumpy\ndtype\n(U\x02u1I0\nI1\ntR(I3\nU\x01|NNNI-1\nI-1\nI0\ntb\x89T"
+        + struct.pack("<I", rows.numel())
+        + bytes(rows.flatten().tolist())
+        + b"tbU\x06labels]("
+        + b"".join(b"K" + bytes([label]) for label in labels)
+        + b"eu."
+    )
+
+
+def test_cifar10_joins_the_training_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
+    rows = torch.randint(0, 256, (6, 2, 3072), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     sums = {}
     for number, name in enumerate(CIFAR10_MD5):
-        content = cifar_pickle(torch.full((1, 3072), number, dtype=torch.uint8), [number])
+        content = pickled(rows[number], [number, 9])
         (folder / name).write_bytes(content)
         sums[name] = hashlib.md5(content).hexdigest()
     monkeypatch.setattr(data_images, "CIFAR10_MD5", sums)
     data = load_datasets(params("cifar10", root=str(tmp_path)), seed=0)
     assert isinstance(data.train, PreloadedSplit)
-    assert data.train.images.shape == (5, 3, 32, 32)
-    assert data.train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
-    assert data.train.labels.tolist() == [0, 1, 2, 3, 4]
-    assert data.test.labels.tolist() == [5]
+    assert torch.equal(data.train.images, rows[:5].reshape(10, 3, 32, 32))
+    assert data.train.labels.tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
+    assert data.test.labels.tolist() == [5, 9]
 
 
 @pytest.mark.parametrize("test_name", ["val", "test"])
