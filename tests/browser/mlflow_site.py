@@ -17,7 +17,7 @@ from hpcdist.host.files import read_json
 from hpcdist.tracking.mlflow_client import open_client
 
 #: Two epochs of 45 steps.
-FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model", "tracking.tags.team=vision"]
+FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model"]
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
 SWEEP = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]

@@ -131,8 +131,9 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(
     page: Page, site: Site, docs_image: Callable[[Page, str], None]
 ) -> None:
     page.goto(site.page_of("tune"))
-    expect_status(page, "Finished")
-    expect_tag(page, "hpcdist.reason", "2 cells: 2 finished")
+    expect(page.get_by_role("status").filter(has_text=re.compile(r"^\s*Finished\s*$"))).to_be_visible()
+    reason = page.get_by_role("status", name="hpcdist.reason", exact=True)
+    expect(reason).to_have_text("hpcdist.reason: 2 cells: 2 finished")
     expect(page.get_by_role("row", name="seed 1, 2", exact=True)).to_be_attached()
     experiment = (read_json(site.runs.run_dir("tune").mlflow) or {})["experiment_id"]
     page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
@@ -246,12 +247,3 @@ def show_all_charts(page: Page) -> None:
     """Clear the search and wait for the second chart."""
     page.get_by_placeholder("Search metric charts").clear()
     expect(page.get_by_test_id(CARD).nth(1).locator(".scatterlayer .point").first).to_be_visible()
-
-
-def expect_status(page: Page, status: str) -> None:
-    """Expect a status in the section `About this run`."""
-    expect(page.get_by_role("status").filter(has_text=re.compile(rf"^\s*{status}\s*$"))).to_be_visible()
-
-
-def expect_tag(page: Page, key: str, value: str) -> None:
-    expect(page.get_by_role("status", name=key, exact=True)).to_have_text(f"{key}: {value}")

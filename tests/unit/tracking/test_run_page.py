@@ -13,7 +13,7 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
-from hpcdist.errors import RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRecord, write_origin, write_training
@@ -94,12 +94,6 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     assert len(found["digits", "test"].digest) == 8, "MLflow requires a digest"
     splits = [found["clicks", split].digest for split in ("train", "test")]
     assert splits == ["7e8e-train", "7e8e-test"], "MLflow takes equal digests for one dataset"
-
-
-def test_unreadable_attempts_are_reported(scene: Scene) -> None:
-    (scene.run.path / "attempts").rmdir()
-    with pytest.raises(TrackingError, match="attempts is missing: restore it"):
-        scene.shipper().ship_once()
 
 
 @pytest.mark.parametrize(
