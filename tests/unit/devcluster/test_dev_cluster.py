@@ -59,11 +59,6 @@ def as_root(monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
 
 
-def own_namespace() -> host.Namespace:
-    found = os.stat("/proc/self/ns/net")
-    return found.st_dev, found.st_ino
-
-
 def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
     assert cluster.recorded_settings(recorded) == TWO
     recorded.settings_file.write_text(TWO.to_json()[:-5])
@@ -150,16 +145,13 @@ def test_removed_cgroup_includes_those_below_it(recorded: Layout, tmp_path: Path
     assert os.listdir(tmp_path / host.FREEZER) == ["other"]
 
 
-def test_node_name_in_etc_hosts_is_an_error(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_used_names_and_networks_are_errors(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
     host.HOSTS.write_text("10.0.0.1 n1\n")
     with pytest.raises(DevClusterError, match="hosts already names n1"):
         host.require_free_network(TWO, layout)
-
-
-def test_used_network_is_an_error(layout: Layout, monkeypatch: Patch) -> None:
+    host.HOSTS.write_text("")
     routes = f"10.213.77.0/24 dev {LINK} proto kernel scope link src 10.213.77.253\n"
-    monkeypatch.setattr(host, "taken_names", lambda text, settings: [])
     monkeypatch.setattr(host, "Path", lambda name: layout.state / "no such interface")
     monkeypatch.setattr(host, "run", lambda command: routes)
     host.require_free_network(TWO, layout)
@@ -280,7 +272,8 @@ def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root
     recorded.run.mkdir()
     recorded.pid_file("slurmctld").write_text(str(os.getpid()))
     assert not host.is_running(recorded, SLURMCTLD)
-    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"devcluster-head": own_namespace()})
+    own = os.stat("/proc/self/ns/net")
+    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"devcluster-head": (own.st_dev, own.st_ino)})
     assert host.is_running(recorded, SLURMCTLD)
 
 

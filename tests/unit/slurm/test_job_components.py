@@ -105,7 +105,6 @@ def test_inconsistent_numbers_are_rejected(
     [
         ({"gpus_per_node": 1}, None, True),
         ({"mem": "1G"}, None, True),
-        ({"sbatch": {"gres": "x"}}, None, True),
         ({"nodes": 1}, None, False),  # only the numbers of nodes differ
         ({"nodes": 1}, True, True),
         ({"gpus_per_node": 1}, False, False),
