@@ -81,7 +81,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
             assert nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm) > cfg.optim.max_grad_norm
         if is_lazy:
             assert model.encoder.weight.grad is not None
-            touched = torch.zeros(corpus.tokenizer.size, 1).index_fill_(0, batch.ids, 1.0)
+            touched = torch.zeros(corpus.vocab_size, 1).index_fill_(0, batch.ids, 1.0)
             model.encoder.weight.grad = (model.encoder.weight.grad + touched * 1e-30).to_sparse(1)
         for optimizer in optimizers:
             optimizer.step()
@@ -90,7 +90,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 
 
 def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
-    size, rnn = corpus.tokenizer.size, cfg.section(RnnConfig)
+    size, rnn = corpus.vocab_size, cfg.section(RnnConfig)
     sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
     return LanguageModel(**sizes, seed=cfg.seed)
 

@@ -10,7 +10,7 @@ import glob
 import itertools
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -29,36 +29,28 @@ PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
-class ByteTokenizer:
-    """The bytes of UTF-8 as tokens."""
-
-    size = 256
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
+#: Returns the tokens of each text.
+Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 
 
-class WordTokenizer:
-    """The most frequent words, by https://huggingface.co/docs/tokenizers; token 0 replaces all others."""
-
-    def __init__(self, texts: Sequence[str], max_size: int) -> None:
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Library
-
-        self._library = Library(models.WordLevel(unk_token=UNKNOWN))
-        self._library.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
-        trainer = trainers.WordLevelTrainer(vocab_size=max_size, special_tokens=[UNKNOWN], show_progress=False)
-        self._library.train_from_iterator(texts, trainer)
-
-    @property
-    def size(self) -> int:
-        return int(self._library.get_vocab_size())
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [item.ids for item in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+def encode_bytes(texts: Sequence[str]) -> list[list[int]]:
+    """Return the bytes of UTF-8 as tokens."""
+    return [list(text.encode()) for text in texts]
 
 
-Tokenizer: TypeAlias = ByteTokenizer | WordTokenizer
+def word_encoder(texts: Sequence[str], max_size: int) -> tuple[Encode, int]:
+    """Return an encoder to the most frequent words, and the size of the vocabulary; token 0 replaces all others."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    trainer = trainers.WordLevelTrainer(vocab_size=max_size, special_tokens=[UNKNOWN], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [item.ids for item in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    return encode, tokenizer.get_vocab_size()
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class Corpus:
 
     train: Tensor
     held_out: Tensor
-    tokenizer: Tokenizer
+    vocab_size: int
 
 
 def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
@@ -82,12 +74,12 @@ def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
         cut = round(len(joined) * (1 - cfg.eval_fraction))
         train, held_out = [joined[:cut]], [joined[cut:]]
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
-    tokenizer: Tokenizer = ByteTokenizer() if cfg.tokenizer == "byte" else WordTokenizer(train, cfg.vocab_size)
-    return Corpus(_stream(tokenizer, train), _stream(tokenizer, held_out), tokenizer)
+    encode, vocab_size = (encode_bytes, 256) if cfg.tokenizer == "byte" else word_encoder(train, cfg.vocab_size)
+    return Corpus(_stream(encode(train)), _stream(encode(held_out)), vocab_size)
 
 
-def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
-    return torch.cat([torch.tensor(tokens, dtype=torch.int32) for tokens in tokenizer.encode(texts)])
+def _stream(texts: list[list[int]]) -> Tensor:
+    return torch.cat([torch.tensor(tokens, dtype=torch.int32) for tokens in texts])
 
 
 def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:

@@ -72,7 +72,7 @@ def train(ctx: Context, cfg: Config) -> None:
     trainer_group = dist.new_group(trainers, timeout=timeout)  # every rank has to take part
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
-    vocab_size = ctx.groups.broadcast(corpus.tokenizer.size if corpus else 0)
+    vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
     # A call may wait in its thread for those of the other trainers.
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": 16 + CALLS_OF_TRAINER * len(trainers)}
     if ctx.role == SERVER:
