@@ -119,7 +119,7 @@ def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.N
     cfg = RnnConfig(**json.loads(arguments.rnn))
     corpus = load_corpus(cfg, seed=0)
     columns = Columns(corpus.train, cfg.batch_size, cfg.bptt)
-    step = make(cfg, corpus.tokenizer.size, 0.05)
+    step = make(cfg, corpus.vocab_size, 0.05)
     with open(arguments.out, "w", buffering=1) as out:
         for number in itertools.count(1):
             step(columns[number % len(columns)])
