@@ -131,6 +131,8 @@ class EnvironmentConfig(ConfigSection):
             found.append("modules must name the modules that contain Python for kind=module")
         if self.kind == "none" and self.modules:
             found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
+        if "" in self.modules:
+            found.append("modules must hold names such as cuda/13.0, got ''")
         if self.uv_args and self.kind != "uv":
             found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
         if self.kind == "uv" and not self.stage:

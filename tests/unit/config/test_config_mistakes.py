@@ -173,6 +173,7 @@ from hpcdist.errors import ConfigError, shown
                 ("kind: venv", "path must name a virtual environment for kind=venv"),
                 ("kind: uv", "path must name a folder with a uv.lock for kind=uv"),
                 ("kind: module", "modules must name the modules that contain Python for kind=module"),
+                ("kind: module, modules: ['']", "modules must hold names such as cuda/13.0, got ''"),
                 ("modules: [a]", "modules are not loaded with kind=none: set kind, or use cluster.setup"),
                 (
                     "kind: venv, path: /a, uv_args: [--extra=x]",
