@@ -113,12 +113,17 @@ def stage_context(here: Rank, path: Path) -> Iterator[Context]:
 
 def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
     inbox = Inbox()
+    found = []
     with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
-        stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[here.world_size])[ctx.rank])
-        engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=ctx.world_size)
-        found = differences(ctx, engine, *run_stages(ctx, engine))
-        assert engine.idle_s > 0
-        return found
+        wire = Wire(ctx, group, inbox)
+        units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
+        for checkpointing in (False, True):
+            stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
+            engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
+            names = differences(ctx, engine, *run_stages(ctx, engine))
+            found += [f"{checkpointing}: {name}" for name in names]
+            assert engine.idle_s > 0
+    return found
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.faults)])

@@ -17,6 +17,8 @@ class PipelineConfig(ConfigSection):
     """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
     num_micro_batches: int = 4
     """Equal parts of a batch, each with its own batch statistics."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, equal results."""
 
     def problems(self) -> list[str]:
         number = self.num_micro_batches

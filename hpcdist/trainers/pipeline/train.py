@@ -6,7 +6,7 @@ master: it would cost a process, and all tensors would pass through it.
 
 The result is that of gradient accumulation in one process over the same micro-batches: each is normalised by its own
 batch statistics, running statistics are updated once per micro-batch in order, gradients are summed in order, and all
-stages step at the end. It does not depend on the split or the number of stages
+stages step at the end. It does not depend on the split, activation checkpointing or the number of stages
 (bit by bit, if all have the same number of threads). It depends on the number of micro-batches, as normalisation does.
 
 Steps are synchronous. In an asynchronous mode stages would work with weights of different steps, which saves the
@@ -238,7 +238,7 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
     units = choose_cut(ctx, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
-    stage = Stage(model, units[ctx.rank])
+    stage = Stage(model, units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
     del model  # frees the other stages
     stage, inbox = stage.to(ctx.device), Inbox()
     with rpc_group(ctx, inbox.functions) as rpc:
