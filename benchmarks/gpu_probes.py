@@ -180,7 +180,6 @@ def hang(device: torch.device, folder: Path) -> bool:
     say(
         exit_code=done.returncode, message=lines[-1] if lines else "",
         trainer_in_stacks="hung_trainer.py" in stacks, recorded=len(entries), waiting=waiting[-1:],
-        own_dump=(attempt.path / "flight-rank-0").exists(),
     )  # fmt: skip
     said = bool(lines) and "made no progress" in lines[-1]
     return done.returncode == 1 and said and "hung_trainer.py" in stacks and bool(waiting)
