@@ -401,7 +401,9 @@ class MlflowRun:
             new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
             for start in range(0, len(new), _MAX_TAGS):
                 self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
-        changed = {tag(k): (v, logged.get(k, v)) for k, v in params.items()}
+        # Without such a tag nothing looks up its name, about which `clean_name` would warn.
+        has_tags = any(key.startswith(tag("")) for key in data.tags)
+        changed = {tag(k): (v, logged.get(k, v)) for k, v in params.items() if has_tags or logged.get(k, v) != v}
         self.set_tags({k: now for k, (now, first) in changed.items() if data.tags.get(clean_name(k), first) != now})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:

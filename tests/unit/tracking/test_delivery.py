@@ -251,9 +251,11 @@ def test_status_is_uploaded_if_artifacts_cannot_be_read(scene: Scene, monkeypatc
         assert scene.entity.info.status == shown
 
 
-def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
+def test_names_values_and_files_with_any_characters(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     text = "Größe 数据 🚀 עברית \u202e\u0000\ud800"
-    scene.write_config({**CONFIG, "params": {"größe": "数据 🚀"}, "tracking": {"tags": {"équipe": "Zürich 🏔"}}})
+    scene.write_config(
+        {**CONFIG, "params": {"größe": "数据 🚀", "lr[0]": 1}, "tracking": {"tags": {"équipe": "Zürich 🏔"}}}
+    )
     scene.log([1, 2], key="Verlust/größe 数据")
     scene.log([1], key=text)
     scene.file("artifacts/Ergebnis 数据 🚀.txt", "größe")
@@ -263,6 +265,8 @@ def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
     run = scene.entity
     assert scene.steps("Verlust/größe 数据") == [1, 2]
     assert run.data.params["params.größe"] == "数据 🚀"
+    warned = [one for one in caplog.messages if one.startswith("MLflow does not accept the name")]
+    assert [one.split("'")[1] for one in warned] == ["params.lr[0]"], "no name of a tag that no resume has changed"
     assert run.data.tags["équipe"] == "Zürich 🏔"
     assert run.data.tags["hpcdist.reason"] == "Gerät 数据: ?"
     assert len(run.data.metrics) == 2, "a name with a lone surrogate is a damaged line"
