@@ -210,6 +210,7 @@ _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(sign
 #: Errors that no retry solves, and what to do about them.
 _FIXES = (
     ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
+    ("Invalid image reference", "write container.image as [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"),
     (
         "rlimit type 8: operation not permitted|Requesting capability set|could not create (character|block) device|"
         "permission denied while trying to connect|could not select device driver|/dev/fuse: Permission denied|"

@@ -539,6 +539,9 @@ CAPABILITIES = "Requesting capability set 0x1ff while permitted capability set i
         ("pyxis", 1, PYXIS_DEVICES_LOG,
          "pyxis: create_inode: could not create character device /d/dev/null, because you're not superuser!",
          f": {ON_NODES}"),
+        ("pyxis", 1, "slurmstepd: error: pyxis: child 7 failed with error code: 1\n"
+         "slurmstepd: error: pyxis:     [ERROR] Invalid image reference: docker://Site/image:1\n",
+         "pyxis: [ERROR] Invalid image reference: docker://Site/image:1", ": write container.image as "),
     ],
 )  # fmt: skip
 def test_failures_of_the_runtime_name_the_reason_and_the_fix_if_no_retry_helps(
