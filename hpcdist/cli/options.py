@@ -109,16 +109,21 @@ profiles = _bounded(lambda _, incomplete: _shipped("cluster", incomplete))
 
 
 @_bounded
-def keys(_: typer.Context, incomplete: str) -> Iterator[str]:
+def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield config keys as `key=`, and a sole one with its default, since shells append a space to a sole candidate."""
     from hpcdist.config.describe import describe
 
-    matching = [(key, default) for key, _, default, _ in describe() if key.startswith(incomplete)]
-    yield from (f"{key}=" for key, _ in matching)
+    defaults = {key: default for key, _, default, _ in describe()}
+    # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
+    earlier = [word for word in ctx.params.get("overrides") or [] if word != "="]
+    if earlier and earlier[-1] in defaults:
+        return
+    matching = [key for key in defaults if key.startswith(incomplete)]
+    yield from (f"{key}=" for key in matching)
     if len(matching) == 1:
-        ((key, default),) = matching
+        default = defaults[matching[0]]
         if default not in (None, "") and not set(str(default)) & set(" '\"${}[]()"):
-            yield f"{key}={default}"
+            yield f"{matching[0]}={default}"
 
 
 # Arguments and options that several commands share: one definition for each name.

@@ -176,6 +176,9 @@ def test_bash_completes_commands_runs_configs_and_keys_without_error_messages(fo
         ("status digits/", {}, ["digits/second", "digits/first"]),
         ("run mi", {}, ["mine.yaml"]),
         ("run ddp_digits optim.l", {}, ["optim.lr=", "optim.lr=0.001"]),
+        ("run ddp_digits optim.lr = 0.1 optim.l", {}, ["optim.lr=", "optim.lr=0.001"]),
+        ("run ddp_digits preflight.mode =", {}, []),
+        ("run ddp_digits preflight.mode = o", {}, []),  # the beginning of a value, not of `optim.name`
         ("status |", {"HPCDIST_RUNS_DIR": "/dev/null"}, []),
         ("status fi", {"HPCDIST_RUNS_DIR": str(folder / "missing")}, []),
     ):
