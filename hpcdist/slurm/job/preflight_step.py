@@ -134,7 +134,7 @@ class Preflight:
             return sentence
         blamed = list(dict.fromkeys(check.node for check in failures))
         if "" in blamed or 2 * len(blamed) > len(self._nodes.names):
-            return f"{sentence}; it concerns most nodes: none is excluded"
+            return f"{sentence}; it concerns no single node, or most of them: none is excluded"
         self.blamed = blamed
         if self._nodes.het:
             return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"

@@ -378,7 +378,7 @@ def test_preflight_runs_once_per_job_start_and_logs_one_line(scene: Scene, caplo
          "; a heterogeneous job cannot be requeued without n3", []),
         ({"on_failure": "exclude"}, "n2 n3", False,
          [DISK, Check(name="disk", level="failure", text="full", node="n2")],
-         " (and 1 more in {text}); it concerns most nodes: none is excluded", []),
+         " (and 1 more in {text}); it concerns no single node, or most of them: none is excluded", []),
     ],
     ids=["stop", "exclude", "no spare node", "no answer", "heterogeneous", "most nodes"],
 )  # fmt: skip
