@@ -67,8 +67,13 @@ def clean_name(name: str) -> str:
     stem = "/".join(parts)[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
     cleaned = ("_" + stem[1:] if stem.startswith("..") else stem) + suffix(name)
     shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
-    log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, cleaned)
+    _note_change(shown, cleaned)
     return cleaned
+
+
+@functools.cache  # each record of a run with many names would repeat the warning
+def _note_change(shown: str, cleaned: str) -> None:
+    log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, cleaned)
 
 
 def clean_metric_name(name: str) -> str:
