@@ -168,7 +168,7 @@ class SlurmRuns(Runs):
     def ledger(self, name: str, *jobs: str) -> Ledger:
         """Return the ledger of a run whose jobs have ended; it equals accounting within 1 %."""
         accounted = sum(self.accounted_core_s(job) for job in jobs)
-        code, output = self.command("cost", name, "--csv")
+        code, output = self.command("cost", name)
         assert code == 0, output
         ledger = read_ledger(self.run_dir(name))
         assert ledger.allocated_s == pytest.approx(accounted, rel=0.01)
