@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 class BackgroundWriter:
     """Copies a state to reused host memory, and passes the copy to a function that runs in a second thread.
 
-    The next `submit()`, `wait()` or `close()` raises an error of that thread and does nothing else.
+    The next `submit()`, `wait()` or `close()` raises an error of that thread. If the file system was unreachable, only
+    `wait()` and `close()` do.
     """
 
     def __init__(self, target: str) -> None:
@@ -92,8 +93,8 @@ class BackgroundWriter:
 class AsyncSaver(BackgroundWriter):
     """Saves checkpoints in the background, and prunes the store after each of them.
 
-    If the file system was unreachable, only `wait()` and `close()` raise an error. The caller must restore before the
-    first save. `before_publish` is called in the background before a checkpoint is renamed to its final name.
+    The caller must restore before the first save. `before_publish` is called in the background before a checkpoint is
+    renamed to its final name.
     """
 
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The `checkpoints/` folder of a run: find, load, write and prune checkpoints. One process writes, all may read.
+"""The `checkpoints/` folder of a run: find, load, write and prune checkpoints. One process publishes, all may read.
 
     step-00001200/
         model.pt        the model's state dict
@@ -91,12 +91,12 @@ class Manifest:
 
     @property
     def shards(self) -> list[str]:
-        """Names of the files written by ranks other than 0."""
+        """Names of the files of parts that single ranks own."""
         return [name for name in self.files if name not in (MODEL_FILE, TRAINER_FILE)]
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of one run, created at the first write.
+    """The `checkpoints/` folder of one run.
 
     Args:
         keep_last: number of newest checkpoints to keep; at least 2, as one broken disk block would end a run of one.
@@ -387,7 +387,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
         world_size=len(snapshot.rank_states),
         metrics=snapshot.metrics,
         files=files,
-        # The next submission checks by this time whether the last save fits into the remaining time limit.
+        # The next submission compares `cluster.signal_lead_s` with the longest of these times.
         write_s=round(time.monotonic() - began, 3),
     )
     write_manifest(manifest)

@@ -86,8 +86,8 @@ def hpcdist(
 def main() -> NoReturn:
     """Run the command line.
 
-    A user error ends with a message and exit code 2; an unexpected exception with one line that names a file with the
-    traceback, and exit code DEFECT.
+    A user error ends with a message and exit code 2, another expected error with exit code 1. An unexpected exception
+    ends with exit code DEFECT and one line that names a file with the traceback; in a log it keeps its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

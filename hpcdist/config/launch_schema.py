@@ -196,7 +196,7 @@ class ClusterConfig(ConfigSection):
     signal_lead_s: int = number(120, least=0)
     """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
     max_requeues: int = number(50, least=0)
-    """Maximum number of requeues for time limits and lost nodes."""
+    """Number of restarts of the job, preemptions included, after which no time limit or lost node requeues it."""
     constraint: str | None = None
     """Required node features (`sbatch --constraint`)."""
     exclude: str | None = None

@@ -221,8 +221,8 @@ def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -
     determines the order in which the ranks' values are added, and with more than two ranks the order determines the
     rounding. Without this call the first steps after a resume are rounded differently than in an uninterrupted run.
 
-    `loss` runs a forward pass of `model` with a batch of the training's size, and returns the loss. The model and the
-    random number generators are not changed.
+    `loss` runs a forward pass of `model` with any batch, and returns the loss. The model and the random number
+    generators are not changed. Call it after the restore: a forward pass ends the start-up time.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[] if model.device_type == "cpu" else model.device_ids):

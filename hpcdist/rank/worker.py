@@ -139,7 +139,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
 def _train(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
-    # Before torch: its import takes a second, in which a signal may arrive.
+    # Before torch: its import takes a second, unless the rank was forked, in which a signal may arrive.
     stop_flag = StopFlag()
     stop_flag.install()
     roles = Roles.of(config.roles, topology.world_size)

@@ -2,7 +2,7 @@
 
     runs/<experiment>/<run>/
         config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json
-        secrets.json                             values that config.yaml shows as `***`, until the run has finished
+        secrets.json                             values that config.yaml shows as `***`, until the run finishes
         identity                                 random bytes, by which a replaced folder is noticed
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
@@ -24,6 +24,7 @@
         report.html                              report of the run as one page, written by the shipper
         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
+        attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
         attempts/001/                            one per start of the ranks
             key                                  32 random bytes, which authenticate the processes of the attempt
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json
@@ -36,7 +37,8 @@
             phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
-            network.json                         result of the collective check
+            hosts                                nodes of the attempt, for srun
+            network.json  nccl.node-00000.log    result of the collective check, and the log of NCCL that it reads
             stacks.txt  rank-00000.flight.json   stack traces and collectives of a hang; the first line of stacks.txt
                                                  is one sentence
             node-NODE.stacks.json                snapshots of the ranks on a node, for the supervisor
@@ -66,10 +68,11 @@ from hpcdist.host import files, retry
 from hpcdist.host.files import read_json, read_json_lines, write_atomic, write_json, write_private
 
 KEY_BYTES = 32
-#: Why an attempt is to end. `signal`: a signal to a supervisor outside of a job. `preemption`: Slurm ends the job, also
-#: for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`: `stop.pause_at_step`.
-Cause = Literal["user", "signal", "time_limit", "preemption", "growth", "config"]
-_SENTENCES: dict[Cause, str] = {
+#: Why an attempt is to end. `signal`: one to the supervisor, in a job any but SIGTERM. `preemption`: Slurm ends the
+#: job, also for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`:
+#: `stop.pause_at_step`.
+StopCause = Literal["user", "signal", "time_limit", "preemption", "growth", "config"]
+_SENTENCES: dict[StopCause, str] = {
     "user": "{by}",
     "signal": "{by} to the supervisor",
     "time_limit": "time limit",
@@ -83,7 +86,7 @@ _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
     action: Literal["stop", "cancel"] = "stop"
-    cause: Cause  #: decides about restarts and requeues
+    cause: StopCause  #: decides about restarts and requeues
     by: str = ""  #: for messages only: the command and its user, a signal, nodes, or a key
 
     @property
@@ -303,7 +306,7 @@ class State:
 
     status: Status
     attempt: int = 0  #: number of the last attempt; 0 before the first
-    restarts: int = 0  #: number of failures that a restart answered
+    restarts: int = 0  #: of the ranks: after failures, and on other or more nodes
     reason: str = ""  #: one sentence: the cause of this status
     created: float = 0.0
     ended: float | None = None
@@ -398,7 +401,7 @@ class RunDir:
         return replace(found, reason=found.reason.encode(errors="replace").decode())
 
     def write_state(self, state: State) -> None:
-        """Write the state durably; a run that has ended loses its secrets."""
+        """Write the state durably; a run that has finished or is cancelled loses its secrets."""
         write_json(self.path / "state.json", state.__dict__, durable=True)
         if state.status in ("finished", "cancelled"):
             retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)

@@ -31,7 +31,7 @@ from hpcdist.host import retry
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
-from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, explain_replacement, require_same
+from hpcdist.run.folder import Attempt, RunDir, State, Status, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.progress import Reporter
@@ -348,7 +348,7 @@ class SignalRequests:
         if self._name is None:
             return None
         action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
-        cause: Cause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
+        cause: StopCause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
         return StopRequest(action=action, cause=cause, by=self._name)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:

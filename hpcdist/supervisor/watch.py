@@ -45,7 +45,7 @@ class Allocation(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """Watches the ranks of one attempt until all have ended."""
+    """Watches the ranks of one attempt until it is over; the caller ends those that still run."""
 
     attempt: Attempt
     ranks: Ranks
@@ -73,7 +73,7 @@ class Watch:
         self.cancelled = False
 
     def until_over(self) -> Failure | None:
-        """Wait for the end of all ranks, or return the failure of ranks that hang or were not started."""
+        """Wait until all ranks have ended, or the attempt is cancelled, or return the failure that ends it."""
         while self.ranks.running:
             began = time.monotonic()
             self.ranks.wait(POLL_S)

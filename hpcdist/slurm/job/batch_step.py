@@ -25,7 +25,7 @@ from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderE
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json
 from hpcdist.run import create, snapshot
-from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
+from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, StopCause, identity, read_record
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
@@ -210,7 +210,7 @@ class SupervisedJob:
             return False
 
 
-def _stop_cause(run: RunDir, state: State) -> Cause | None:
+def _stop_cause(run: RunDir, state: State) -> StopCause | None:
     request = run.attempt(state.attempt).read_request()
     return request.cause if request is not None and request.ends_run else None
 

@@ -175,11 +175,13 @@ _SRUN_RESERVED = {
 
 def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     """Return a problem for each flag that another key of the config or hpcdist itself sets."""
+    # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
+    is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
     return [
         f"cluster.{program}.{flag}{problem}"
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
         for flag in flags
-        if (problem := _conflict(program, flag))
+        if (problem := _conflict(program, flag)) and is_set.get(flag, True)
     ]
 
 

@@ -38,7 +38,7 @@ class CommConfig(ConfigSection):
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, PAIRS])
     """Operations to check and measure; `pairs`: each pair of ranks."""
     max_bytes: int | str = "256M"
-    """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
+    """Largest message; all powers of two from one element up are measured (K, M and G are powers of 1024)."""
 
     def problems(self) -> list[str]:
         problems: list[str] = []

@@ -69,6 +69,8 @@ def train(ctx: Context, cfg: Config) -> None:
         }
         ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
+    if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact` adds gradients in the order of the micro-batches
+        settle_order_of_gradients(ctx, cfg, data, model)
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
         model.train()
@@ -223,14 +225,12 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()  # for dropout; an elastic run seeds each micro-batch
-    if ctx.world_size > 2 and not cfg.elastic.exact:
-        settle_order_of_gradients(ctx, cfg, data, model)
     return model
 
 
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
     """Let DDP choose now in which order it adds gradients, see `settle_buckets`; two ranks have only one order."""
-    batch_size = cfg.data.batch_size
+    batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:
         batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
     samples = [torch.arange(batch_size) % len(data.test)]

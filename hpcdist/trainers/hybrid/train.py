@@ -107,6 +107,9 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
 
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, groups.exchange, layout, first_batches) as tables:
+        if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
+            example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
+            settle_buckets(model, lambda: model(example).sum())
         ctx.training_begins()  # the time until here counts as start-up
         while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
             rest = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
@@ -228,11 +231,7 @@ def _gather(groups: ProcessGroups, value: T) -> list[T]:
 def build_dense_ddp(ctx: Context, cfg: Config, groups: ProcessGroups) -> DistributedDataParallel:
     hybrid = cfg.section(HybridConfig)
     num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
-    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
-    if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
-        example = torch.zeros(2, num_inputs, device=ctx.device)
-        settle_buckets(model, lambda: model(example).sum())
-    return model
+    return ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
 
 
 @dataclass(frozen=True, kw_only=True)

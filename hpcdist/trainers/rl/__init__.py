@@ -14,7 +14,7 @@ class RlConfig(ConfigSection):
     """Reinforcement learning with one agent and several observers (`trainer: rl`).
 
     An optimizer step of the run (`stop.max_steps`, `checkpoint.every_steps`, `tracking.log_every_steps`) is one PPO
-    update: the agent learns from one rollout of each observer.
+    update: the agent learns from one rollout of each collector.
     """
 
     env_id: str = "CartPole-v1"

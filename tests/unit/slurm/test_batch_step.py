@@ -18,7 +18,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import ENDED, Cause, RunDir, State, Status, StopRequest
+from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequest
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.job import batch_step, submitit_entry
@@ -94,7 +94,7 @@ def test_run_is_queued_again_unless_it_has_ended(
     run: RunDir,
     job: dict[str, Any],
     status: Status,
-    cause: Cause | None,
+    cause: StopCause | None,
     avoid: tuple[str, ...],
     after_it: Status,
     requeues: list[list[str]],
@@ -159,7 +159,7 @@ def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_se
     ],
 )
 def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
-    run: RunDir, status: Status, causes: tuple[Cause | None, ...], over: bool
+    run: RunDir, status: Status, causes: tuple[StopCause | None, ...], over: bool
 ) -> None:
     """A supervisor whose job was not restarted continues unless the run has an end status."""
     first, restarted = (cast(CurrentJob, FakeJob(count)) for count in (0, 1))
