@@ -414,6 +414,7 @@ def test_value_that_could_not_be_loaded_is_refused_with_its_path(state: dict[str
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
     buffers = HostBuffers()
     state = {

@@ -150,9 +150,15 @@ KINDS = ["preloaded", "augmented", "streaming", "streaming augmented"]
 
 
 def run(
-    split: Split, indices: Tensor, *, batch_size: int | list[int] = 4, start: int = 0, **options: Any
+    split: Split,
+    indices: Tensor,
+    *,
+    batch_size: int | list[int] = 4,
+    start: int = 0,
+    device: torch.device = CPU,
+    **options: Any,
 ) -> list[tuple[Tensor, Tensor]]:
-    return list(split.batches(indices.split(batch_size)[start:], device=CPU, **options))
+    return list(split.batches(indices.split(batch_size)[start:], device=device, **options))
 
 
 def normalized(images: Tensor) -> Tensor:
