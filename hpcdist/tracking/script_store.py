@@ -403,3 +403,10 @@ class RankArtifacts(LocalArtifactRepository):
             path = os.path.join(folder, os.path.basename(filename))
             artifact.save(path)
             self.log_artifact(path, artifact_path)
+
+    def delete_artifacts(self, artifact_path: str | None = None) -> None:
+        """Delete files of the run folder; what is in MLflow already stays there."""
+        folder, name = os.path.split(artifact_path or "")
+        placed = self._placed(folder, name)
+        if not self._is_dropped:
+            super().delete_artifacts(os.path.join(placed or "", name))  # type: ignore[no-untyped-call]
