@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, WIDTH - 12, 10, HEIGHT - 36
-#: Left end of the bars of a row, behind its name.
+#: Left end of the bars of a row, after its name.
 _ROW_LEFT = 110
 #: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of the cells of a matrix (`.h0`, …).
 NUM_COLOURS, NUM_SHADES = 12, 9

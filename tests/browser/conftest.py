@@ -62,7 +62,7 @@ def docs_image() -> Callable[[Page, str], None]:
     def take(page: Page, name: str) -> None:
         if folder:
             size = page.viewport_size
-            page.set_viewport_size({"width": 1280, "height": 1240 if name == "report" else 720})
+            page.set_viewport_size({"width": 1280, "height": 1460 if name == "report" else 720})
             page.wait_for_timeout(1000)  # for the new layout of the charts
             page.screenshot(path=Path(folder) / f"{name}.png")
             if size:

@@ -181,7 +181,7 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
         f"cluster.{program}.{flag}{problem}"
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
         for flag in flags
-        if (problem := _conflict(program, flag)) and is_set.get(flag, True)
+        if (problem := _conflict(program, flag)) and is_set.get(flag.replace("_", "-"), True)
     ]
 
 

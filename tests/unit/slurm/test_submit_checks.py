@@ -314,6 +314,8 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
         "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
         "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit itself: remove it",
     ]
+    assert conflicting_flags(ClusterConfig(sbatch={"no_kill": "true", "mincpus": "4"})) == [], "of a fixed size"
+    assert conflicting_flags(ClusterConfig(nodes=4, min_nodes=2, sbatch={"mincpus": "4"}))
 
 
 def test_flags_that_srun_rejects_are_reported(commands: FakeCommands) -> None:
