@@ -270,6 +270,7 @@ def test_state_of_the_run_has_the_next_command(run: RunDir) -> None:
     assert host.text.startswith("the run was started on n9; the sections below")
 
 
+@pytest.mark.processes
 def test_node_with_all_failures_is_named(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING")
     for node, is_suspect in (("n3.site", False), ("n3.site", True), ("n1", False)):

@@ -204,6 +204,7 @@ def test_folder_or_database_of_others_is_reported(tmp_path: Path) -> None:
     assert "share results through a tracking server" in check.fix
 
 
+@pytest.mark.processes
 def test_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for space, level, text in (
         ({"free": 0, "total": 100 * GIB}, "failure", "0 MB are free in"),
@@ -221,6 +222,7 @@ def test_missing_locks_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checks_of(tmp_path)["locks"].level == "warning"
 
 
+@pytest.mark.processes
 def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -237,6 +239,7 @@ def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, mo
     assert (check.level, "could not be written (Read-only file system)" in check.text) == ("failure", True)
 
 
+@pytest.mark.processes
 def test_file_system_that_nodes_or_later_containers_do_not_see_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

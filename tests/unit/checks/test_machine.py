@@ -289,6 +289,7 @@ def test_own_squashfuse_of_apptainer_must_not_get_slurms_signals(tmp_path: Path)
     assert f"proctrack/linuxproc signals {own}" in check.text
 
 
+@pytest.mark.processes
 def test_hanging_and_missing_commands_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "TIMEOUT_S", 0.01)

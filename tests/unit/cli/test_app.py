@@ -370,6 +370,7 @@ def test_no_control_sequence_of_others_reaches_the_terminal(
     assert [name for name in SHOWING if "PWNED" not in received[name]] == [], received
 
 
+@pytest.mark.processes
 def test_a_log_is_raw_in_a_pipe_and_on_demand(terminal: Callable[..., str], planted: RunDir, hpcdist: Cli) -> None:
     planted.attempt(1).log(0).write_text(f"10 %\r\x1b[32m20 %\x1b[0m\r\nü\t{EVIL}")
     assert hpcdist("logs", "first").out == f"10 %\r\x1b[32m20 %\x1b[0m\r\nü\t{EVIL}", "standard output is no terminal"

@@ -37,6 +37,8 @@ from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
 from hpcdist.tracking.points import JournalTail, SentPoints
 from hpcdist.tracking.uri import link_to_newest, links_at_end
 
+pytestmark = pytest.mark.processes  # the undamaged run is made with git
+
 EXTRA = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
     "cell.json": {"sweep": "grid", "label": "l", "values": {}},

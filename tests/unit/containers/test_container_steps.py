@@ -312,6 +312,7 @@ def test_images_that_a_runtime_cannot_start_are_reported(
     assert container_problems(config(runtime=runtime, image=image), tmp_path, {"PATH": ""}) == expected
 
 
+@pytest.mark.processes
 def test_missing_mount_is_reported(tmp_path: Path) -> None:
     own = config(runtime="podman", image="x", mounts=["/nowhere/data:/data"])
     assert container_problems(own, tmp_path, {"PATH": ""}) == [
@@ -340,6 +341,7 @@ def test_image_of_the_local_store_is_checked(tools: FakeCommands, tmp_path: Path
 
 
 # --- mount points and digests
+@pytest.mark.processes
 def test_mount_points_are_created_in_an_unpacked_image(tmp_path: Path) -> None:
     rootfs, file = tmp_path / "image", Path(__file__)
     for name in ("usr", "dev"):

@@ -201,6 +201,7 @@ def in_child(function: Callable[[], Any], uid: int) -> Any:
         return json.loads(pipe.read())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("uid", [os.geteuid(), 65534])
 def test_loopback_of_a_rank_is_its_own(uid: int) -> None:
     if uid != os.geteuid() and os.geteuid() != 0:

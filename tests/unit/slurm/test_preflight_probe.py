@@ -345,6 +345,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     return Scene(tmp_path, monkeypatch)
 
 
+@pytest.mark.processes
 def test_preflight_runs_once_per_job_start_and_logs_one_line(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.run_preflight(nodes=("n1",))
     scene.run_preflight(mode="off")
@@ -366,6 +367,7 @@ def test_preflight_runs_once_per_job_start_and_logs_one_line(scene: Scene, caplo
     assert not Path(request.witness).parent.exists(), "the witness is removed"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("settings", "spare", "het", "failures", "suffix", "avoid"),
     [
@@ -393,6 +395,7 @@ def test_failed_nodes_are_excluded_on_request_if_replaceable(
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, avoid)
 
 
+@pytest.mark.processes
 def test_first_failure_is_raised_and_the_others_are_logged(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     clock = [Check(name="clock", level=level, text="9 s ahead", node="n2") for level in ("failure", "warning")]
     scene.set_checks([DISK, *clock, OK])
@@ -401,6 +404,7 @@ def test_first_failure_is_raised_and_the_others_are_logged(scene: Scene, caplog:
     assert caplog.messages == [f"preflight: {level}: n2: clock: 9 s ahead" for level in ("failure", "warning")]
 
 
+@pytest.mark.processes
 def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
     scene.set_checks([DISK])
     scene.set_answers("n1")
@@ -409,6 +413,7 @@ def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 
 
+@pytest.mark.processes
 def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Scene) -> None:
     scene.set_answers("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.slurm.probe\n1: fine\n")
     scene.set_checks([Check(name="answer", level="failure", text="did not answer", node="n3")])
@@ -420,6 +425,7 @@ def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Sc
     assert not any(token in line for token in tokens for line in scene.calls), "other users can read command lines"
 
 
+@pytest.mark.processes
 def test_failure_of_the_step_itself_is_a_warning(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.set_answers(errors="srun: error: Unable to create step\n")
     scene.run_preflight()
@@ -429,6 +435,7 @@ def test_failure_of_the_step_itself_is_a_warning(scene: Scene, caplog: pytest.Lo
     )
 
 
+@pytest.mark.processes
 def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     (scene.folder / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
     commands = FakeCommands(scene.folder)
@@ -442,6 +449,7 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
     assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("runtime", "more_s"), [("pyxis", PROBE_TIMEOUT_S), ("apptainer", 0)])
 def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runtime: str, more_s: float) -> None:
     """`srun` has this time, too: killing a step while `enroot create` runs lets Slurm drain the node."""

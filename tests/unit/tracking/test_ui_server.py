@@ -207,6 +207,7 @@ print(taken)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_cannot_take_the_port_before_mlflow_listens() -> None:
     def take(port: int) -> str:
