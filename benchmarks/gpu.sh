@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 # Packages of hpcdist, the trainers and the tests that an image with PyTorch may lack; none of them requires torch.
-packages=(omegaconf submitit gymnasium jinja2 rich typer psutil nvidia-ml-py py-spy pytest pytest-timeout
+packages=(omegaconf submitit gymnasium jinja2 rich typer psutil pyzmq nvidia-ml-py py-spy pytest pytest-timeout
   pytest-xdist matplotlib scikit-learn tokenizers)
 
 if [ "${1:-}" = --pack ]; then

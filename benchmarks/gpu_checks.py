@@ -1,6 +1,6 @@
-"""Parts of a GPU session that run hpcdist itself: facts, tests, trainers, doctor and preflight.
+"""Parts of a GPU session that run hpcdist itself: facts, tests, trainers, recovery, doctor and preflight.
 
-    python benchmarks/gpu_checks.py facts|tests|trainers|doctor|preflight cuda|cpu FOLDER
+    python benchmarks/gpu_checks.py facts|tests|trainers|recovery|doctor|preflight cuda|cpu FOLDER
 
 Each part prints JSON objects, one per line, as soon as a figure is known. The exit code is 1 if something failed.
 """
@@ -12,8 +12,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +31,7 @@ PACKAGES = {
     "rl_cartpole": ("gymnasium", "matplotlib"),
 }
 #: Trainers are shortened: each has to compile, communicate, evaluate and save.
-SHORT = ("launch.max_restarts=0", "checkpoint.every_steps=20", "tracking.drain_timeout_s=5")
+SHORT = ("checkpoint.every_steps=20", "tracking.drain_timeout_s=5")
 
 
 def say(**figures: object) -> None:
@@ -115,7 +117,7 @@ def trainers(device: str, folder: Path) -> bool:
 
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     runs = folder / "runs" / datetime.now(UTC).strftime("%H%M%S")
-    all_good = True
+    failed = []
     for name, arguments in trainer_commands(num_gpus).items():
         if missing := missing_packages(arguments[0]):
             say(**{name: f"not run: not installed: {', '.join(missing)}"})
@@ -129,15 +131,106 @@ def trainers(device: str, folder: Path) -> bool:
             arguments = [word for word in arguments if not word.startswith("launch.device")]
             arguments = [word for word in arguments if word != "model.compile=true"] + ["launch.device=cpu"]
         began = time.monotonic()
-        command = [sys.executable, "-m", "hpcdist", "run", *arguments, *SHORT, f"runs_dir={runs}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-        lines = (done.stdout + done.stderr).strip().splitlines()
-        print("\n".join(lines[-30:]), flush=True)
-        good = done.returncode == 0 and any(line.startswith("finished") for line in lines)
-        all_good &= good
+        good, last = finishes([*arguments, *SHORT, "launch.max_restarts=0", f"runs_dir={runs}"], folder)
+        if not good:
+            failed.append(name)
         seconds = time.monotonic() - began
-        say(**{name: f"{seconds:.1f} s" if good else f"failed: {lines[-1] if lines else 'no output'}"})
-    return all_good
+        say(**{name: f"{seconds:.1f} s" if good else f"failed: {last}"})
+    print(f"failed: {', '.join(failed)}", flush=True)
+    return not failed
+
+
+def finishes(arguments: list[str], folder: Path) -> tuple[bool, str]:
+    """Start a run and wait for it; return whether it finished, and the last line of its output."""
+    command = [sys.executable, "-m", "hpcdist", "run", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    print("\n".join(lines[-30:]), flush=True)
+    good = done.returncode == 0 and any(line.startswith("finished") for line in lines)
+    return good, lines[-1] if lines else "no output"
+
+
+#: A shipped trainer with algorithms that repeat bit by bit, the first rank of which is killed once.
+KILLED_ONCE = """
+import importlib, os, signal
+import torch
+
+
+def train(ctx, cfg):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    ask = ctx.should_stop
+
+    def should_stop(step, total_steps=None):
+        if (ctx.attempt.number, step) == (1, cfg.params["kill_at"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ask(step, total_steps)
+
+    ctx.should_stop = should_stop
+    importlib.import_module(f"hpcdist.trainers.{cfg.params['shipped']}.train").train(ctx, cfg)
+"""
+#: Of `trainer_commands`; these names are those of the trainers, too.
+KILLED = ("ddp", "rnn", "hybrid", "rl")
+#: After the first checkpoint, and before the end of the shortest run.
+KILL_STEP = 30
+
+
+def recovery(device: str, folder: Path) -> bool:
+    """Kill a rank of each trainer, and compare the last checkpoint with that of an undisturbed run bit by bit."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    good = True
+    # Not in the folder of the results, which git ignores: the code of a run is copied from what git does not ignore.
+    with tempfile.TemporaryDirectory(prefix="recovery-") as place:
+        (Path(place) / "killed_once.py").write_text(KILLED_ONCE)
+        jobs = {}
+        with ThreadPoolExecutor(max_workers=max(1, num_cores() // 4)) as pool:
+            for name in KILLED:
+                arguments = trainer_commands(num_gpus)[name]
+                if missing_packages(arguments[0]):
+                    continue
+                if device == "cpu":
+                    arguments = [word for word in arguments if not word.startswith("launch.device")]
+                    arguments += ["launch.device=cpu"]
+                for case, step in (("control", 0), ("killed", KILL_STEP)):
+                    added = [f"name={name}-{case}", f"runs_dir={place}/runs", "launch.max_restarts=1"]
+                    added += ["trainer=killed_once:train", f"params.shipped={name}", f"params.kill_at={step}"]
+                    jobs[name, case] = pool.submit(finishes, [*arguments, *SHORT, *added], Path(place))
+        for name in dict.fromkeys(name for name, _ in jobs):
+            ended = [jobs[name, case].result() for case in ("control", "killed")]
+            runs = [next(Path(place, "runs").glob(f"*/{name}-{case}")) for case in ("control", "killed")]
+            if not all(finished for finished, _ in ended):
+                verdict = next(last for finished, last in ended if not finished)
+            elif len([*runs[1].glob("attempts/[0-9]*")]) != 2:
+                verdict = "failed: no rank was killed"
+            else:
+                verdict = difference(*map(last_checkpoint, runs)) or "equal bit by bit"
+            good &= verdict.startswith("equal")
+            say(**{name: verdict})
+    return good
+
+
+def last_checkpoint(run: Path) -> dict[str, object]:
+    """Return the content of a run's newest checkpoint."""
+    import torch
+
+    folder = max(path for path in (run / "checkpoints").glob("step-*") if (path / "manifest.json").exists())
+    return {path.name: torch.load(path, weights_only=True, map_location="cpu") for path in sorted(folder.glob("*.pt"))}
+
+
+def difference(left: object, right: object, path: str = "checkpoint") -> str:
+    """Return the first place at which two nested states differ, or an empty text."""
+    import torch
+
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        return next(filter(None, (difference(left[key], right[key], f"{path}.{key}") for key in left)), "")
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True))
+        return next(filter(None, (difference(*pair, f"{path}[{index}]") for index, pair in pairs)), "")
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape:
+        return "" if torch.equal(left, right) else f"{path} differs by {(left - right).abs().max():.3g}"
+    return "" if left == right else f"{path} differs"
 
 
 def doctor(device: str, folder: Path) -> bool:
@@ -169,6 +262,7 @@ PARTS: dict[str, Callable[[str, Path], bool]] = {
     "facts": facts,
     "tests": tests,
     "trainers": trainers,
+    "recovery": recovery,
     "doctor": doctor,
     "preflight": preflight,
 }

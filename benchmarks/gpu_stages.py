@@ -9,7 +9,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 #: What every command of hpcdist imports.
-CORE = ("omegaconf", "typer", "rich", "psutil", "pynvml", "jinja2")
+CORE = ("omegaconf", "typer", "rich", "psutil", "pynvml", "jinja2", "zmq")
 TORCH = ("torch", "torchvision")
 
 
@@ -63,6 +63,8 @@ STAGES = (
           command=stall_command),
     Stage(name="trainers", purpose="all trainers from their shipped configs", limit_s=360, needs=(*CORE, *TORCH),
           command=check("trainers")),
+    Stage(name="recovery", purpose="a killed rank of each trainer, compared with undisturbed runs", limit_s=240,
+          needs=(*CORE, *TORCH), command=check("recovery")),
     Stage(name="timer", purpose="step times by CUDA events against known times", limit_s=60, needs=(*CORE, "torch"),
           command=probe("timer")),
     Stage(name="hang", purpose="stacks and NCCL flight recorder of a hung rank", limit_s=120, needs=(*CORE, "torch"),
