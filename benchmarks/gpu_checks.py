@@ -80,7 +80,9 @@ def tests(device: str, folder: Path) -> bool:
     del folder
     counter = Counter()
     files = [str(CHECKOUT / "tests" / "unit" / name) for name in GPU_TESTS]
-    code = pytest.main([*files, "-k", "gpu or cuda", "-q", "-p", "no:cacheprovider"], plugins=[counter])
+    code = pytest.main(
+        [*files, "-k", "gpu or cuda", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"], plugins=[counter]
+    )
     say(**counter.counts, **({"failed_tests": counter.failed} if counter.failed else {}))
     # In a rehearsal the tests that need a GPU are skipped.
     return code == 0 and (counter.counts.get("skipped", 0) == 0) == (device == "cuda")
@@ -89,7 +91,8 @@ def tests(device: str, folder: Path) -> bool:
 def trainer_commands(num_gpus: int) -> dict[str, list[str]]:
     """Return the arguments of `hpcdist run` by name; with one GPU, roles beyond the first one use the CPU."""
     ddp = ["ddp_digits", "stop.max_epochs=2"]
-    images = [*ddp, "model.name=resnet18", "data.image_size=32", "stop.max_epochs=1"]
+    # In smaller images, whose last convolutions see one pixel, torch 2.11 assumes other strides than cuDNN returns.
+    images = [*ddp, "model.name=resnet18", "data.image_size=64", "stop.max_epochs=1"]
     found = {
         "ddp": ddp,
         "ddp, bf16, channels_last, compiled": [

@@ -143,6 +143,7 @@ def meet(device: torch.device, folder: Path, *, backend: str = "", rank: int = 0
     dist.init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"), init_method=f"file://{folder}/meet", rank=rank,
         world_size=world_size, timeout=timedelta(seconds=60),
+        device_id=device if device.type == "cuda" and backend != "gloo" else None,
     )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def comm(device: torch.device, folder: Path) -> bool:
         good &= measure_comm("nccl", device, folder, 1)[0]
         refused, output = measure_comm("nccl", device, folder, 2)
         found = first_match(output.splitlines())
-        say(two_ranks_with_nccl="accepted" if refused else (found[0].name if found else output.strip()[-200:]))
+        say(two_ranks_with_nccl="accepted" if refused else (found[0].cause if found else output.strip()[-200:]))
     return good
 
 

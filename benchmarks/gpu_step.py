@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -95,7 +95,9 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
-    syncs = SyncCounter(device) if check_sync else None
+    # Compilation and the first steps wait for the device; they do not count as training steps here either.
+    first = config.data.num_samples // config.data.batch_size // topology.world_size
+    syncs = SyncCounter(device, lambda: heartbeat.step >= first) if check_sync else None
     with ExitStack() as stack:
         groups = stack.enter_context(
             process_groups(
@@ -151,8 +153,9 @@ class SyncCounter:
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counts: Callable[[], bool]) -> None:
         self._on_gpu = device.type == "cuda"
+        self._counts = counts
         self._catch = warnings.catch_warnings()
         #: Number of waits by "function, file:line" of the innermost frame in hpcdist.
         self.places: Counter[str] = Counter()
@@ -170,7 +173,7 @@ class SyncCounter:
         self._catch.__exit__(None, None, None)
 
     def _note(self, message: Warning | str, *_: object, **__: object) -> None:
-        if "synchronizing" not in str(message):
+        if "synchronizing" not in str(message) or not self._counts():
             return
         frames = [frame for frame in traceback.extract_stack() if f"{os.sep}hpcdist{os.sep}" in frame.filename]
         names = {frame.name for frame in frames}
@@ -300,7 +303,7 @@ def main() -> None:
     if arguments.check_sync:
         _, syncs = measure(plan, config, "ours", passed_on)
         num_logs = arguments.steps // config.tracking.log_every_steps
-        print(f"waits for the device in {arguments.steps} training steps with {num_logs} log records:")
+        print(f"waits for the device in the last two thirds of {arguments.steps} steps with {num_logs} log records:")
         for place, count in syncs.items():
             print(f"    {count:6}  {place}")
         # Waits that occur once per epoch, such as the copy of its indices to the device, are not part of a step.

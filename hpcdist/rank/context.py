@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -32,7 +31,7 @@ from hpcdist.rank.elastic import (
     micro_batches,
     sum_over_ranks,
 )
-from hpcdist.rank.process_group import Groups, seed_everything
+from hpcdist.rank.process_group import Groups, gloo_group, seed_everything
 from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
@@ -381,11 +380,10 @@ class Context:
         Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards.
         """
         self._times.leave_to(ranks)
-        group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
+        group = gloo_group(ranks) if len(ranks) > 1 else None
         if self.rank not in ranks:
             self.timer.account.wait_for_work()
         else:
-            assert group is None or isinstance(group, dist.ProcessGroup)
             self._stop.agree_in(group)
 
     def alive(self) -> None:

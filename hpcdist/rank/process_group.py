@@ -111,13 +111,27 @@ def process_groups(
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            # A GPU bound to a default group of gloo would make each NCCL group a split of it, which fails (torch 2.11).
+            device_id=device if backend == "nccl" else None,
         )
         if topology.world_size > 1:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="control")
     assert control is None or isinstance(control, dist.ProcessGroup)
     yield Groups(control, store)
     dist.destroy_process_group()
+
+
+def gloo_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Return a gloo group of these ranks, and None on the others; every rank has to take part."""
+    # Before torch 2.15, ranks outside the group would split a default group of NCCL that is bound to a GPU, and wait
+    # for its other ranks, which as members of a gloo group split nothing.
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group = dist.new_group([*ranks], timeout, "gloo")
+    finally:
+        world.bound_device_id = bound
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 @contextmanager

@@ -99,10 +99,10 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     if URI_VARIABLE not in config.launch.env:
         if is_declared():
             os.environ.update(records.environment())
-        elif topology.rank == 0:
+        elif topology.rank == 0 and importlib.util.find_spec("mlflow"):
             log.warning(
-                "what the code logs with MLflow does not reach this run, since the installation of hpcdist is older"
-                " than its code: install it again (`pip install --editable .` in a checkout)"
+                "what the code logs with MLflow does not reach this run, since hpcdist is not installed, or an older"
+                " version of it: install it (`pip install --editable .` in a checkout)"
             )
     ended: Literal["done", "stopped"]
     if config.trainer.script:

@@ -104,7 +104,10 @@ def make_plan(config: Config, machine: Machine) -> Plan:
             )
     elif use_gpus and ranks > machine.num_gpus:
         raise ConfigError(
-            [f"launch.num_ranks={ranks}, but {machine.num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
+            [
+                f"launch.num_ranks={ranks}, but {machine.num_gpus} GPU{'s are' if machine.num_gpus != 1 else ' is'}"
+                " visible: lower it, or use launch.device=cpu"
+            ]
         )
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     if num_ranks > MAX_PER_NODE:

@@ -35,6 +35,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
 from hpcdist.errors import DataError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.process_group import gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
@@ -211,15 +212,16 @@ def make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
     """Create the process groups; every rank has to take part in the creation of each of them."""
     trainers = ctx.ranks_of("trainer")
 
-    def make(ranks: range, backend: str) -> dist.ProcessGroup:
-        # On a rank outside the group new_group returns a placeholder, which is not used.
-        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
-
-    exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")
+    timeout = timedelta(seconds=cfg.launch.hang_s + 60)
+    exchange, host = gloo_group(range(ctx.world_size), timeout), gloo_group(trainers, timeout)
     devices = ctx.groups.all_gather(ctx.device.type)
-    on_gpus = all(devices[rank] == "cuda" for rank in trainers)
-    return ProcessGroups(exchange, host, make(trainers, "nccl") if on_gpus and dist.is_nccl_available() else host)
+    dense: Any = host
+    if all(devices[rank] == "cuda" for rank in trainers) and dist.is_nccl_available():
+        # Every rank takes part, since NCCL splits a default group of its own in all its ranks.
+        own = ctx.device if ctx.rank in trainers else None
+        dense = dist.new_group(list(trainers), timeout, "nccl", device_id=own)
+    # Servers use the first one only.
+    return ProcessGroups(cast(dist.ProcessGroup, exchange), cast(dist.ProcessGroup, host), dense)
 
 
 def _gather(groups: ProcessGroups, value: T) -> list[T]:

@@ -152,6 +152,7 @@ def test_error_in_the_users_code_names_the_line_to_fix(run: RunDir) -> None:
     for kind, error, frames, cause, place in (
         ("failed", "ValueError: bad", ["/me/train.py", library], f'{raised} "/me/train.py", line 1', "/me/train.py:1"),
         ("failed", "ValueError: bad", ["/usr/lib/python3.12/runpy.py", shipped], f'{raised} "{shipped}"', ""),
+        ("failed", "A: bad", ["/me/m.py", "/tmp/torchinductor_0/zk/c.py"], f'{raised} "/me/m.py", line 1', "/me/m.py:1"),
         ("rejected", syntax_error, ["/me/a.py", "/me/b.py"], "a syntax error in /me/b.py:2", "/me/b.py:2"),
     ):
         trace = [f'  File "{path}", line {number}' for number, path in enumerate(frames, 1)]
@@ -336,6 +337,7 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("out-of-memory", "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some"),
         # https://github.com/XPixelGroup/BasicSR/issues/737
         ("collective-timeout", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=808, OpType="),
+        ("duplicate-gpu", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"),
         # https://github.com/lllyasviel/Fooocus/issues/1313
         ("driver-too-old", "The NVIDIA driver on your system is too old (found version 11040). Please update"),
     ):

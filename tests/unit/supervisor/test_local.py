@@ -341,7 +341,7 @@ def planned_elastic(num_gpus: int, num_ranks: int, **elastic: Any) -> Plan:
 
 def test_fewer_gpus_than_ranks_suffice_down_to_min_ranks() -> None:
     assert [planned_elastic(gpus, 4, min_ranks=2).num_ranks for gpus in (2, 3, 4, 5)] == [2, 3, 4, 4]
-    with pytest.raises(ConfigError, match=r"^launch\.num_ranks=4, but 1 GPUs are visible"):
+    with pytest.raises(ConfigError, match=r"^launch\.num_ranks=4, but 1 GPU is visible"):
         planned_elastic(1, 4, min_ranks=2)
     assert {planned_elastic(0, ranks, exact=True).threads for ranks in (1, 2, 4)} == {1}, "of exact sums"
     with pytest.raises(ConfigError, match=r"^2 ranks are fewer than elastic\.min_ranks=3: change one of them"):
