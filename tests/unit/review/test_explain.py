@@ -152,7 +152,7 @@ def test_error_in_the_users_code_names_the_line_to_fix(run: RunDir) -> None:
     for kind, error, frames, cause, place in (
         ("failed", "ValueError: bad", ["/me/train.py", library], f'{raised} "/me/train.py", line 1', "/me/train.py:1"),
         ("failed", "ValueError: bad", ["/usr/lib/python3.12/runpy.py", shipped], f'{raised} "{shipped}"', ""),
-        ("failed", "A: bad", ["/me/m.py", "/tmp/torchinductor_0/zk/c.py"], f'{raised} "/me/m.py", line 1', "/me/m.py:1"),
+        ("failed", "A: b", ["/me/m.py", "/tmp/torchinductor_0/z/c.py"], f'{raised} "/me/m.py", line 1', "/me/m.py:1"),
         ("rejected", syntax_error, ["/me/a.py", "/me/b.py"], "a syntax error in /me/b.py:2", "/me/b.py:2"),
     ):
         trace = [f'  File "{path}", line {number}' for number, path in enumerate(frames, 1)]
