@@ -22,7 +22,9 @@ from pathlib import Path
 from hpcdist.host.machine import driver_version, num_cores
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-GPU_TESTS = ("data/test_images.py", "checkpoint/test_saver.py", "checkpoint/test_conversion.py")
+GPU_TESTS = (
+    "data/test_images.py", "checkpoint/test_saver.py", "checkpoint/test_conversion.py", "rank/test_telemetry.py",
+)  # fmt: skip
 #: Packages of the extra `train` that shipped configs import.
 PACKAGES = {
     "ddp_digits": ("sklearn",),

@@ -337,17 +337,23 @@ def write_records(attempt: Attempt, rank: int) -> None:
     """Write the last collectives of each process group as JSON."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     found: dict[str, dict[str, Any]] = {}
-    # ProcessGroupNCCL has a recorder of its own, if torch is built with NCCL.
-    for backend, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
-        if (dump := getattr(c10d, name, None)) is not None:
-            recorded = json.loads(dump())
-            kept = []
-            counts: dict[str, int] = {}
-            for entry in reversed(recorded.get("entries", [])):
-                group = str(entry["process_group"][0])
-                counts[group] = counts.get(group, 0) + 1
-                if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
-                    kept.append(entry)
-            if kept:
-                found[backend] = {**recorded, "entries": kept[::-1]}
+    # NCCL has a recorder of its own, from torch 2.15 on one named "nccl2" (unless TORCH_DIST_USE_NCCL2=0).
+    for backend, name, options in (
+        ("gloo", "_dump_fr_trace_json", {}),
+        ("nccl", "_dump_nccl_trace_json", {}),
+        ("nccl", "_dump_fr_trace_json", {"backend": "nccl2"}),
+    ):
+        try:
+            recorded = json.loads(getattr(c10d, name)(**options))
+        except (AttributeError, TypeError):  # not in this torch
+            continue
+        kept = []
+        counts: dict[str, int] = {}
+        for entry in reversed(recorded.get("entries", [])):
+            group = str(entry["process_group"][0])
+            counts[group] = counts.get(group, 0) + 1
+            if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
+                kept.append(entry)
+        if kept:
+            found[backend] = {**recorded, "entries": kept[::-1]}
     write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": found})

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from launcher_env import topology_of
 from torch import nn
 
@@ -25,6 +26,7 @@ from hpcdist.rank import step_timing, telemetry
 from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import Heartbeat, LossWatch, enable_flight_recorders, write_records
 from hpcdist.run.folder import TIMES_PER_S, Attempt, RunDir
+from hpcdist.supervisor.hang import calls_of
 
 
 class Intervals:
@@ -187,6 +189,35 @@ def test_last_and_unfinished_entries_of_each_group_are_kept(attempt: Attempt, mo
         "unfinished entry 5 is beyond the limit"
     )
     assert record["recorders"]["gloo"]["pg_status"] == {"0": {}}
+
+
+def test_records_of_nccl_are_read_from_the_recorder_that_this_torch_writes(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, empty = json.dumps({"entries": [entry(1)]}).encode(), b"{}"
+    for recorders in (
+        {"_dump_fr_trace_json": lambda: empty, "_dump_nccl_trace_json": lambda: full},  # torch 2.11
+        {
+            "_dump_fr_trace_json": lambda *, backend="gloo": full if backend == "nccl2" else empty,
+            "_dump_nccl_trace_json": lambda: empty,
+        },  # torch 2.15
+    ):
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
+        write_records(attempt, 0)
+        assert (read_json(attempt.flight(0)) or {})["recorders"] == {"nccl": {"entries": [entry(1)]}}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_collectives_on_a_gpu_are_in_the_records_of_nccl(attempt: Attempt) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        dist.all_reduce(torch.ones(3, device="cuda"))
+        torch.cuda.synchronize()
+        write_records(attempt, 0)
+    finally:
+        dist.destroy_process_group()
+    (call,) = calls_of((read_json(attempt.flight(0)) or {})["recorders"])
+    assert (call.backend, call.group_text, call.operation) == ("nccl", "the default group", "all_reduce [3]")
 
 
 def test_recorders_are_enabled_unless_the_user_has_set_their_variables(attempt: Attempt) -> None:
