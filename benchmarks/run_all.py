@@ -68,20 +68,20 @@ BENCHMARKS = (
     Benchmark("ddp_step", ("--rounds", "3"), (*_step_figures(8, 0.95), *_step_figures(64, 1.0))),
     Benchmark(
         "startup",
-        ("--rounds", "9"),
+        ("--rounds", "5"),
         (
             Figure(
-                "command to first all-reduce: trainer over torchrun",
+                "command to first step: trainer over torchrun",
                 ("rows", "hpcdist run, trainer", "over_torchrun"),
                 target=0.5,
             ),
             Figure(
-                "command to first all-reduce, 8 ranks: trainer over torchrun",
+                "command to first step, 8 ranks: trainer over torchrun",
                 ("by_ranks", "8", "hpcdist run, trainer", "over_torchrun"),
                 target=0.3,
             ),
             Figure(
-                "command to first all-reduce: unchanged script over torchrun",
+                "command to first step: unchanged script over torchrun",
                 ("rows", "hpcdist run, script", "over_torchrun"),
             ),
             Figure("`hpcdist --help`", ("rows", "hpcdist --help", "s"), "s", 0.2),

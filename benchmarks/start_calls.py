@@ -2,7 +2,7 @@
 
     python benchmarks/start_calls.py [--ranks 2 8] [--json]
 
-`hpcdist run` with one all-reduce (`baselines/first_all_reduce_trainer.py`), with ranks that import torch themselves and
+`hpcdist run` with one step of DDP (`baselines/first_step_trainer.py`), with ranks that import torch themselves and
 with ranks that a parent process forks after the import (`launch.fork`). All processes are traced: supervisor, parent
 process, ranks and shipper. The calls per rank are the difference between the two numbers of ranks over the difference
 of these numbers; the rest is the share that does not depend on the number of ranks. Counts do not depend on the load.

@@ -1,10 +1,10 @@
-"""Seconds from the command to the first all-reduce of the ranks, and duration of short commands.
+"""Seconds from the command to the first step of the ranks, and duration of short commands.
 
     python benchmarks/startup.py [--rounds 7] [--ranks 2 8] [--json]
 
 `hpcdist run` with a trainer and with an unchanged script, compared with `torchrun` of that script. All start in a small
-git repository, in turn; the time ends when rank 0 has the sum. Shipping to MLflow, heartbeats, logs and the snapshot of
-the code are enabled. The ratio is computed within each round; the results are medians.
+git repository, in turn; the time ends when rank 0 has done a step of DDP and SGD. Shipping to MLflow, heartbeats, logs
+and the snapshot of the code are enabled. The ratio is computed within each round; the results are medians.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, commit
 
 TRAINER_CONFIG = """\
 experiment: startup
-trainer: first_all_reduce_trainer:train
+trainer: first_step_trainer:train
 launch: {{device: cpu, num_ranks: {num_ranks}, num_threads: 1}}
 """
 SCRIPT_CONFIG = """\
 experiment: startup
-trainer: {{script: [first_all_reduce.py]}}
+trainer: {{script: [first_step.py]}}
 launch: {{device: cpu, num_ranks: {num_ranks}, num_threads: 1}}
 """
 
 
 def make_project(folder: Path, num_ranks: int) -> None:
     """Create a user's repository: the two programs and their configs, committed."""
-    for name in ("first_all_reduce.py", "first_all_reduce_trainer.py"):
+    for name in ("first_step.py", "first_step_trainer.py"):
         shutil.copy(BASELINES / name, folder)
     (folder / "trainer.yaml").write_text(TRAINER_CONFIG.format(num_ranks=num_ranks))
     (folder / "script.yaml").write_text(SCRIPT_CONFIG.format(num_ranks=num_ranks))
@@ -44,7 +44,7 @@ def make_project(folder: Path, num_ranks: int) -> None:
 def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str, Callable[[Mapping[str, str]], float]]:
     """Return functions that run a command and return its seconds, by name."""
 
-    def until_sum(command: list[str]) -> Callable[[Mapping[str, str]], float]:
+    def until_step(command: list[str]) -> Callable[[Mapping[str, str]], float]:
         def measure(env: Mapping[str, str]) -> float:
             out.unlink(missing_ok=True)
             began = time.time()
@@ -64,10 +64,10 @@ def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     run = [*HPCDIST, "run"]
     return {
-        "torchrun": until_sum([*torchrun, "first_all_reduce.py", str(out)]),
-        "hpcdist run, trainer": until_sum([*run, "trainer.yaml", f"runs_dir={runs}", f"params.out={out}"]),
-        "hpcdist run, script": until_sum(
-            [*run, "script.yaml", f"runs_dir={runs}", f"trainer.script=[first_all_reduce.py,{out}]"]
+        "torchrun": until_step([*torchrun, "first_step.py", str(out)]),
+        "hpcdist run, trainer": until_step([*run, "trainer.yaml", f"runs_dir={runs}", f"params.out={out}"]),
+        "hpcdist run, script": until_step(
+            [*run, "script.yaml", f"runs_dir={runs}", f"trainer.script=[first_step.py,{out}]"]
         ),
         "hpcdist --help": whole([*HPCDIST, "--help"]),
         "hpcdist config": whole([*HPCDIST, "config", "ddp_digits"]),
@@ -81,7 +81,7 @@ def measure(num_ranks: int, rounds: int, only: str) -> dict[str, list[float]]:
         project, runs = Path(name) / "project", Path(name) / "runs"
         project.mkdir()
         make_project(project, num_ranks)
-        measures = contenders(project, runs, Path(name) / "sum.txt", num_ranks)
+        measures = contenders(project, runs, Path(name) / "step.txt", num_ranks)
         times: dict[str, list[float]] = {key: [] for key in measures if only in key or key == "torchrun"}
         # The first round, which fills the page cache and writes byte code, does not count.
         for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""The script of `slurm_start.py`: one optimizer step of a small DDP model, then write its time on rank 0.
+"""The script of `startup.py` and `slurm_start.py`: one step of a small DDP model, then write its time on rank 0.
 
 Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
@@ -27,6 +27,7 @@ def main() -> None:
         target = Path(sys.argv[1])
         target.with_suffix(".partial").write_text(repr(time.time()))
         target.with_suffix(".partial").rename(target)
+    dist.barrier()  # a rank that ends while the other is at work may abort it
     dist.destroy_process_group()
 
 
