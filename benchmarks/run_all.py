@@ -68,7 +68,7 @@ BENCHMARKS = (
     Benchmark("ddp_step", ("--rounds", "3"), (*_step_figures(8, 0.95), *_step_figures(64, 1.0))),
     Benchmark(
         "startup",
-        ("--rounds", "5"),
+        ("--rounds", "9"),
         (
             Figure(
                 "command to first step: trainer over torchrun",
