@@ -113,7 +113,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     facts = results.get("facts", {}).get("figures", {})
     names = ("gpu", "driver", "torch", "cuda", "nccl", "cores", "date")
     head = ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
-    lines = [head or "no facts of the machine", "", "| stage | outcome | s | figure | measured | target |"]
+    lines = [head or "no facts of the machine", "", "| stage | outcome | s | figure | measured | target or published |"]
     lines.append("|---|---|---|---|---|---|")
     for stage in STAGES:
         result = results.get(stage.name, {"status": "not run", "reason": "no time left"})
