@@ -35,20 +35,25 @@ class BackgroundWriter:
         self._buffers = HostBuffers()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._copies: list[torch.cuda.Event] = []
 
     def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copy the state (on CUDA, queue the copy) and start to write it; later changes are not written."""
         self.settle()  # there is only one set of buffers
-        host, events = self._buffers.copy(state)
+        host, self._copies = self._buffers.copy(state)
 
         def work() -> None:
-            for event in events:
-                event.synchronize()
+            self.wait_for_copy()
             write(host)
 
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending = self._thread.submit(work)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state is copied. Before, only the stream that was current in `submit` may change it."""
+        for event in self._copies:
+            event.synchronize()
 
     def wait(self) -> None:
         """Wait for the write in progress. Raises CheckpointError if it fails."""

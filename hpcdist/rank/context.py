@@ -519,7 +519,10 @@ class Context:
                     on_written=on_written,
                 )
             if shard is not None:
-                self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
+                # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
+                self._shard_writer.wait_for_copy()
+                self._saver.wait_for_copy()
+                self.barrier()
         self._heartbeat.beat()
         self.timer.skip()
 

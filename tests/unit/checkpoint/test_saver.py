@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from context_scene import SINGLE_RANK, new_run, open_context
 from torch import nn
 
 from hpcdist.checkpoint import store as checkpoint_store
 from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers
-from hpcdist.checkpoint.state import clean_state_dict, load_weights, rng_state
+from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
 from hpcdist.checkpoint.store import CheckpointStore, read_manifest, verify_hashes
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry
 
@@ -436,3 +439,26 @@ def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
     assert host["step"].item() == 1.0
     assert host["w"].is_pinned()
     assert not host["cpu"].is_pinned()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_sharded_save_on_cuda_returns_when_other_streams_may_change_shard_and_model(tmp_path: Path) -> None:
+    model, table = nn.Linear(2, 2, device="cuda"), torch.ones(4, 2, device="cuda")
+    weight = model.weight.detach()
+    expected = weight.cpu()
+    run = new_run(tmp_path)
+    with open_context(SINGLE_RANK, run, Config(checkpoint=CheckpointConfig(keep_last=3))) as ctx, torch.no_grad():
+        ctx.restore()
+        for step in (1, 2, 3, 4):  # steps 1 and 3 allocate memory for the copies
+            torch.cuda._sleep(200_000_000)  # the copies are queued behind it
+            shard = Shard(model={"table": table}, rows={"table": (0, 4)})
+            ctx.save(step, model=model if step > 2 else None, trainer={}, shard=shard)
+            with torch.cuda.stream(torch.cuda.Stream()):  # as a call of another rank does
+                table += 1
+                weight += 1
+            torch.cuda.synchronize()
+        ctx.close()
+    assert torch.equal(load_weights(run.checkpoints / "step-00000002")["table"], torch.full((4, 2), 2.0))
+    saved = load_weights(run.checkpoints / "step-00000004")
+    assert torch.equal(saved["table"], torch.full((4, 2), 4.0))
+    assert torch.equal(saved["weight"], expected + 1 + 1 + 1)
