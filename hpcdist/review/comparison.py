@@ -78,7 +78,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     if ledger.running_s:
         found["running"] = duration(ledger.running_s)
     if facts.best_value is not None and facts.best is not None:
-        found[f"best {facts.monitor}"] = f"{number(facts.best_value)} at step {facts.best.step}"
+        found[f"best {facts.monitor}"] = f"{facts.best_text(number(facts.best_value))} at step {facts.best.step}"
     if ledger.allocated_s:
         found[f"{ledger.unit}-hours"] = number(ledger.allocated_s / 3600)
         found["goodput"] = percent(ledger.goodput, 1)

@@ -305,7 +305,8 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
     """Return the most important facts in one line: MLflow shows the first lines of a description only."""
     words = []
     if facts.best is not None and facts.best_value is not None:
-        words.append(f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,}")
+        value = facts.best_text(f"{facts.best_value:.6g}")
+        words.append(f"**{escaped(facts.monitor)} = {value}** at step {facts.best.step:,}")
     if facts.config_name:
         words.append(f"config {escaped(facts.config_name)}")
     if facts.datasets:

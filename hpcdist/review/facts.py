@@ -18,6 +18,7 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import read_account
+from hpcdist.review.uncertainty import error_of, with_error
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.records import (
     MANIFEST_FILE,
@@ -318,6 +319,11 @@ class RunFacts:
     @property
     def best_value(self) -> float | None:
         return None if self.best is None else self.best.metrics[self.monitor]
+
+    def best_text(self, without: str) -> str:
+        """Return the best value with its error; the text `without` if the error is unknown."""
+        value = self.best_value
+        return "" if value is None else with_error(value, error_of(self.monitor, value, self.datasets), without)
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:

@@ -107,6 +107,10 @@ def test_description_of_a_live_run() -> None:
     ):
         assert row in text
     assert "### Cost" not in text, "the ledger is empty"
+    best = replace(BEST, metrics={"eval/accuracy": 356 / 364})
+    data = (DatasetRecord(name="digits", split="test", num_samples=364),)
+    accurate = described(replace(FACTS, monitor="eval/accuracy", best=best, datasets=data))
+    assert accurate.startswith("**running**\n\n**eval/accuracy = 0.978 ± 0.008** at step 100, config mine.yaml")
     begun = described(replace(FACTS, progress=None))
     assert "\n\nState at 1970-01-01 00:38 UTC: no step is done yet in this attempt.\n" in begun
     queued = described(replace(FACTS, progress=None, state=State(status="queued", reason="preempted")))

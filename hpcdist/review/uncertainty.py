@@ -1,0 +1,54 @@
+"""The error of a figure, and whether two figures differ by more than chance; methods: docs/how-to/compare-runs.md."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from hpcdist.run.records import DatasetRecord
+
+#: Quantile of the normal distribution for an interval of 95 %.
+Z_95 = 1.959964
+#: Metrics that are a number of correct samples by the number of samples.
+_PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
+_TRAINING = ("train", "training")
+
+
+def wilson(share: float, num: int, z: float) -> tuple[float, float]:
+    """Return Wilson's interval of a proportion of `num` samples that is `z` standard errors wide on each side."""
+    scale = 1 + z * z / num
+    center = (share + z * z / (2 * num)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return center - half, center + half
+
+
+def evaluated_on(metric: str, datasets: Iterable[DatasetRecord]) -> DatasetRecord | None:
+    """Return the dataset of an evaluation: of the split that the metric names, else the only one besides training."""
+    others = [one for one in datasets if one.split not in _TRAINING]
+    named = [one for one in others if one.split == re.split(r"[/_.]", metric)[0]]
+    found = named or others
+    return found[0] if len(found) == 1 else None
+
+
+def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> int | None:
+    """Return the number of samples that a value is a proportion of; None if it is none, or the number is unknown."""
+    data = evaluated_on(metric, datasets)
+    is_proportion = _PROPORTION.fullmatch(metric) is not None and 0 <= value <= 1
+    return (data.num_samples or None) if data is not None and is_proportion else None
+
+
+def error_of(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> float | None:
+    """Return the standard error of a proportion, half the width of Wilson's interval; None of any other metric."""
+    if (num := num_evaluated(metric, value, datasets)) is None:
+        return None
+    low, high = wilson(value, num, 1.0)
+    return (high - low) / 2
+
+
+def with_error(value: float, error: float | None, without: str) -> str:
+    """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown."""
+    if not error:
+        return without
+    digits = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
