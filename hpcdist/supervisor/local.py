@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -81,7 +82,11 @@ def supervise_locally(
 
 
 def detach(run: RunDir, env: Mapping[str, str]) -> int:
-    """Start a supervisor that outlives this process and the terminal. Returns its process id."""
+    """Start a supervisor that outlives this process and the terminal, wait for its first state, and return its id.
+
+    Without the wait, a `status` or `follow` that comes next could see the run as before this start.
+    """
+    before = run.read_state()
     with open(run.path / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
@@ -91,6 +96,8 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    while process.poll() is None and run.read_state() == before:
+        time.sleep(0.05)
     return process.pid
 
 

@@ -7,6 +7,7 @@ page. `tests/slurm/test_submit.py` executes the blocks that are also marked `slu
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -65,3 +66,17 @@ def test_readme_trainer_trains(tmp_path: Path, env: dict[str, str]) -> None:
     assert exit_code == 0, output
     (journal,) = tmp_path.glob("runs/*/readme/journal/attempt-001.rank-00000.jsonl")
     assert '"s":20,' in journal.read_text()
+
+
+def test_commands_of_the_page_for_agents_suffice_for_a_session(tmp_path: Path, env: dict[str, str]) -> None:
+    """The session of `examples/agent` starts, stops, resumes, compares and repairs runs."""
+    session = ROOT / "examples" / "agent" / "session.py"
+    page, skill = (ROOT / "docs/how-to/for-agents.md").read_text(), (ROOT / "SKILL.md").read_text()
+    used = set(re.findall(r'hpcdist\("(\w+)"', session.read_text()))
+    assert {"run", "status", "stop", "resume", "follow", "explain", "compare"} <= used
+    assert [name for name in used if f"`hpcdist {name}" not in page or f"hpcdist {name}" not in skill] == []
+    exit_code, output = execute(f"{sys.executable} {session}", tmp_path, env)
+    assert exit_code == 0, output
+    for expected in ("optim.lr: {'first': '0.002', 'second': '0.01'}", "cause:    an exception in the training code"):
+        assert expected in output
+    assert "{'digits/first': 'finished', 'digits/second': 'finished', 'agent_script/third': 'finished'}" in output

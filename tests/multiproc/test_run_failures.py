@@ -152,6 +152,7 @@ def test_detached_run_is_held_by_one_supervisor(runs: Runs) -> None:
     code, output = runs.command("run", *config, "--detach")
     assert code == 0, output
     assert f"{name} runs in the background (process " in output
+    assert runs.run_dir(name).read_state().status == "running", "for a `follow` that comes next"
     first = runs.holder_pid(name)
     assert os.getsid(first) == first, "it outlives the terminal"
     wait_for(lambda: runs.checkpoint_steps(name), "the first checkpoint")
@@ -183,6 +184,7 @@ def test_detached_run_is_held_by_one_supervisor(runs: Runs) -> None:
 
     code, output = runs.command("resume", name, "--detach")
     assert code == 0, output
+    assert runs.run_dir(name).read_state().status == "running"
     wait_for(lambda: runs.checkpoint_steps(name)[-1] > stopped_at, "the run to continue")
     assert f"resumed at step {stopped_at} from" in runs.command("logs", name)[1]
     code, output = runs.command("cancel", name)
