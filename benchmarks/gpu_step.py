@@ -42,7 +42,8 @@ from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, 
 from hpcdist.config.topology import Topology
 from hpcdist.data.loading import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.process_group import place, process_groups, seed_everything
+from hpcdist.rank.device import place
+from hpcdist.rank.process_group import process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
@@ -93,17 +94,17 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     topology = Topology.from_env(os.environ)
     attempt = run.attempt(topology.attempt)
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
-    device, backend = place(config, topology, os.environ)
+    device = place(config, topology, os.environ)
     seed_everything(config.seed)
     # Compilation and the first steps wait for the device; they do not count as training steps here either.
     first = config.data.num_samples // config.data.batch_size // topology.world_size
-    syncs = SyncCounter(device, lambda: heartbeat.step >= first) if check_sync else None
+    syncs = SyncCounter(device.device, lambda: heartbeat.step >= first) if check_sync else None
     with ExitStack() as stack:
         groups = stack.enter_context(
             process_groups(
                 topology,
-                device,
-                backend,
+                device.device,
+                device.backend,
                 attempt.read_key(),
                 attempt.path,
                 init_timeout_s=120,
@@ -129,7 +130,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
             run=run,
             attempt=attempt,
             topology=topology,
-            device=device,
+            device=device.device,
             groups=groups,
             stop=StopAgreement(groups.control, StopFlag(), RequestReader(attempt) if topology.rank == 0 else None),
             records=records,

@@ -18,6 +18,7 @@ from typing import Any
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import site
 from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, port_for
 from hpcdist.host import machine as host_machine
@@ -140,7 +141,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(checks_machine.trial_checks, "cpu", 2, env)
         count = host_machine.visible_gpus(len(host_machine.gpus()) or host_machine.gpu_device_files(), env)
-        checks = [*(checks_machine.trial_checks("cuda", count, env) if count else []), *on_cpus.result()]
+        checks = [*(checks_machine.trial_checks(NVIDIA, count, env) if count else []), *on_cpus.result()]
     if reason := private_network.why_refused():
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
         return [*checks, note("network", text)]
@@ -266,7 +267,7 @@ def _live(run: RunDir, config: Config) -> list[Check]:
             checkpoint_folder=str(run.checkpoints),
             witness=str(witness),
             gpus_per_node=gpus,
-            backend="nccl" if gpus else "gloo",
+            backend=config.launch.backend_on(gpus=gpus > 0),
             deadline_s=MEET_S,
         )
         # Inside another job, srun would take missing options from that job's variables.

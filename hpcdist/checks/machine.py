@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 import hpcdist
 from hpcdist.checks.site import GIB, version_of
+from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import (
     Check,
@@ -227,9 +228,9 @@ _TRIAL = (
 )
 
 
-def trial_checks(device: Literal["cpu", "cuda"], num_ranks: int, env: Mapping[str, str]) -> list[Check]:
+def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Check]:
     """Start ranks as `hpcdist run` does, in child processes, so that a hang cannot block doctor."""
-    name = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {'nccl' if device == 'cuda' else 'gloo'}"
+    name = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {GPU_BACKENDS.get(device, 'gloo')}"
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-", ignore_cleanup_errors=True) as folder:
         words = [*_TRIAL, f"launch.device={device}", f"launch.num_ranks={num_ranks}", f"runs_dir={folder}/runs"]
         command = [sys.executable, "-P", "-m", "hpcdist", "run", *words]

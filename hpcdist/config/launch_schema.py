@@ -318,18 +318,23 @@ class TrackingConfig(ConfigSection):
         return [f"commands: {name!r} must be one of {', '.join(COMMANDS)}" for name in unknown]
 
 
+#: Types of GPUs by torch's name, and the backend of collectives between them; AMD's GPUs have NVIDIA's names in torch.
+GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
+NVIDIA = "cuda"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(ConfigSection):
     """How ranks are started, supervised and restarted."""
 
     num_ranks: int = number(0, least=0, most=MAX_PER_NODE)
     """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks; `auto` uses GPUs if there are any."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    """Device of the ranks; `auto` uses GPUs of NVIDIA or AMD (`cuda`) if there are any."""
     devices: dict[str, str] = field(default_factory=dict)
     """Device by role, if it is not launch.device: `parameter_server: cpu` leaves the GPUs to the other roles."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of torch.distributed; `auto` is nccl if all ranks have GPUs, else gloo."""
+    backend: Literal["auto", "gloo", "nccl", "xccl"] = "auto"
+    """Backend of torch.distributed; `auto` is that of the GPUs (`cuda`: nccl) if all ranks have one, else gloo."""
     rpc: Literal["zmq", "torch"] = "zmq"
     """RPC of the trainers with roles: ZeroMQ, or torch.distributed.rpc, whose sockets are not authenticated."""
     rpc_trusted_nodes: bool = False
@@ -358,11 +363,23 @@ class LaunchConfig(ConfigSection):
         """`hang_timeout_s`, or its default."""
         return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
 
+    @property
+    def gpu_type(self) -> str:
+        """Type of the GPUs of this run: the one that is asked for, or that of `auto`."""
+        return next((one for one in (self.device, *self.devices.values()) if one in GPU_BACKENDS), NVIDIA)
+
+    def backend_on(self, *, gpus: bool) -> str:
+        """Return the backend of ranks that all have GPUs, or do not."""
+        if self.backend != "auto":
+            return self.backend
+        return GPU_BACKENDS[self.gpu_type] if gpus else "gloo"
+
     def problems(self) -> list[str]:
+        known = ("auto", "cpu", *GPU_BACKENDS)
         return variables(self, "env") + [
-            f"devices.{role} must be auto, cpu or cuda, got {device!r}"
+            f"devices.{role} must be {', '.join(known[:-1])} or {known[-1]}, got {device!r}"
             for role, device in self.devices.items()
-            if device not in ("auto", "cpu", "cuda")
+            if device not in known
         ]
 
 

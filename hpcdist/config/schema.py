@@ -350,7 +350,7 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 
 def role_device(config: Config, role: str) -> str:
-    """Return the device of a role: `auto`, `cpu` or `cuda`.
+    """Return the device of a role: `auto`, `cpu` or a type of GPU.
 
     A role that requests no GPUs of the cluster, while others do, uses the CPU on every machine.
     """
@@ -386,17 +386,18 @@ def cross_check(config: Config) -> list[str]:
         if ranks > MAX_RANKS:
             problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
     problems += _elastic_problems(config)
+    backend = config.launch.backend
     if config.launch.device == "cpu":
-        if config.launch.backend == "nccl":
-            problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
+        if backend not in ("auto", "gloo"):
+            problems.append(f"launch.backend={backend} needs GPUs, but launch.device=cpu: use launch.backend=gloo")
         if config.precision.dtype == "fp16":
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:
             problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
-    elif config.launch.backend == "nccl":
+    elif backend not in ("auto", "gloo"):
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:
-            problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
+            problems.append(f"launch.backend={backend} needs GPUs for all ranks, but {without[0]} has none: use gloo")
     if "trainer" in config.cluster.roles and not config.roles:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]

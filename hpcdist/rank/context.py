@@ -123,6 +123,7 @@ class Context:
         stop: StopAgreement,
         records: RankRecords,
         heartbeat: Heartbeat,
+        devices: str = "",
     ) -> None:
         self.config = config
         self.run = run
@@ -137,6 +138,7 @@ class Context:
         records.on_metrics = heartbeat.note_logged
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
+        self._notes.set_devices(devices)
         self._is_elastic = config.data.global_batch_size is not None
         self._is_first_step = True
         self._divisions: dict[int, Division] = {}

@@ -1,4 +1,4 @@
-"""Device, seeds and torch.distributed of a rank: authenticated rendezvous, and gloo connections between ranks only."""
+"""Seeds and torch.distributed of a rank: authenticated rendezvous, and gloo connections between ranks only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import random
-import re
 import secrets
 import socket
 import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
-from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import SLURM_FIX, Roles, Topology, Variables
-from hpcdist.errors import ConfigError, RendezvousError, TopologyError, shortened
-from hpcdist.host.machine import require_compiler
+from hpcdist.config.topology import Topology
+from hpcdist.errors import RendezvousError
+from hpcdist.rank.device import refuse_shared_gpu
 from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, has_unix_sockets
 
 T = TypeVar("T")
@@ -104,6 +102,7 @@ def process_groups(
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
         store = open_store(topology, key, init_timeout_s, folder)
+        refuse_shared_gpu(device, topology, store)
         guard_gloo()
         dist.init_process_group(
             backend,
@@ -112,7 +111,7 @@ def process_groups(
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout_s),
             # A GPU bound to a default group of gloo would make each NCCL group a split of it, which fails (torch 2.11).
-            device_id=device if backend == "nccl" else None,
+            device_id=None if backend == "gloo" else device,
         )
         if topology.world_size > 1:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="control")
@@ -394,93 +393,6 @@ def guard_gloo() -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     distributed_c10d.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
     dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
-
-
-def gpu_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a GPU as NVML writes it; None for the CPU."""
-    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
-    """Make this rank's device the current one, and return it and the collective backend."""
-    roles = Roles.of(config.roles, topology.world_size)
-    asked = {role: role_device(config, role) for role in roles.names}
-    role, _ = roles.of_rank(topology.rank)
-    mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
-    sharers = None
-    if mixed:
-        sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
-    index = cuda_index(topology, torch.cuda.device_count(), env, sharers) if asked[role] != "cpu" else None
-    if asked[role] == "cuda" and index is None:
-        key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
-        raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
-    device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    if config.model.compile and not config.trainer.script:
-        require_compiler(device.type, {**env, **config.launch.env})
-    if device.type == "cpu":
-        if config.precision.dtype == "fp16":
-            raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])
-        if config.model.sync_batch_norm:
-            raise ConfigError(["model.sync_batch_norm needs GPUs, and none is visible here: set it to false"])
-    else:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32
-    backend = config.launch.backend
-    if backend == "auto":
-        # A rank without a GPU cannot be a member of an NCCL group.
-        backend = "nccl" if device.type == "cuda" and not mixed and dist.is_nccl_available() else "gloo"
-    if backend == "nccl" and device.type == "cpu":
-        raise ConfigError(["launch.backend=nccl needs GPUs, and none is visible here: use gloo"])
-    return device, backend
-
-
-def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
-    """Return the ranks on this rank's node, ordered by local rank."""
-    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
-        # Correct for every --distribution and for heterogeneous steps.
-        return Variables(env, SLURM_FIX).parsed("SLURM_GTIDS", _numbers)
-    first = topology.rank - topology.local_rank
-    return list(range(first, first + topology.local_world_size))
-
-
-def cuda_index(
-    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
-) -> int | None:
-    """Return the CUDA device index of this rank; None if the process sees no GPU.
-
-    If at least as many GPUs are visible as the node has ranks that use them (`sharers`, by default all), the index is
-    the local rank. Otherwise it is 0, provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this: it
-    counts the GPUs of all tasks of the step on this node. Without it, CUDA_VISIBLE_DEVICES must name a single device.
-
-    In all other cases two ranks would use one GPU, and NCCL would fail with "Duplicate GPU detected".
-    """
-    num_local = topology.local_world_size if sharers is None else len(sharers)
-    if num_visible == 0:
-        return None
-    if num_visible >= num_local:
-        return topology.local_rank if sharers is None else sharers.index(topology.rank)
-    variables = Variables(
-        env,
-        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
-        f"or start fewer ranks here (launch.num_ranks={num_visible})",
-    )
-    if variables.has("SLURM_GPUS_ON_NODE"):
-        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
-            return 0
-    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
-        return 0
-    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
-    raise variables.error(
-        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
-        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    if re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text) is None:
-        raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
-    return [int(part) for part in text.split(",")]
 
 
 def seed_everything(seed: int) -> None:

@@ -45,8 +45,7 @@ from hpcdist.run.folder import Attempt, RunDir, require_same, system_interval_s
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
-    import torch
-
+    from hpcdist.rank.device import Device
     from hpcdist.rank.process_group import Groups
 
 #: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
@@ -156,7 +155,8 @@ def _train(
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context
-    from hpcdist.rank.process_group import gpu_uuid, place, seed_everything
+    from hpcdist.rank.device import listed, place
+    from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter
     from hpcdist.rank.telemetry import Heartbeat
@@ -168,11 +168,11 @@ def _train(
     params = arguments_of(train, config.params)
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
-    device, backend = place(config, topology, os.environ)
-    heartbeat.energy = EnergyMeter(gpu_uuid(device), os.environ if topology.local_rank == 0 else None).joules
+    device = place(config, topology, os.environ)
+    heartbeat.energy = EnergyMeter(device.uuid, os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
     with (
-        _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
+        _connected_groups(config, attempt, topology, device, outcome) as groups,
         _monitored(config, run, topology, records),
     ):
         requests = RequestReader(attempt) if topology.rank == 0 else None
@@ -181,7 +181,8 @@ def _train(
             run=run,
             attempt=attempt,
             topology=topology,
-            device=device,
+            device=device.device,
+            devices=listed(groups.gather(device.name)),
             groups=groups,
             stop=StopAgreement(groups.control, stop_flag, requests, config.stop.pause_at_step),
             records=records,
@@ -210,14 +211,14 @@ def _monitored(config: Config, run: RunDir, topology: Topology, records: RankRec
 
 @contextmanager
 def _connected_groups(
-    config: Config, attempt: Attempt, topology: Topology, device: torch.device, backend: str, outcome: Outcome
+    config: Config, attempt: Attempt, topology: Topology, device: Device, outcome: Outcome
 ) -> Iterator[Groups]:
     """Connect the ranks and yield their process groups; on several nodes, check an all-reduce first."""
     from hpcdist.rank.process_group import process_groups
 
     timeout_s = config.launch.init_timeout_s
     is_checked = config.preflight.mode == "on" and topology.num_nodes > 1
-    if is_checked and backend == "nccl":
+    if is_checked and device.backend != "gloo":
         from hpcdist.rank.collective_check import log_env
 
         os.environ.update(log_env(topology, attempt, os.environ))
@@ -231,8 +232,8 @@ def _connected_groups(
     )
     with process_groups(
         topology,
-        device,
-        backend,
+        device.device,
+        device.backend,
         attempt.read_key(),
         attempt.path,
         init_timeout_s=timeout_s,
@@ -243,7 +244,7 @@ def _connected_groups(
         if is_checked:
             from hpcdist.rank.collective_check import check
 
-            check(topology, device, backend, groups, attempt, timeout_s=timeout_s, on_expiry=give_up)
+            check(topology, device.device, device.backend, groups, attempt, timeout_s=timeout_s, on_expiry=give_up)
         yield groups
 
 

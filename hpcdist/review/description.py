@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
@@ -77,7 +78,9 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
         yield "Code", [code]
     if image := _image(facts):
         yield "Image", [image]
-    device = {"cpu": " on the CPU", "cuda": " on GPUs"}.get(facts.stored.config.launch.device, "")
+    asked = facts.stored.config.launch.device  # of a script, whose devices are not recorded
+    device = " on the CPU" if "CPU" in (facts.devices, asked.upper()) else " on GPUs" * (asked in GPU_BACKENDS)
+    device = f" on {facts.devices}" if facts.devices not in ("", "CPU") else device
     nodes = facts.attempts[-1].nodes if facts.attempts else ()
     where = f" on {_nodes(nodes)}" if nodes else ""
     earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]

@@ -29,6 +29,7 @@ from hpcdist.run.records import (
     RerunRecord,
     TrainingRecord,
     complete_checkpoints,
+    devices_of,
     end_of,
     overrides,
     parameters,
@@ -290,6 +291,7 @@ class RunFacts:
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
+    devices: str = ""  #: of the ranks, see `TrainingRecord`
     datasets: tuple[DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
@@ -356,6 +358,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         _setup(run, state, stored),
         parameters=parameters(run, stored),
         num_parameters=training.num_parameters,
+        devices=devices_of(run),
         datasets=training.datasets,
         monitor=monitor.monitor,
         monitor_mode=monitor.monitor_mode,

@@ -33,7 +33,7 @@
             command-001.json  command-001.rank-00000.json   a command to save or profile, and the answer of a rank
             config.yaml                          config of this attempt and those before, if a resume has changed it
             times.json                           begin and end with its cause, resources of the ranks
-            training.json                        first step, datasets and model size
+            training.json                        first step, devices, datasets and model size
             phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun

@@ -150,7 +150,8 @@ def reached_step(attempt: Attempt) -> int:
     return max(steps)
 
 
-# The datasets, the model size and the first step of an attempt, in `training.json` of its folder. Rank 0 writes it.
+# The devices, the datasets, the model size and the first step of an attempt, in `training.json` of its folder. Rank 0
+# writes it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,7 @@ class TrainingRecord:
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
+    devices: str = ""  #: of all ranks, such as `2 × NVIDIA H100 80GB HBM3`, or `CPU`; empty for a script
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:
@@ -189,6 +191,12 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
         return None
 
 
+def devices_of(run: RunDir) -> str:
+    """Return the devices of the newest attempt that has recorded them."""
+    records = map(read_training, reversed(run.attempts()))
+    return next((record.devices for record in records if record is not None and record.devices), "")
+
+
 class TrainingNotes:
     """Writes `training.json` of an attempt at each change, on rank 0."""
 
@@ -206,6 +214,9 @@ class TrainingNotes:
 
     def set_num_parameters(self, num_parameters: int) -> None:
         self._write(replace(self._record, num_parameters=num_parameters))
+
+    def set_devices(self, devices: str) -> None:
+        self._write(replace(self._record, devices=devices))
 
     def _write(self, record: TrainingRecord) -> None:
         if not self._is_main or record == self._record:

@@ -198,7 +198,7 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
         request = f"component {index}: {part}" if is_het(config) else str(part)
         for role in part.roles:
             device = role_device(config, role)
-            devices[role] = device if device != "auto" else "cuda" if part.gpus_per_node else "cpu"
+            devices[role] = device if device != "auto" else config.launch.gpu_type if part.gpus_per_node else "cpu"
         if nodes is not None and num_nodes <= NODES_IN_TABLE:
             for node in nodes[index]:
                 groups.append((range(first, first + part.tasks_per_node), node))

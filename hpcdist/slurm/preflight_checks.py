@@ -64,7 +64,7 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
 def _versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
     levels: dict[str, Level] = dict.fromkeys(("python", "hpcdist", "source", "torch"), "failure")
-    levels["nccl"] = "failure" if request.backend == "nccl" else "note"
+    levels["nccl"] = "note" if request.backend == "gloo" else "failure"
     levels["driver"] = "warning" if request.gpus_per_node else "note"
     versions = {node: answer["versions"] for node, answer in answers.items() if "versions" in answer}
     for key, level in levels.items():
@@ -126,7 +126,7 @@ def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
         silent = not answer["gpus"] and answer.get("gpu_device_files", 0)
         text = f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else "")
         fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
-        yield Check(name="gpu", level="failure" if request.backend == "nccl" else "warning", text=text, fix=fix)
+        yield Check(name="gpu", level="warning" if request.backend == "gloo" else "failure", text=text, fix=fix)
     for gpu in answer["gpus"]:
         for check in machine.gpu_checks(gpu):
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")

@@ -57,7 +57,7 @@ class ProbeRequest:
     witness: str  #: a file with the token, in a folder of this preflight inside the run folder
     checkpoint_bytes: int | None = None  #: size of the newest checkpoint, None without one
     gpus_per_node: int = 0  #: GPUs that ranks need on each node
-    backend: str = "gloo"  #: backend of the ranks: `nccl`, `gloo` or `mpi`
+    backend: str = "gloo"  #: backend of the ranks
     addresses: Mapping[str, str] = field(default_factory=dict)  #: addresses by node, which replace name lookups
     deadline_s: float = 20.0  #: time that a node waits for nodes that have not started
 

@@ -133,7 +133,7 @@ class LocalLauncher:
     @property
     def resources(self) -> Resources:
         """One GPU for each rank on a GPU; without GPUs, the cores of all threads of the ranks."""
-        if gpu_ranks := [rank for rank in range(self.num_ranks) if self.plan.device_of(rank) == "cuda"]:
+        if gpu_ranks := [rank for rank in range(self.num_ranks) if self.plan.device_of(rank) != "cpu"]:
             own = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
             return Resources(unit="GPU", nodes={socket.gethostname(): own})
         cores = min(num_cores(), self.num_ranks * self.plan.threads)

@@ -8,11 +8,10 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
-from hpcdist.config.launch_schema import MAX_PER_NODE
+from hpcdist.config.launch_schema import GPU_BACKENDS, MAX_PER_NODE, NVIDIA
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import DEFAULT_ROLE, Roles, port_for
 from hpcdist.errors import ConfigError
@@ -42,7 +41,7 @@ class Machine:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     num_ranks: int
-    device: Literal["cpu", "cuda"]
+    device: str  #: `cpu`, or the type of the GPUs
     backend: str
     threads: int
     #: Variables that all ranks get in addition to the caller's environment.
@@ -84,12 +83,14 @@ def make_plan(config: Config, machine: Machine) -> Plan:
             ]
         )
     asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
+    ranks = roles.world_size if roles else launch.num_ranks
+    if launch.gpu_type != NVIDIA:  # torch alone counts them, in the ranks, which refuse to share a GPU
+        machine = replace(machine, num_gpus=ranks or 1)
     use_gpus = machine.num_gpus > 0 and any(device != "cpu" for device in asked.values())
     for role, device in asked.items():
-        if device == "cuda" and not use_gpus:
+        if device in GPU_BACKENDS and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
-            raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
-    ranks = roles.world_size if roles else launch.num_ranks
+            raise ConfigError([f"{key}={device}, but no GPU is visible here: use {key}=auto or cpu"])
     min_ranks = config.elastic.min_ranks
     if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
         ranks = min(ranks, machine.num_gpus)
@@ -117,16 +118,16 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     # A sum over another number of threads is rounded differently.
     even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
     threads = launch.num_threads or even_threads
+    gpu = launch.gpu_type if use_gpus else "cpu"
     all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
-    backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
     return Plan(
         num_ranks=num_ranks,
-        device="cuda" if use_gpus else "cpu",
-        backend=backend,
+        device=gpu,
+        backend=launch.backend_on(gpus=all_gpus),
         threads=threads,
         env={**processor_env(threads, use_gpus=use_gpus), **launch.env},
         roles=roles,
-        devices={role: "cuda" if use_gpus and asked[role] != "cpu" else "cpu" for role in asked} if roles else {},
+        devices={role: "cpu" if asked[role] == "cpu" else gpu for role in asked} if roles else {},
     )
 
 

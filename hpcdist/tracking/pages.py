@@ -31,6 +31,7 @@ from hpcdist.run.records import (
     CAUSES,
     PLAIN_SCRIPT,
     DatasetRecord,
+    devices_of,
     is_generated,
     overrides,
     parameters,
@@ -134,7 +135,7 @@ def run_name(run: RunDir, stored: StoredConfig) -> str:
 
 
 def state_tags(run: RunDir, state: State) -> dict[str, str]:
-    """Return the tags of the state, the nodes of the run, and those of its Slurm job."""
+    """Return the tags of the state, the devices and the nodes of the run, and those of its Slurm job."""
     tags = {
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
@@ -142,6 +143,8 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
+    if devices := devices_of(run):
+        tags["hpcdist.devices"] = devices
     job, starts = read_json(run.path / "slurm.json") or {}, job_starts(run)
     # The same tag for runs with and without Slurm, for a column in the list of runs.
     if not job.get("job_id"):

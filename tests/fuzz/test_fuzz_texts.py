@@ -14,7 +14,7 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.topology import Topology, expand, expand_tasks, port_for
 from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
-from hpcdist.rank.process_group import ranks_on_node
+from hpcdist.rank.device import ranks_on_node
 from hpcdist.run.sweeps import make_sweep, parse_axes
 from hpcdist.slurm.output import (
     JobInfo,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, port_for
 from hpcdist.containers.spec import ContainerSpec, outer_env
@@ -92,7 +93,6 @@ class Preflight:
     def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
         config, parts = self._config, components(self._config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
-        backend = config.launch.backend
         # pyxis unpacks the image on each node before the step starts. Killing the step earlier does not end the
         # unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
         unpack_s = PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
@@ -105,9 +105,10 @@ class Preflight:
             checkpoint_folder=str(self._run.checkpoints),
             witness=str(witness),
             checkpoint_bytes=newest_checkpoint_bytes(self._run),
-            # If components differ, the minimum: no node fails for hardware that was not requested of it.
-            gpus_per_node=gpus,
-            backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
+            # If components differ, the minimum: no node fails for hardware that was not requested of it. The nodes
+            # count by NVIDIA's driver.
+            gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
+            backend=config.launch.backend_on(gpus=gpus > 0),
             deadline_s=ProbeRequest.deadline_s + unpack_s,
         )
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from launcher_env import HET, OWN, STEP, Env, topology_of
+from torch.distributed import HashStore
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config
@@ -19,7 +20,15 @@ from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, PreflightError, TopologyError
 from hpcdist.rank import collective_check
 from hpcdist.rank.collective_check import blame, log_env, terms, uses_tcp
-from hpcdist.rank.process_group import cuda_index, place, ranks_on_node
+from hpcdist.rank.device import (
+    Device,
+    bind_to_cpus,
+    gpu_index,
+    listed,
+    place,
+    ranks_on_node,
+    refuse_shared_gpu,
+)
 from hpcdist.run.folder import Attempt
 
 HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
@@ -27,15 +36,24 @@ HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr("hpcdist.rank.process_group.dist.is_nccl_available", lambda: True)
+    see(monkeypatch, "cuda", 2)
+
+
+def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Let torch be built for a type of GPU, of which this process sees `count`."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda _: True)
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="8932f937-d72c")
+    found.pci_domain_id, found.pci_bus_id, found.pci_device_id = 0, 0x1B, 0
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_properties=lambda _: found))
 
 
 def place_all(config: Config) -> list[tuple[str, str]]:
     """Return device and backend of each of four ranks on one node."""
     found = [place(config, topology_of(number, 4), {}) for number in range(4)]
-    return [(str(device), backend) for device, backend in found]
+    return [(str(each.device), each.backend) for each in found]
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -45,16 +63,47 @@ def test_gpus_go_to_the_trainers_if_other_roles_use_the_cpu() -> None:
     assert place_all(by_device) == expected
     by_request = Config(roles=HYBRID, cluster=ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=2)}))
     assert place_all(by_request) == expected
-    of_all = Config(roles={"agent": 1, "observer": 1})
-    assert place(of_all, topology_of(1, 2), {}) == (torch.device("cuda", 1), "nccl")
+    of_all = place(Config(roles={"agent": 1, "observer": 1}), topology_of(1, 2), {})
+    assert str(of_all) == "cuda:1 (NVIDIA H100 80GB HBM3, 80 GiB), nccl"
+    assert (of_all.uuid, of_all.pci) == ("GPU-8932f937-d72c", "0000:1b:00.0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "built_for", "found"),
+    [
+        ("auto", "cuda", ("cuda:0", "nccl")),
+        ("xpu", "xpu", ("xpu:0", "xccl")),
+        ("mps", "mps", ("mps:0", "gloo")),
+        ("auto", "xpu", ("cpu", "gloo")),  # a local run has counted no GPU of NVIDIA
+        ("cpu", "cuda", ("cpu", "gloo")),
+    ],
+)
+def test_type_of_gpu(monkeypatch: pytest.MonkeyPatch, asked: Any, built_for: str, found: tuple[str, str]) -> None:
+    see(monkeypatch, built_for, 1)
+    placed = place(Config(launch=LaunchConfig(device=asked)), topology_of(0, 1), {})
+    assert (str(placed.device), placed.backend) == found
 
 
 def test_role_that_requires_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    see(monkeypatch, "cuda", 0)
     config = Config(roles=HYBRID, launch=LaunchConfig(devices={"trainer": "cuda"}))
-    assert str(place(config, topology_of(0, 4), {})[0]) == "cpu"
+    assert place(config, topology_of(0, 4), {}).device.type == "cpu"
     with pytest.raises(ConfigError, match=r"^launch\.devices\.trainer=cuda, but no GPU is visible here: use "):
         place(config, topology_of(1, 4), {})
+    see(monkeypatch, "cuda", 4)  # of another type
+    with pytest.raises(ConfigError, match=r"^launch\.device=xpu, but no GPU is visible here: use launch\.device=auto "):
+        place(Config(launch=LaunchConfig(device="xpu")), topology_of(0, 1), {})
+
+
+def test_backend_of_gpus_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cuda", 0)
+    with pytest.raises(ConfigError, match=r"^launch\.backend=nccl needs GPUs, and none is visible here: use gloo"):
+        place(Config(launch=LaunchConfig(backend="nccl")), topology_of(0, 1), {})
+
+
+def test_devices_of_all_ranks_are_counted_by_name() -> None:
+    assert listed(["CPU", "CPU"]) == "CPU"
+    assert listed(["CPU", "NVIDIA A100", "NVIDIA A100"]) == "1 × CPU, 2 × NVIDIA A100"
 
 
 def test_ranks_on_node_follow_the_distribution() -> None:
@@ -68,51 +117,107 @@ def test_ranks_on_node_follow_the_distribution() -> None:
         ranks_on_node(Topology.from_env(wrong), wrong)
 
 
-# --- index of the GPU
+# --- Index of the GPU: the table in docs/how-to/gpus.md. A task sees the GPUs that its cgroup admits and
+# CUDA_VISIBLE_DEVICES selects; Slurm sets SLURM_GPUS_ON_NODE to those of the step on the node.
+
+
+def slurm(num_gpus: int, visible: str) -> Env:
+    return {"SLURM_GPUS_ON_NODE": str(num_gpus), "CUDA_VISIBLE_DEVICES": visible}
 
 
 @pytest.mark.parametrize(
     ("local_rank", "num_local", "num_visible", "env", "index"),
     [
-        (1, 2, 0, {}, None),
-        (3, 4, 4, {}, 3),  # all of the node's
-        (1, 2, 2, {"SLURM_GPUS_ON_NODE": "4"}, 1),  # --gpus-per-task=2, or a view narrowed by the user
-        (3, 4, 1, {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 0),  # one for each task
-        (3, 4, 2, {"SLURM_GPUS_ON_NODE": "8"}, 0),  # two for each task
-        (1, 2, 1, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, 0),
+        pytest.param(3, 4, 4, slurm(4, "0,1,2,3"), 3, id="--gpus-per-node=4, --gpu-bind=none"),
+        pytest.param(3, 4, 1, slurm(4, "0"), 0, id="--gpus-per-task=1, cgroup-constrained devices"),
+        pytest.param(3, 4, 1, slurm(4, "3"), 0, id="--gpus-per-task=1, without the cgroup"),
+        pytest.param(1, 2, 2, slurm(4, "0,1"), 1, id="--gpus-per-task=2, two tasks"),
+        pytest.param(3, 4, 2, slurm(8, "0,1"), 0, id="--gpus-per-task=2, four tasks"),
+        pytest.param(3, 4, 1, slurm(4, "3"), 0, id="--gpu-bind=single:1 or map_gpu:0,1,2,3"),
+        pytest.param(1, 2, 4, {}, 1, id="all GPUs, variable not set"),
+        pytest.param(1, 2, 2, {"CUDA_VISIBLE_DEVICES": "2,3"}, 1, id="indices"),
+        pytest.param(1, 2, 2, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d0a"}, 1, id="UUIDs"),
+        pytest.param(1, 2, 1, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, 0, id="a UUID for each task"),
+        pytest.param(1, 2, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f1c"}, 0, id="a MIG slice for each task"),
+        pytest.param(0, 1, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f1c,MIG-77ab"}, 0, id="one rank, two MIG slices"),
+        pytest.param(1, 2, 0, {"CUDA_VISIBLE_DEVICES": ""}, None, id="empty: the CPU"),
     ],
 )
-def test_cuda_index_of_ranks_with_enough_gpus(
-    local_rank: int, num_local: int, num_visible: int, env: Env, index: int | None
-) -> None:
-    assert cuda_index(topology_of(local_rank, num_local), num_visible, env) == index
+def test_gpu_of_a_rank(local_rank: int, num_local: int, num_visible: int, env: Env, index: int | None) -> None:
+    assert gpu_index(topology_of(local_rank, num_local), num_visible, env) == index
 
 
 @pytest.mark.parametrize(
     ("num_local", "num_visible", "env", "known"),
     [
-        (4, 2, {}, "CUDA_VISIBLE_DEVICES not set"),
-        (2, 1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "CUDA_VISIBLE_DEVICES=0,7"),
-        (4, 1, {"SLURM_GPUS_ON_NODE": "2"}, "SLURM_GPUS_ON_NODE=2"),  # --ntasks-per-gpu=2
-        (8, 2, {"SLURM_GPUS_ON_NODE": "8"}, "SLURM_GPUS_ON_NODE=8"),  # --gpu-bind=closest
+        pytest.param(4, 2, {}, "CUDA_VISIBLE_DEVICES not set", id="more ranks than GPUs"),
+        pytest.param(2, 1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "CUDA_VISIBLE_DEVICES=0,7", id="an index without GPU"),
+        pytest.param(4, 1, slurm(2, "1"), "SLURM_GPUS_ON_NODE=2, CUDA_VISIBLE_DEVICES=1", id="--ntasks-per-gpu=2"),
+        pytest.param(8, 2, slurm(8, "0,1"), "SLURM_GPUS_ON_NODE=8, ", id="--gpu-bind=closest"),
+        pytest.param(
+            2, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f,MIG-77"}, "CUDA_VISIBLE_DEVICES=MIG-5f,MIG-77", id="two MIG slices"
+        ),
     ],
 )
-def test_cuda_index_refuses_to_share_a_gpu_between_ranks(
-    num_local: int, num_visible: int, env: Env, known: str
-) -> None:
+def test_ranks_that_would_share_a_gpu_are_refused(num_local: int, num_visible: int, env: Env, known: str) -> None:
     problem = re.escape(f"rank 1 sees {num_visible} GPU(s) ({known}")
     fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.num_ranks={num_visible})"
     with pytest.raises(TopologyError, match=problem) as caught:
-        cuda_index(topology_of(1, num_local), num_visible, env)
+        gpu_index(topology_of(1, num_local), num_visible, env)
     assert f"but {num_local} ranks run on its node, so two ranks would use the same GPU" in str(caught.value)
     assert str(caught.value).endswith(fix)
 
 
-def test_cuda_index_counts_only_ranks_that_use_gpus() -> None:
+def test_only_ranks_that_use_gpus_count() -> None:
     """A master, two trainers and a parameter server on a machine with two GPUs."""
-    assert [cuda_index(topology_of(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
+    assert [gpu_index(topology_of(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
     with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, so two ranks would use the same GPU"):
-        cuda_index(topology_of(1, 4), 1, {}, [1, 2])
+        gpu_index(topology_of(1, 4), 1, {}, [1, 2])
+
+
+def test_ranks_with_one_gpu_are_refused_though_their_variables_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES=0 in `launch.env`, or --gpu-bind=map_gpu:0,0."""
+    see(monkeypatch, "cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    store, gpu = HashStore(), torch.device("cuda", 0)
+    refuse_shared_gpu(gpu, topology_of(0, 4, 2, hosts=("n1", "n2")), store)
+    refuse_shared_gpu(gpu, topology_of(2, 4, 2, hosts=("n1", "n2")), store)  # of another node
+    for _ in range(2):
+        refuse_shared_gpu(torch.device("cpu"), topology_of(0, 4, 2, hosts=("n1", "n2")), store)
+    shared = (
+        r"^rank 1 and another rank of its node use the same GPU, GPU-8932f937-d72c \(CUDA_VISIBLE_DEVICES=0\); "
+        r"request a GPU for each rank \(Slurm: --gpus-per-node=2 --gpu-bind=none\)"
+    )
+    with pytest.raises(TopologyError, match=shared):
+        refuse_shared_gpu(gpu, topology_of(1, 4, 2, hosts=("n1", "n2")), store)
+
+
+@pytest.mark.parametrize(
+    ("near", "usable", "env", "bound"),
+    [
+        ("0-1,4", {0, 1, 2, 3}, {}, {0, 1}),
+        ("0-3", {0, 1, 2, 3}, {}, None),  # one NUMA node
+        ("4-7", {0, 1, 2, 3}, {}, None),
+        ("0", {0, 1, 2, 3}, {}, None),  # fewer than the threads
+        ("0-1", {0, 1, 2, 3}, {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, None),
+        ("0-1", {0, 1, 2, 3}, {"SLURM_CPU_BIND_TYPE": "none"}, {0, 1}),
+    ],
+)
+def test_rank_uses_the_cpus_beside_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, near: str, usable: set[int], env: Env, bound: set[int] | None
+) -> None:
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text(f"{near}\n")
+    calls: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: usable)
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: calls.append(cpus))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    gpu = Device(device=torch.device("cuda", 0), backend="nccl", pci=folder.name)
+    bind_to_cpus(gpu, env, tmp_path)
+    assert calls == ([] if bound is None else [bound])
+    bind_to_cpus(replace(gpu, pci=""), env, tmp_path)
+    assert len(calls) <= 1
 
 
 # --- Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814.

@@ -1,0 +1,220 @@
+"""The device of a rank: which GPU it uses, its collective backend, and the CPUs beside that GPU.
+
+NVIDIA's and AMD's GPUs are `cuda` in torch. Other modules compare a type with `cpu`, and call `torch.accelerator`, or
+the module of the device where that lacks a function. They write `cuda` or `nccl` only where nothing else exists: for
+versions and programs of NVIDIA, fields of recorded results, error messages, and `torch.cuda.Event(blocking=True)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from hpcdist.config.launch_schema import GPU_BACKENDS
+from hpcdist.config.schema import Config, role_device
+from hpcdist.config.topology import SLURM_FIX, Roles, Topology, Variables
+from hpcdist.errors import ConfigError, TopologyError, shortened
+from hpcdist.host.machine import require_compiler
+
+log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of a rank, which `place` finds once."""
+
+    device: torch.device  #: type and index
+    backend: str  #: of collectives between the ranks of the run
+    name: str = "CPU"  #: such as `NVIDIA H100 80GB HBM3`
+    memory_bytes: int | None = None  #: of a GPU
+    uuid: str | None = None  #: of a GPU or a MIG slice, as NVML writes it
+    pci: str = ""  #: address of a GPU, such as `0000:1b:00.0`; empty if unknown
+
+    @classmethod
+    def of(cls, device: torch.device, backend: str) -> Device:
+        if device.type == "cpu":
+            return cls(device=device, backend=backend)
+        module = torch.get_device_module(device)
+        if not hasattr(module, "get_device_properties"):  # MPS
+            return cls(device=device, backend=backend, name=device.type)
+        found: Any = module.get_device_properties(device)
+        address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        return cls(
+            device=device,
+            backend=backend,
+            name=found.name,
+            memory_bytes=found.total_memory,
+            uuid=f"GPU-{found.uuid}" if hasattr(found, "uuid") else None,
+            pci="" if None in address else "{:04x}:{:02x}:{:02x}.0".format(*address),
+        )
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**30:.0f} GiB"
+        return f"{self.device} ({self.name}{memory}), {self.backend}"
+
+
+def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
+    """Make this rank's device the current one, and return it."""
+    roles = Roles.of(config.roles, topology.world_size)
+    asked = {role: role_device(config, role) for role in roles.names}
+    role, _ = roles.of_rank(topology.rank)
+    mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
+    sharers = None
+    if mixed:
+        sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
+    kind = config.launch.gpu_type if asked[role] == "auto" else asked[role]
+    index = None if kind == "cpu" else gpu_index(topology, num_visible(kind), env, sharers)
+    if asked[role] in GPU_BACKENDS and index is None:
+        key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
+        raise ConfigError([f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu"])
+    device = CPU if index is None else torch.device(kind, index)
+    if config.model.compile and not config.trainer.script:
+        require_compiler(device.type, {**env, **config.launch.env})
+    if device.type == "cpu":
+        if config.precision.dtype == "fp16":
+            raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])
+        if config.model.sync_batch_norm:
+            raise ConfigError(["model.sync_batch_norm needs GPUs, and none is visible here: set it to false"])
+    else:
+        torch.accelerator.set_device_index(device)
+        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    backend = config.launch.backend
+    if backend == "auto":
+        # A rank without a GPU cannot be a member of a group of GPUs.
+        backend = "gloo" if mixed else collective_backend(device)
+    if backend != "gloo" and device.type == "cpu":
+        raise ConfigError([f"launch.backend={backend} needs GPUs, and none is visible here: use gloo"])
+    found = Device.of(device, backend)
+    bind_to_cpus(found, env)
+    log.info("device: %s", found)
+    return found
+
+
+def num_visible(kind: str) -> int:
+    """Return the number of GPUs of a type that this process sees."""
+    built_for = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
+
+
+def collective_backend(device: torch.device) -> str:
+    """Return torch's backend for tensors on a device; gloo if this torch is built without it."""
+    backend = dist.get_default_backend_for_device(device)
+    return backend if dist.is_backend_available(backend) else "gloo"
+
+
+def device_name(device: torch.device) -> str:
+    return Device.of(device, "").name
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Return whether copies to a device are faster from pinned memory; MPS shares the host's."""
+    return device.type not in ("cpu", "mps")
+
+
+def initialized_device() -> torch.device:
+    """Return the type of GPU that a script uses in this process, or the CPU."""
+    built_for = torch.accelerator.current_accelerator()
+    module: Any = None if built_for is None else torch.get_device_module(built_for)
+    return built_for if hasattr(module, "is_initialized") and module.is_initialized() else CPU
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return `2 × NVIDIA H100 80GB HBM3, 1 × CPU` of the devices of all ranks; `CPU` if none is a GPU."""
+    counts = Counter(names)
+    return "CPU" if set(counts) == {"CPU"} else ", ".join(f"{number} × {name}" for name, number in counts.items())
+
+
+# Which GPU: `docs/how-to/gpus.md` has the table of cases.
+
+
+def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
+    """Return the ranks on this rank's node, ordered by local rank."""
+    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
+        # Correct for every --distribution and for heterogeneous steps.
+        return Variables(env, SLURM_FIX).parsed("SLURM_GTIDS", _numbers)
+    first = topology.rank - topology.local_rank
+    return list(range(first, first + topology.local_world_size))
+
+
+def _numbers(text: str) -> list[int]:
+    if re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text) is None:
+        raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def gpu_index(
+    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
+) -> int | None:
+    """Return the index of this rank's GPU; None if the process sees no GPU.
+
+    If at least as many GPUs are visible as the node has ranks that use them (`sharers`, by default all), the index is
+    the local rank. Otherwise it is 0, provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this: it
+    counts the GPUs of all tasks of the step on this node. Without it, CUDA_VISIBLE_DEVICES must name a single device.
+
+    In all other cases two ranks would use one GPU, and NCCL would fail with "Duplicate GPU detected".
+    """
+    num_local = topology.local_world_size if sharers is None else len(sharers)
+    if num_visible == 0:
+        return None
+    if num_visible >= num_local:
+        return topology.local_rank if sharers is None else sharers.index(topology.rank)
+    variables = Variables(env, _fix(num_local, num_visible))
+    if variables.has("SLURM_GPUS_ON_NODE"):
+        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
+            return 0
+    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
+        return 0
+    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+    raise variables.error(
+        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
+        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
+    )
+
+
+def _fix(num_local: int, num_visible: int) -> str:
+    return (
+        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
+        f"or start fewer ranks here (launch.num_ranks={num_visible})"
+    )
+
+
+def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store) -> None:
+    """Raise TopologyError if another rank has the same GPU, such as with CUDA_VISIBLE_DEVICES=0 for all ranks.
+
+    The variables of a rank do not show this. NCCL would end the ranks later without the fix.
+    """
+    uuid = Device.of(device, "").uuid
+    if uuid is not None and store.add(f"gpu/{topology.node_rank}/{uuid}", 1) > 1:
+        env = Variables(os.environ, _fix(topology.local_world_size, 1))
+        known = env.shown(("CUDA_VISIBLE_DEVICES",)) or "CUDA_VISIBLE_DEVICES not set"
+        raise env.error(f"rank {topology.rank} and another rank of its node use the same GPU, {uuid} ({known})")
+
+
+def bind_to_cpus(device: Device, env: Mapping[str, str], pci_devices: Path = PCI_DEVICES) -> None:
+    """Keep the threads of this rank on the CPUs of the NUMA node to which its GPU is connected.
+
+    Nothing changes if Slurm has bound the task, or if these CPUs are fewer than the threads of the rank: two ranks with
+    GPUs at one of two NUMA nodes would share its CPUs, and the others would be idle.
+    """
+    file = pci_devices / (device.pci or "none") / "local_cpulist"
+    if not file.is_file() or env.get("SLURM_CPU_BIND_TYPE", "none") not in ("", "none"):
+        return
+    spans = [part.partition("-") for part in file.read_text().strip().split(",") if part]
+    near = {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
+    usable = os.sched_getaffinity(0)
+    if torch.get_num_threads() <= len(near & usable) < len(usable):
+        os.sched_setaffinity(0, near & usable)
+        log.info("bound to %d of %d CPUs, those beside %s", len(near & usable), len(usable), device.device)
