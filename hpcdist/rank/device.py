@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.schema import Config, role_device
@@ -50,14 +50,14 @@ class Device:
         if not hasattr(module, "get_device_properties"):  # MPS
             return cls(device=device, backend=backend, name=device.type)
         found: Any = module.get_device_properties(device)
-        address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        address = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
         return cls(
             device=device,
             backend=backend,
             name=found.name,
             memory_bytes=found.total_memory,
             uuid=f"GPU-{found.uuid}" if hasattr(found, "uuid") else None,
-            pci="" if None in address else "{:04x}:{:02x}:{:02x}.0".format(*address),
+            pci="" if -1 in address else "{:04x}:{:02x}:{:02x}.0".format(*address),
         )
 
     def __str__(self) -> str:
@@ -91,10 +91,9 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
         torch.accelerator.set_device_index(device)
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         torch.backends.cudnn.allow_tf32 = config.precision.tf32
-    backend = config.launch.backend
-    if backend == "auto":
-        # A rank without a GPU cannot be a member of a group of GPUs.
-        backend = "gloo" if mixed else collective_backend(device)
+    # A rank without a GPU cannot be a member of a group of GPUs.
+    by_device = "gloo" if mixed else collective_backend(device)
+    backend = by_device if config.launch.backend == "auto" else config.launch.backend
     if backend != "gloo" and device.type == "cpu":
         raise ConfigError([f"launch.backend={backend} needs GPUs, and none is visible here: use gloo"])
     found = Device.of(device, backend)
@@ -126,9 +125,9 @@ def pins_memory(device: torch.device) -> bool:
 
 def initialized_device() -> torch.device:
     """Return the type of GPU that a script uses in this process, or the CPU."""
-    built_for = torch.accelerator.current_accelerator()
-    module: Any = None if built_for is None else torch.get_device_module(built_for)
-    return built_for if hasattr(module, "is_initialized") and module.is_initialized() else CPU
+    built_for = torch.accelerator.current_accelerator() or CPU
+    module: Any = torch.get_device_module(built_for)
+    return built_for if getattr(module, "is_initialized", lambda: True)() else CPU
 
 
 def listed(names: Sequence[str]) -> str:
@@ -198,7 +197,7 @@ def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store) ->
     """
     uuid = Device.of(device, "").uuid
     if uuid is not None and store.add(f"gpu/{topology.node_rank}/{uuid}", 1) > 1:
-        env = Variables(os.environ, _fix(topology.local_world_size, 1))
+        env = Variables(os.environ, f"leave CUDA_VISIBLE_DEVICES to Slurm, {_fix(topology.local_world_size, 1)}")
         known = env.shown(("CUDA_VISIBLE_DEVICES",)) or "CUDA_VISIBLE_DEVICES not set"
         raise env.error(f"rank {topology.rank} and another rank of its node use the same GPU, {uuid} ({known})")
 

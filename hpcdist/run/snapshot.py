@@ -30,8 +30,8 @@ from hpcdist.config.redaction import holds_secret, redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.host import machine
 from hpcdist.host.files import fill, parse_json, write_atomic, write_json
-from hpcdist.host.machine import num_cores, source_digest
 from hpcdist.run.folder import DATABASE, RunDir, read_record
 from hpcdist.run.lease import user_name
 
@@ -242,7 +242,7 @@ def _secret_line(hunk: str, *, code: bool) -> int | None:
 
 # Snapshot of a run's code in its folder, and the description of its origin in `environment.json`.
 
-_PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
+_PACKAGES = ("torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
 #: Limit of the secrets in one log line.
 SHOWN = 8
@@ -431,16 +431,17 @@ def machine_facts() -> dict[str, Any]:
     """Return platform, cores, versions, and a digest of hpcdist's source files, as `environment.json` holds them."""
     from importlib import metadata  # slow to import, and not needed in jobs
 
-    versions = {"hpcdist": hpcdist.__version__}
+    installed = machine.versions()  # of torch with its build, such as `2.11.0+cu130`, which its metadata may lack
+    versions: dict[str, str] = {name: installed[name] for name in ("hpcdist", "torch") if name in installed}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
         "platform": platform.platform(),
-        "cores": num_cores(),
+        "cores": machine.num_cores(),
         "python": platform.python_version(),
         "versions": versions,
-        "source_digest": source_digest(str(Path(hpcdist.__file__).parent)),
+        "source_digest": installed["source"],
     }
 
 

@@ -186,7 +186,7 @@ def test_ranks_with_one_gpu_are_refused_though_their_variables_differ(monkeypatc
         refuse_shared_gpu(torch.device("cpu"), topology_of(0, 4, 2, hosts=("n1", "n2")), store)
     shared = (
         r"^rank 1 and another rank of its node use the same GPU, GPU-8932f937-d72c \(CUDA_VISIBLE_DEVICES=0\); "
-        r"request a GPU for each rank \(Slurm: --gpus-per-node=2 --gpu-bind=none\)"
+        r"leave CUDA_VISIBLE_DEVICES to Slurm, request a GPU for each rank \(Slurm: --gpus-per-node=2 --gpu-bind=none\)"
     )
     with pytest.raises(TopologyError, match=shared):
         refuse_shared_gpu(gpu, topology_of(1, 4, 2, hosts=("n1", "n2")), store)
