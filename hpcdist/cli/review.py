@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -152,11 +153,13 @@ def compare(
     as_json: options.Json = False,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
-    """Show what differs between runs in config, code, environment and outcome; equal rows are left out.
+    """Show whether runs are better than the first one, and what differs in config, code, environment and outcome.
+
+    The verdict on the best value is clear, within noise, or not comparable (other data); equal rows are left out.
 
     Example:  hpcdist compare ddp-2026a ddp-2026b
     """
-    from hpcdist.review.comparison import compare
+    from hpcdist.review.comparison import compare, compare_results
     from hpcdist.run.lookup import resolve_run
     from hpcdist.tracking.points import read_series
 
@@ -167,10 +170,16 @@ def compare(
         named = {label(run): run for run in chosen}
         if len(named) == len(chosen):
             break
-    found = compare(named, {label: read_series(run) for label, run in named.items()})
+    series = {label: read_series(run) for label, run in named.items()}
+    found, results = compare(named, series), compare_results(named, series)
     if as_json:
-        say(json.dumps({"runs": list(named), "differences": found}, indent=2))
+        say(json.dumps({"runs": list(named), "results": list(map(asdict, results)), "differences": found}, indent=2))
         return
+    if results:
+        head = ("", "run", "value", f"Δ to {next(iter(named))}", "95 % interval", "verdict")
+        print_table(console(), head, [one.row for one in results], title="results")
+    if any(one.interval for one in results):
+        say("unpaired: without results of single samples, a small difference on the same data counts as noise")
     for title, rows in found.items():
         print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
     if not found:

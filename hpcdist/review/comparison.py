@@ -1,22 +1,25 @@
-"""The comparison of runs: configs, code, environments, and the values that a rerun repeats."""
+"""The comparison of runs: results, configs, code, environments, and the values that a rerun repeats."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
+import statistics
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import is_hidden, number
+from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, read_facts
 from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.report import read_environment, text_of
 from hpcdist.review.text import clock, duration
+from hpcdist.review.uncertainty import difference_interval, evaluated_on, is_other_data, num_digits, num_evaluated
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord
 
@@ -43,6 +46,72 @@ def compare(
     return found
 
 
+CLEAR, NOISE, OTHER_DATA, NO_ERROR = "clear", "within noise", "not comparable (other data)", "error unknown"
+_SPEED = re.compile(r"(?!system/|comm/).*(^|_|/)per_(s|sec|second)(?=, median|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedValue:
+    """A value of a run against that of the first run."""
+
+    run: str
+    metric: str
+    value: float
+    text: str  #: the value with its error
+    delta: float | None = None  #: to the first run; None for the first run itself
+    interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
+    verdict: str = ""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        if self.delta is None:
+            return self.metric, self.run, self.text, "", "", ""
+        if self.interval is not None:
+            digits = num_digits(self.interval[1] - self.interval[0]) + 1
+            delta, *ends = (f"{value:+.{digits}f}" for value in (self.delta, *self.interval))
+            return self.metric, self.run, self.text, delta, " to ".join(ends), self.verdict
+        before = self.value - self.delta
+        is_relative = _SPEED.match(self.metric) and before
+        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else f"{self.delta:+.4g}"
+        return self.metric, self.run, self.text, delta, "", self.verdict
+
+
+def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
+    """Return the best values of the first run's monitored metric, and the median speeds."""
+    facts = {label: read_facts(run) for label, run in runs.items()}
+    base, first = next(iter(facts.items()))
+    found = []
+    for label, one in facts.items():
+        if one.best_value is not None and one.monitor == first.monitor:
+            text = one.best_text(number(one.best_value))
+            value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
+            found.append(value if one is first else _judged(value, first, one))
+    speeds = dict.fromkeys(key for one in series.values() for key in sorted(one) if _SPEED.fullmatch(key))
+    for key in speeds:
+        known = {label: one[key].points for label, one in series.items() if key in one}
+        medians = {label: statistics.median(value for _, value in points) for label, points in known.items() if points}
+        before = medians.get(base)
+        for label, median in medians.items():
+            delta = None if before is None or label == base else median - before
+            value = ComparedValue(run=label, metric=f"{key}, median", value=median, text=number(median), delta=delta)
+            found.append(value)
+    return found
+
+
+def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedValue:
+    if first.best_value is None:
+        return value
+    value = replace(value, delta=value.value - first.best_value, verdict=NO_ERROR)
+    if is_other_data(*(evaluated_on(first.monitor, facts.datasets) for facts in (first, one))):
+        return replace(value, verdict=OTHER_DATA)
+    num_first = num_evaluated(first.monitor, first.best_value, first.datasets)
+    num = num_evaluated(first.monitor, value.value, one.datasets)
+    if num_first is None or num is None:
+        return value
+    low, high = difference_interval(first.best_value, num_first, value.value, num)
+    return replace(value, interval=(low, high), verdict=NOISE if low <= 0 <= high else CLEAR)
+
+
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
     patch = run.path / "code.patch"
     try:
@@ -59,6 +128,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
             "folder": facts.cwd,
             "command": facts.command,
         },
+        "data": {"datasets": "\n".join(lines)} if (lines := dict(setup_rows(facts)).get("Data")) else {},
         "environment": {**environment, "nodes": text_of(", ".join(nodes)), "ranks": str(facts.state.world_size)},
         "outcome": _outcome(run, facts),
         "metrics": _metrics(facts, series),

@@ -46,9 +46,31 @@ def error_of(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> fl
     return (high - low) / 2
 
 
+def difference_interval(first: float, num_first: int, second: float, num_second: int) -> tuple[float, float]:
+    """Return Newcombe's interval of 95 % of `second - first`, proportions of so many independent samples."""
+    low_1, high_1 = wilson(first, num_first, Z_95)
+    low_2, high_2 = wilson(second, num_second, Z_95)
+    delta = second - first
+    return delta - math.hypot(second - low_2, high_1 - first), delta + math.hypot(high_2 - second, first - low_1)
+
+
+def is_other_data(first: DatasetRecord | None, second: DatasetRecord | None) -> bool:
+    """Return whether two evaluation datasets differ: by their digests, or by name and size without them."""
+    if first is None or second is None:
+        return False
+    if first.digest and second.digest:
+        return first.digest != second.digest
+    return (first.name, first.num_samples) != (second.name, second.num_samples)
+
+
 def with_error(value: float, error: float | None, without: str) -> str:
     """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown."""
     if not error:
         return without
-    digits = max(0, -math.floor(math.log10(error)))
+    digits = num_digits(error)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def num_digits(error: float) -> int:
+    """Return the number of decimals up to the first digit of an error."""
+    return max(0, -math.floor(math.log10(error)))

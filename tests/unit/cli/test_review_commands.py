@@ -117,6 +117,7 @@ def test_compare_prints_the_differences_of_two_runs(hpcdist: Cli, make: Make, tm
     document = json.loads(hpcdist("compare", "first", "second", "--json").out)
     assert document["runs"] == ["first", "second"]
     assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
+    assert document["results"] == [], "no run has a best value or a speed"
     expected = "only first is given: name a second run to compare it with"
     assert one_line(hpcdist("compare", "first", str(first.path))) == expected
     assert one_line(hpcdist("compare", "first", "none")).startswith("no run 'none' under ")

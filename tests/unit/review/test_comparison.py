@@ -8,20 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_scene import ReportScene, some_ledger
+from report_scene import TWO_NODES, ReportScene, some_ledger
 
 from hpcdist.host.files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
     MISSING,
     compare,
+    compare_results,
     compare_values,
     data_differences,
     is_measured,
     machine_differences,
 )
 from hpcdist.review.ledger import Ledger
-from hpcdist.run.records import DatasetRecord, Origin, write_origin
+from hpcdist.run.records import (
+    AttemptTimes,
+    DatasetRecord,
+    Origin,
+    TrainingRecord,
+    begin,
+    write_origin,
+    write_training,
+)
 from hpcdist.tracking.points import read_series
 
 LOSS = {step: 1 / step for step in range(1, 11)}
@@ -142,6 +151,41 @@ def test_rows_show_each_difference_and_nothing_else(
             "train/loss, last": ("2", "4"),
             "train/loss, lowest": ("1", "2"),
         },
+    }
+
+
+def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) -> None:
+    rows = []
+    for name, accuracy, digest, speeds in (
+        ("base", 0.90, "1a", [1.0, 100.0, 100.0]),
+        ("same", 0.92, "1a", [80.0, 90.0, 900.0]),
+        ("good", 0.99, "1a", []),
+        ("other", 0.99, "2b", []),
+        ("bare", 0.99, "", []),
+    ):
+        scene = ReportScene(tmp_path, name)
+        save = scene.run.checkpoints / "step-00000010"
+        save.mkdir()
+        write_json(save / "manifest.json", {"step": 10, "metrics": {"eval/accuracy": accuracy}})
+        test = DatasetRecord(name="digits", split="test", num_samples=400, digest=digest)
+        begin(scene.run.new_attempt(), TWO_NODES, AttemptTimes(supervised=1.0, began=1.0))
+        write_training(scene.run.attempt(1), TrainingRecord(datasets=(test,) if digest else ()))
+        scene.log({"train/samples_per_s": speeds, "train/loss": [1.0]})
+        rows.append(scene.run)
+    runs = {run.name: run for run in rows}
+    found = compare_results(runs, {name: read_series(run) for name, run in runs.items()})
+    assert [one.row for one in found] == [
+        ("best eval/accuracy", "base", "0.90 ± 0.02", "", "", ""),
+        ("best eval/accuracy", "same", "0.92 ± 0.01", "+0.020", "-0.020 to +0.060", "within noise"),
+        ("best eval/accuracy", "good", "0.990 ± 0.005", "+0.090", "+0.060 to +0.124", "clear"),
+        ("best eval/accuracy", "other", "0.990 ± 0.005", "+0.09", "", "not comparable (other data)"),
+        ("best eval/accuracy", "bare", "0.99", "+0.09", "", "error unknown"),
+        ("train/samples_per_s, median", "base", "100", "", "", ""),
+        ("train/samples_per_s, median", "same", "90", "-10.0 %", "", ""),
+    ]
+    digests = "digits (test), 400 samples, digest 1a", "digits (test), 400 samples, digest 2b"
+    assert compare({name: runs[name] for name in ("base", "other")}, {"base": {}, "other": {}})["data"] == {
+        "datasets": digests
     }
 
 

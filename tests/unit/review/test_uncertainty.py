@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
-from hpcdist.review.uncertainty import error_of, with_error
+from hpcdist.review.uncertainty import difference_interval, error_of, is_other_data, with_error
 from hpcdist.run.records import DatasetRecord
 
 TRAIN = DatasetRecord(name="digits", num_samples=1433)
@@ -32,3 +33,35 @@ def test_an_accuracy_has_the_error_of_its_test_samples(
     metric: str, value: float, datasets: tuple[DatasetRecord, ...], text: str
 ) -> None:
     assert with_error(value, error_of(metric, value, datasets), f"{value:g} alone") == text
+
+
+NUM_PAIRS = 1000
+
+
+@pytest.mark.parametrize("is_same_data", [True, False], ids=["same test samples", "other test samples"])
+@pytest.mark.parametrize(("mean", "num"), [(0.978, 364), (0.7, 1000)])
+def test_of_equal_runs_at_most_five_in_a_hundred_differ_clearly(mean: float, num: int, is_same_data: bool) -> None:
+    random = numpy.random.default_rng(1)
+    # Samples are easy or hard; two equal runs are right with the same probability.
+    easy = random.beta(mean, 1 - mean, size=(2, NUM_PAIRS, num))
+    is_right = random.random((2, NUM_PAIRS, num)) < (easy[:1] if is_same_data else easy)
+    pairs = is_right.mean(axis=2).T.tolist()
+    assert sum(is_clear(first, second, num) for first, second in pairs) <= 0.05 * NUM_PAIRS
+    lower = (random.random((NUM_PAIRS, num)) < mean - 0.12).mean(axis=1).tolist()
+    assert sum(is_clear(first, second, num) for (first, _), second in zip(pairs, lower, strict=True)) > 0.95 * NUM_PAIRS
+
+
+def is_clear(first: float, second: float, num: int) -> bool:
+    low, high = difference_interval(first, num, second, num)
+    return not low <= 0 <= high
+
+
+def test_interval_of_a_difference_is_that_of_newcombe() -> None:
+    # Newcombe 1998, table II, method 10: 56 of 70 and 48 of 80.
+    assert difference_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_data_differ_by_digest_or_by_name_and_size() -> None:
+    without = DatasetRecord(name="digits", split="test", num_samples=364)
+    assert [is_other_data(TEST, other) for other in (TEST, VAL, without, None)] == [False, True, False, False]
+    assert is_other_data(without, VAL)
