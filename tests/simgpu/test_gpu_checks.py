@@ -1,0 +1,38 @@
+"""Parts of the session of a GPU machine (`benchmarks/gpu_checks.py`) on two simulated GPUs (`conftest.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import CHECKOUT
+
+pytestmark = pytest.mark.processes
+
+
+def check(part: str, gpus: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Run a part of the session, and return its figures."""
+    command = [sys.executable, str(CHECKOUT / "benchmarks" / "gpu_checks.py"), part, "cuda", str(folder)]
+    done = subprocess.run(command, cwd=CHECKOUT, env=gpus, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def test_unit_tests_that_are_skipped_without_a_gpu_pass(gpus: dict[str, str], tmp_path: Path) -> None:
+    figures = check("tests", gpus, tmp_path)
+    assert set(figures) == {"passed"}, "none is skipped"
+    assert figures["passed"] >= 18
+    assert "context on device 0" in Path(gpus["SIMGPU_LOG"]).read_text()
+
+
+def test_doctor_and_preflight_read_the_gpus(gpus: dict[str, str], tmp_path: Path) -> None:
+    figures = check("doctor", gpus, tmp_path)
+    assert {figures["GPU 0"], figures["GPU 1"]} == {"Simulated GPU, 16 GiB"}
+    figures = check("preflight", gpus, tmp_path)
+    assert figures["visible_gpus"] == 2
+    assert [(gpu["index"], gpu["total_mb"]) for gpu in figures["gpus"]] == [(0, 16384), (1, 16384)]
