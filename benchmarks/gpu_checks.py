@@ -122,27 +122,37 @@ def trainers(device: str, folder: Path) -> bool:
 
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     runs = folder / "runs" / datetime.now(UTC).strftime("%H%M%S")
-    failed = []
+    wanted = {}
     for name, arguments in trainer_commands(num_gpus).items():
         if missing := missing_packages(arguments[0]):
             say(**{name: f"not run: not installed: {', '.join(missing)}"})
-            continue
-        if device == "cuda" and name == "pipeline" and num_gpus < 2:
+        elif device == "cuda" and name == "pipeline" and num_gpus < 2:
             say(**{name: "not run: two stages need two GPUs"})
-            continue
-        if device == "cpu":
-            if "fp16" in name:
-                continue
-            arguments = [word for word in arguments if not word.startswith("launch.device")]
-            arguments = [word for word in arguments if word != "model.compile=true"] + ["launch.device=cpu"]
+        elif device == "cuda":
+            wanted[name] = arguments
+        elif "fp16" not in name:
+            wanted[name] = on_cpu([word for word in arguments if word != "model.compile=true"])
+
+    def run(name: str) -> bool:
         began = time.monotonic()
-        good, last = finishes([*arguments, *SHORT, "launch.max_restarts=0", f"runs_dir={runs}"], folder)
-        if not good:
-            failed.append(name)
-        seconds = time.monotonic() - began
-        say(**{name: f"{seconds:.1f} s" if good else f"failed: {last}"})
-    print(f"failed: {', '.join(failed)}", flush=True)
-    return not failed
+        good, last = finishes([*wanted[name], *SHORT, "launch.max_restarts=0", f"runs_dir={runs}"], folder)
+        say(**{name: f"{time.monotonic() - began:.1f} s" if good else f"failed: {last}"})
+        return good
+
+    with beside_each_other() as pool:
+        good = dict(zip(wanted, pool.map(run, wanted), strict=True))
+    print(f"failed: {', '.join(name for name in good if not good[name])}", flush=True)
+    return all(good.values())
+
+
+def on_cpu(arguments: list[str]) -> list[str]:
+    """Return the arguments of a run without its devices, for a rehearsal."""
+    return [*(word for word in arguments if not word.startswith("launch.device")), "launch.device=cpu"]
+
+
+def beside_each_other() -> ThreadPoolExecutor:
+    """Return the executor of runs that are not timed: a run has three processes and threads of its own."""
+    return ThreadPoolExecutor(max_workers=max(1, num_cores() // 4))
 
 
 def finishes(arguments: list[str], folder: Path) -> tuple[bool, str]:
@@ -190,14 +200,13 @@ def recovery(device: str, folder: Path) -> bool:
     with tempfile.TemporaryDirectory(prefix="recovery-") as place:
         (Path(place) / "killed_once.py").write_text(KILLED_ONCE)
         jobs = {}
-        with ThreadPoolExecutor(max_workers=max(1, num_cores() // 4)) as pool:
+        with beside_each_other() as pool:
             for name in KILLED:
                 arguments = trainer_commands(num_gpus)[name]
                 if missing_packages(arguments[0]):
                     continue
                 if device == "cpu":
-                    arguments = [word for word in arguments if not word.startswith("launch.device")]
-                    arguments += ["launch.device=cpu"]
+                    arguments = on_cpu(arguments)
                 for case, step in (("control", 0), ("killed", KILL_STEP)):
                     added = [f"name={name}-{case}", f"runs_dir={place}/runs", "launch.max_restarts=1"]
                     added += ["trainer=killed_once:train", f"params.shipped={name}", f"params.kill_at={step}"]
