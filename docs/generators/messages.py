@@ -6,8 +6,9 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from textwrap import indent
 
-from generators.tables import PACKAGE, ROOT, cell, code, table
+from generators.tables import PACKAGE, cell, code, table
 from hpcdist import errors
 from hpcdist.host.machine import install_command
 
@@ -28,15 +29,17 @@ def error_classes() -> str:
 
 
 def error_messages() -> str:
-    """Return a table of error messages per part of the package."""
+    """Return a foldable table of error messages per part of the package, because all together fill many screens."""
     parts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        source = code(path.relative_to(ROOT))
         for text, error in dict(raised_messages(ast.parse(path.read_text()))).items():
-            parts[part].append((code(text), f"{error} ({ERRORS[error].exit_code})", source))
-    head = ("message", "error (exit code)", "raised in")
-    return "\n\n".join(f"## `{part}`\n\n{table(head, rows)}" for part, rows in parts.items())
+            parts[part].append((code(text), f"{error} ({ERRORS[error].exit_code})"))
+    head = ("message", "error (exit code)")
+    return "\n\n".join(
+        f'## {part}\n\n??? note "{len(rows)} messages"\n\n{indent(table(head, rows), " " * 4)}'
+        for part, rows in parts.items()
+    )
 
 
 def raised_messages(tree: ast.Module) -> Iterator[tuple[str, str]]:

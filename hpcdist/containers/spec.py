@@ -94,7 +94,7 @@ class ContainerSpec:
 # Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
 # `hpcdist.containers.pid1` tie them to it.
 #
-# docs/concepts/records.md lists the tested versions. The command lines follow the runtimes' documentation:
+# docs/reference/tested-versions.md lists the tested versions. The command lines follow the runtimes' documentation:
 # https://apptainer.org/docs/user/main/cli/apptainer_exec.html,
 # https://docs.docker.com/reference/cli/docker/container/run,
 # https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage

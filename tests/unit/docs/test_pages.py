@@ -115,12 +115,26 @@ def test_named_config_keys_exist(page: Path) -> None:
     assert unknown == []
 
 
-READ_FIRST = ROOT / "docs" / "concepts" / "read-first.md"
+READ_FIRST = ROOT / "docs" / "internals" / "read-first.md"
 
 
-def test_other_concept_pages_name_no_modules() -> None:
-    pages = [page for page in sorted(READ_FIRST.parent.glob("*.md")) if page != READ_FIRST]
-    assert [page.name for page in pages if "`hpcdist/" in page.read_text()] == []
+#: Pages that may name files of the repository and dates.
+_FOR_DEVELOPERS = ("internals/read-first.md", "reference/tested-versions.md")
+
+
+def test_pages_for_users_name_no_modules_and_no_dates() -> None:
+    users = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not str(page).endswith(_FOR_DEVELOPERS)]
+    found = {
+        page.name: re.findall(r"`hpcdist/|`tests/|\b20\d\d-\d\d-\d\d\b(?! \d\d:)", page.read_text()) for page in users
+    }
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_documentation_is_within_its_limits() -> None:
+    """Generated parts are not counted."""
+    words = {page: len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")}
+    assert sum(words.values()) <= 30_000
+    assert sum(number for page, number in words.items() if page.parent.name == "concepts") <= 6_000
 
 
 def test_ways_through_the_code_are_short_and_name_what_is_there() -> None:
