@@ -11,13 +11,13 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -35,6 +35,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hpcdist.cli.options import console, exit_code, print_table, wrapped
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import rank_table
@@ -44,11 +45,13 @@ from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.review.explain import explain_attempt, first_failed_rank
-from hpcdist.review.facts import last_beat, read_attempts, read_checkpoints
+from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, readable
+from hpcdist.review.ledger import Ledger, hours_text, read_ledger
+from hpcdist.review.text import duration
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
-from hpcdist.run.records import script_files
+from hpcdist.run.records import read_times, script_files
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import (
     RunStatus,
@@ -60,6 +63,7 @@ from hpcdist.run.status import (
     status_from,
     update_job_starts,
 )
+from hpcdist.run.sweeps import checkpoint_config
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import links_at_end
@@ -279,11 +283,17 @@ MAX_SHOWN_ATTEMPTS = 5
 MAX_SHOWN_CHECKPOINTS = 10
 
 
-def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each run, the newest last, and notes on runs that cannot be read."""
+def read_rows(
+    listing: Listing, experiment: str | None = None, sort: Literal["created", "best"] = "created"
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each run, and notes on runs that cannot be read.
+
+    The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
+    """
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
     snapshots = query_jobs(runs, skip_ended=True)
-    rows, notes = [], []
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
     for run in runs:
         try:
             now = status_from(run, snapshots.get(run.path))
@@ -296,30 +306,90 @@ def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[dic
                 "created": now.state.created,
                 "reason": now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
             }
-            rows.append(row)
+            rows.append(row | _result_of(run))
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
     if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
-    return sorted(rows, key=itemgetter("created")), [*notes, *filter(None, [listing.note])]
+    rows.sort(key=itemgetter("created"))
+    if sort == "best":
+        signs = {"min": -1.0}
+        rows.sort(key=lambda row: (row["best_metric"] or "", signs.get(row["best_mode"], 1.0) * (row["best"] or 0.0)))
+    return rows, [*notes, *filter(None, [listing.note])]
+
+
+def _result_of(run: RunDir) -> dict[str, Any]:
+    """Return the best value, cost, start and duration of a run; of damaged files None."""
+    checkpoints, monitor, best = readable(lambda: read_checkpoints(run)) or (), CheckpointConfig(), None
+    if any(one.metrics for one in checkpoints):  # reading the config takes the longest time
+        monitor = checkpoint_config([run])
+        best = best_checkpoint(checkpoints, monitor)
+    ledger = readable(lambda: read_ledger(run)) or Ledger()
+    times = readable(lambda: next(map(read_times, run.attempts()), None))
+    return {
+        "best": best and best.metrics[monitor.monitor],
+        "best_metric": best and monitor.monitor,
+        "best_mode": best and str(monitor.monitor_mode),
+        "best_step": best and best.step,
+        "hours": ledger.allocated_s / 3600 if ledger.entries else None,
+        "unit": ledger.unit if ledger.entries else None,
+        "started": times and times.began,
+        "duration_s": ledger.running_s if ledger.entries else None,
+    }
 
 
 def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], runs_dir: Path) -> None:
     """Print a table of runs, then the notes."""
-    # 80 columns have no room for the date, which is part of most names.
-    is_wide = console.width >= 100
+    is_wide = console.width >= 140
+    metrics, units = ({row[key] for row in rows if row[key]} for key in ("best_metric", "unit"))
     table: list[list[str | Text]] = []
     for row in rows:
-        created = [time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))] if is_wide else []
-        step, status = "" if row["step"] is None else str(row["step"]), Text(row["status"], COLOURS[row["status"]])
-        table.append([row["run"], status, step, str(row["attempts"]), *created, row["reason"]])
-    if rows:
-        head = ("run", "status", "step", "attempts", *(["created"] if is_wide else []), "reason")
-        print_table(console, head, table, num_whole=2)
-    else:
+        best = "" if row["best"] is None else f"{row['best']:.4g}"
+        hours = "" if row["hours"] is None else hours_text(3600 * row["hours"])
+        best = f"{_last_part(row['best_metric'])} {best}" if best and len(metrics) > 1 else best
+        hours = f"{hours} {row['unit']}" if hours and len(units) > 1 else hours
+        started = (
+            ""
+            if row["started"] is None
+            else time.strftime("%Y-" * is_wide + "%m-%d %H:%M", time.localtime(row["started"]))
+        )
+        # Its largest unit.
+        spent = "" if row["duration_s"] is None else " ".join(duration(row["duration_s"]).split()[:2])
+        status = Text(row["status"], COLOURS[row["status"]])
+        steps = "" if row["step"] is None else str(row["step"]), str(row["attempts"]), row["reason"]
+        table.append([row["run"], status, best, hours, started, spent, *(steps if is_wide else [])])
+    head = ["run", "status", f"best {_last_part(min(metrics))}" if len(metrics) == 1 else "best"]
+    head += [f"{min(units)}-h" if len(units) == 1 else "hours", "started", "duration"]
+    if not rows:
         notes = [f"no runs under {runs_dir.absolute()}", *notes]
+    elif is_wide:
+        print_table(console, [*head, "step", "attempts", "reason"], table, num_whole=2)
+    else:
+        experiments = {row["run"].partition("/")[0] for row in rows}
+        if len(experiments) == 1:
+            head[0] = f"run of {min(experiments)}"
+            table = [[str(name).partition("/")[2], *cells] for name, *cells in table]
+        _print_narrow(console, [head, *table])
+        shown = [row for row in rows if row["reason"] and row["status"] != "finished"]
+        notes = [*(f"{row['run']} {sentence_of(row['status'], row['reason'])}" for row in shown), *notes]
     for note in notes:
         console.print(escape(wrapped(console, note, 4)), highlight=False, soft_wrap=True)
+
+
+def _print_narrow(console: Console, rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print rows without lines between the columns; a first cell that is too wide is alone in its line."""
+    widths = [max(len(row[index]) for row in rows) for index in range(1, len(rows[0]))]
+    names = [len(row[0]) for row in rows]
+    room = min(max(names), max(0, console.width - sum(width + 2 for width in widths)))
+    for name, status, *numbers in rows:
+        start = Text(str(name).ljust(room) if len(name) <= room else f"{name}\n{' ' * room}")
+        shown = Text(str(status).ljust(widths[0]), status.style if isinstance(status, Text) else "")
+        ends = [str(number).rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+        console.print(Text("  ").join([start, shown, *map(Text, ends)]), soft_wrap=True)
+
+
+def _last_part(metric: str) -> str:
+    return metric.rpartition("/")[2]
 
 
 def read_status(run: RunDir) -> dict[str, Any]:

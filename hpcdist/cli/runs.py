@@ -26,18 +26,24 @@ app = typer.Typer()
 
 @app.command()
 def runs(
-    experiment: options.Experiment = None, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
+    experiment: options.Experiment = None,
+    sort: Annotated[
+        Literal["created", "best"],
+        option("--sort", "COLUMN", "created: the newest run last; best: the best one by checkpoint.monitor last."),
+    ] = "created",
+    as_json: options.Json = False,
+    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
-    """List runs, the newest last.
+    """List runs with their best value of checkpoint.monitor, cost, start and duration, the newest last.
 
     Examples:
         hpcdist runs
-        hpcdist runs --experiment digits --json
+        hpcdist runs --experiment digits --sort best
     """
     from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
-    rows, notes = read_rows(list_runs(runs_dir), experiment)
+    rows, notes = read_rows(list_runs(runs_dir), experiment, sort)
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from command_line import Make, SetJob, job
+from report_scene import BEGAN, account, add_attempt
 from rich.console import Console
 
 from hpcdist.cli import run_views
@@ -37,7 +38,7 @@ from hpcdist.host.files import write_json
 from hpcdist.run import status
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.lookup import Listing
+from hpcdist.run.lookup import Listing, list_runs
 from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
@@ -239,13 +240,41 @@ def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_d
     old = make("zzz-20261120-051903-ab12", created=1.0, attempt=3, status="failed", reason="nan [at] step 3 " * 9)
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
-    for width in (60, 100):
-        console = Console(file=io.StringIO(), width=width)
-        show_runs(console, *read_rows(listed(new, old)), runs_dir)
-        lines = [line for line in rows_of(console) if "exp/" in line]
-        assert [line.split()[1] for line in lines] == ["exp/zzz-20261120-051903-ab12", "exp/aaa"]
+    console = Console(file=io.StringIO(), width=160)
+    show_runs(console, *read_rows(listed(new, old)), runs_dir)
+    lines = [line for line in rows_of(console) if "exp/" in line]
+    assert [line.split()[1] for line in lines] == ["exp/zzz-20261120-051903-ab12", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
     assert "lost" in lines[1]
+    console = Console(file=io.StringIO(), width=60)
+    show_runs(console, *read_rows(listed(new, old)), runs_dir)
+    names = ("zzz-20261120-051903-ab12", "aaa")
+    assert tuple(line.split()[0] for line in rows_of(console) if line.startswith(names)) == names
+    assert "exp/zzz-20261120-051903-ab12 failed: nan [at] step 3" in text_of(console)
+
+
+def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(make: Make, runs_dir: Path) -> None:
+    for name, mode, value in (("one", "max", 0.75), ("two", "max", 0.5), ("three", "min", 0.25), ("none", "max", None)):
+        run = make(name, status="finished")
+        run.config.write_text(f"checkpoint: {{monitor: eval/{mode}, monitor_mode: {mode}}}\n")
+        add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
+        save = run.checkpoints / "step-00000010"
+        save.mkdir()
+        metrics = {} if value is None else {f"eval/{mode}": value}
+        write_json(save / "manifest.json", {"step": 10, "metrics": metrics | {"eval/other": 9.0}})
+    make("a-name-of-eighty-columns-" + "x" * 55, status="stopped", reason="paused")
+    console = Console(file=io.StringIO(), width=80)
+    sorted_rows, notes = read_rows(list_runs(runs_dir), sort="best")
+    assert {key: sorted_rows[-1][key] for key in ("best", "best_metric", "best_step", "unit", "duration_s")} == {
+        "best": 0.25, "best_metric": "eval/min", "best_step": 10, "unit": "core", "duration_s": 3601.0,
+    }  # fmt: skip
+    show_runs(console, sorted_rows, notes, runs_dir)
+    lines = rows_of(console)
+    assert [line.split()[0] for line in lines if "finished" in line] == ["none", "two", "one", "three"]
+    assert max(len(line) for line in lines if "x" * 55 not in line) <= 80
+    started = time.strftime("%m-%d %H:%M", time.localtime(BEGAN + 1))
+    assert lines[-2].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
+    assert lines[-1].endswith("stopped: paused")
 
 
 def test_status_of_a_running_run(console: Console, make: Make) -> None:
