@@ -23,7 +23,8 @@ from hpcdist.host.machine import driver_version, num_cores
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = (
-    "data/test_images.py", "checkpoint/test_saver.py", "checkpoint/test_conversion.py", "rank/test_telemetry.py",
+    "unit/data/test_images.py", "unit/checkpoint/test_saver.py", "unit/checkpoint/test_conversion.py",
+    "unit/rank/test_telemetry.py", "multiproc/test_rpc.py",
 )  # fmt: skip
 #: Packages of the extra `train` that shipped configs import.
 PACKAGES = {
@@ -81,7 +82,7 @@ def tests(device: str, folder: Path) -> bool:
 
     del folder
     counter = Counter()
-    files = [str(CHECKOUT / "tests" / "unit" / name) for name in GPU_TESTS]
+    files = [str(CHECKOUT / "tests" / name) for name in GPU_TESTS]
     code = pytest.main(
         [*files, "-k", "gpu or cuda", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"], plugins=[counter]
     )

@@ -11,6 +11,8 @@ A command may contain collectives, because all ranks are in one process group as
 
 Messages are sent by ZeroMQ (`rpc_zmq.py`) or by torch.distributed.rpc (`rpc_torch.py`), see `launch.rpc`. Values are
 None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Nothing received is unpickled.
+
+On a GPU, calls are executed on the default stream, on which all threads of a rank work unless they choose another one.
 """
 
 from __future__ import annotations

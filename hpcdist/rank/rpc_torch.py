@@ -115,9 +115,7 @@ class TorchTransport:
                 reason = f"no answer in {timeout_s:g} s" if is_late else str(error).partition("\n")[0]
                 future.set_exception(self._endpoint.lost(rank, reason))
                 return
-            # A thread with another stream than torch's callbacks will use them.
-            for device in {tensor.device for tensor in answered if tensor.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
+            _order(answered, self._endpoint.ctx.device)
             value = decode(json.loads(answer), answered)
             if is_result:
                 future.set_result(value)
@@ -159,8 +157,24 @@ def _answer(function: str, content: str, tensors: list[Tensor], wants_gpu: bool)
     def reply(is_result: bool, value: Any) -> None:
         answer.set_result((is_result, *_packed(value, to_gpu=wants_gpu)))
 
-    _endpoint.answer(function, decode(json.loads(content), tensors), reply)
+    with torch.cuda.stream(_order(tensors, device)):
+        _endpoint.answer(function, decode(json.loads(content), tensors), reply)
     return answer
+
+
+def _order(received: list[Tensor], device: torch.device) -> torch.cuda.Stream | None:
+    """Let the default stream, which all other threads use, wait for received tensors; return it, None for a CPU.
+
+    torch receives them on this thread's stream, and would give their memory to others when only that has used them.
+    """
+    if device.type == "cpu":
+        return None
+    default = torch.cuda.default_stream(device)
+    default.wait_stream(torch.cuda.current_stream(device))
+    for tensor in received:
+        if tensor.is_cuda:
+            tensor.record_stream(default)
+    return default
 
 
 def _packed(value: Any, *, to_gpu: bool) -> tuple[str, list[Tensor]]:

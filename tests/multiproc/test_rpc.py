@@ -204,6 +204,41 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, confi
         assert "no answer in" not in outcomes[rank], "noticed by the connection's end"
 
 
+def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[float]:
+    """Change a tensor of rank 1 by calls that are answered before the GPU has executed them, and read it."""
+    guard_gloo()
+    device = torch.device("cuda", here.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    weight, found = torch.zeros(1 << 16, device=device), []
+
+    def add(gradient: torch.Tensor) -> None:
+        torch.cuda._sleep(200_000_000)
+        weight.add_(gradient)
+
+    functions = {"add": add, "read": lambda: weight.clone(), "drop": lambda tensor: None}
+    with open_context(here, RunDir(path), config, device=device) as ctx, rpc_group(ctx, functions) as group:
+        if not ctx.is_main:
+            group.serve({"check": lambda: found.append(weight.mean().item())})
+        else:
+            for number in (1.0, 2.0):
+                group.call(1, "add", torch.full_like(weight, number)).result()
+                # These tensors must not get the memory of the gradient, which the GPU still reads.
+                others = [group.call(1, "drop", torch.full_like(weight, 9.0)) for _ in range(40)]
+                found.append(group.call(1, "read").result().mean().item())
+                group.order("check")
+                for other in others:
+                    other.result()
+    return found
+
+
+@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
+def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Path, config: Config) -> None:
+    if not torch.cuda.is_available():  # not in a decorator: ranks cannot use CUDA if their parent has asked for it
+        pytest.skip("needs a CUDA device")
+    results = spawn_ranks(exchange_on_gpus, 2, path=new_run(tmp_path).path, config=replace(config, roles={"agent": 2}))
+    assert results == [[1.0, 3.0], [1.0, 3.0]]
+
+
 # --- RPC against others: a second user finds no door, malformed messages are ignored, and torch's RPC is not needed.
 
 

@@ -24,6 +24,7 @@ from hpcdist.tracking.rank_records import RankRecords
 
 #: A single rank without a process group.
 SINGLE_RANK = Rank(0, 1, Path())
+CPU = torch.device("cpu")
 
 
 def new_run(folder: Path, name: str = "first") -> RunDir:
@@ -31,7 +32,9 @@ def new_run(folder: Path, name: str = "first") -> RunDir:
 
 
 @contextmanager
-def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None = None) -> Iterator[Context]:
+def open_context(
+    here: Rank, run: RunDir, config: Config, flag: StopFlag | None = None, device: torch.device = CPU
+) -> Iterator[Context]:
     """Yield the context of rank `here` in a new attempt, which rank 0 creates. The caller closes the context."""
     if here.rank == 0:
         run.new_attempt()
@@ -46,7 +49,7 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
             run=run,
             attempt=attempt,
             topology=topology_of(here.rank, here.world_size, attempt=attempt.number),
-            device=torch.device("cpu"),
+            device=device,
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
             stop=StopAgreement(

@@ -124,7 +124,7 @@ def test_next_session_runs_only_what_has_no_result(
 def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_path: Path) -> None:
     import gpu_checks
 
-    assert [name for name in gpu_checks.GPU_TESTS if not (CHECKOUT / "tests" / "unit" / name).is_file()] == []
+    assert [name for name in gpu_checks.GPU_TESTS if not (CHECKOUT / "tests" / name).is_file()] == []
     for one in session.STAGES:
         for device in ("cuda", "cpu"):
             script, *options = one.command(device, tmp_path)

@@ -232,19 +232,18 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._tensors: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._tensors: dict[tuple[str, int], Tensor] = {}
         #: What the neighbours call.
         self.functions: dict[str, Callable[..., Any]] = {"put": self.put, "check_alive": lambda: None}
 
     def put(self, kind: str, number: int, tensor: Tensor) -> None:
         """Store a received tensor and wake up the thread that waits for it."""
-        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         with self._changed:
-            self._tensors[kind, number] = (tensor, event)
+            self._tensors[kind, number] = tensor
             self._changed.notify()
 
-    def take(self, kind: str, number: int, timeout_s: float) -> tuple[Tensor, torch.cuda.Event | None] | None:
-        """Return a tensor and the event after which its content is complete; None if it does not arrive in time."""
+    def take(self, kind: str, number: int, timeout_s: float) -> Tensor | None:
+        """Return a tensor; None if it does not arrive in time."""
         with self._changed:
             self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
             return self._tensors.pop((kind, number), None)
@@ -285,12 +284,7 @@ class Wire:
             self._check_deliveries()
             self._rpc.call(rank, "check_alive").result()
         self.waited_s += time.perf_counter() - began
-        tensor, event = arrived
-        if event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(event)
-            tensor.record_stream(stream)
-        return tensor.to(self._device)
+        return arrived.to(self._device)
 
     def _check_deliveries(self) -> None:
         """Raise the error of the oldest delivery that has failed; a call that is not answered fails after a minute."""

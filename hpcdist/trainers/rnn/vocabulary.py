@@ -153,7 +153,7 @@ class VocabularyServer:
         torch.softmax(logits, 1, out=logits)
         # The largest probability is at least 1 / rows, so this is exact; `logsumexp` would take two more passes.
         slot.lse = top - logits.amax(1).log()
-        return self._out(slot.lse), self._out(chosen)
+        return slot.lse, chosen
 
     @torch.no_grad()
     def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
@@ -166,7 +166,7 @@ class VocabularyServer:
         # Row factors scale the small matrices, so that the probabilities are not written again.
         slot.factor, slot.scale = (slot.lse - lse.to(self._device)).exp_().mul_(scale), scale
         gradient = torch.mm(slot.probs, self.weight).mul_(slot.factor[:, None])
-        gradient = self._out(gradient.index_add_(0, slot.mine, self.weight[slot.targets], alpha=-scale))
+        gradient.index_add_(0, slot.mine, self.weight[slot.targets], alpha=-scale)
         slot.gradients = self._run(slot, self._weight_gradient, slot)
         return gradient
 
@@ -180,7 +180,6 @@ class VocabularyServer:
         weight.index_add_(0, slot.targets, slot.hidden[slot.mine], alpha=-slot.scale)
         torch.mv(slot.probs.t(), slot.factor, out=bias)
         bias.index_add_(0, slot.targets, torch.ones_like(slot.targets, dtype=bias.dtype), alpha=-slot.scale)
-        self._synchronize()
         return slot.buffers
 
     def decode(self, trainer: int, number: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
@@ -275,7 +274,6 @@ class VocabularyServer:
         self.encoder.grad = gradient if self._is_sparse else gradient.to_dense()
         set_lr(self.row_optimizer, lr)
         self.row_optimizer.step()
-        self._synchronize()
         update = self._run(joined.slots[0], self._update_decoder, joined, scale, lr)
         for slot in joined.slots:
             slot.used = update
@@ -287,7 +285,6 @@ class VocabularyServer:
                 torch._foreach_mul_(gradients, scale)
             set_lr(self.decoder_optimizer, lr)
             self.decoder_optimizer.step()
-            self._synchronize()
 
     def _run(self, slot: Slot, task: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run a task in the background, unless the batch is so small that waking a thread costs more."""
@@ -298,16 +295,7 @@ class VocabularyServer:
         return done
 
     def _lookup(self, ids: Tensor) -> Tensor:
-        return self._out(self.encoder.detach()[ids.to(self._device) - self.start])
-
-    def _out(self, tensor: Tensor) -> Tensor:
-        self._synchronize()
-        return tensor
-
-    def _synchronize(self) -> None:
-        # Calls and updates run in threads with their own streams; each completes its work before others use it.
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        return self.encoder.detach()[ids.to(self._device) - self.start]
 
     def settle(self) -> None:
         for slot in itertools.chain.from_iterable(self._slots):
