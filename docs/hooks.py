@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from generators import commands, config, environment, findings, messages, packages, runtimes
+from generators import answers, commands, config, environment, findings, messages, packages, runtimes
 
 MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 GENERATORS: dict[str, Callable[[], str]] = {
+    "answers": answers.answers,
     "cli": commands.commands,
     "config": config.config_keys,
     "configs": config.shipped_configs,

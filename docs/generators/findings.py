@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from generators.messages import template
-from generators.tables import PACKAGE, cell, code, table
+from generators.tables import PACKAGE, cell, code, folded, table
 from hpcdist.review.explain import PATTERNS, WAITING
 
 #: The functions of hpcdist.host.machine that create findings.
@@ -22,7 +22,8 @@ def failure_patterns() -> str:
         # Alternatives are separated by `|` outside parentheses.
         texts = "\n".join(re.split(r"\|(?![^()]*\))", pattern.texts))
         cause = pattern.cause.replace("{0}", "…")
-        parts.append(f"### {pattern.name}\n\n```text\n{texts}\n```\n\n**Cause:** {cause}.\n\n**Fix:** {pattern.fix}.\n")
+        searched = folded("searched texts", f"```text\n{texts}\n```")
+        parts.append(f"### {pattern.name}\n\n**Cause:** {cause}.\n\n**Fix:** {pattern.fix}.\n\n{searched}\n")
     return "\n".join(parts)
 
 
@@ -53,7 +54,7 @@ def _findings(modules: Iterable[Path]) -> str:
             given = {name: _text(value, tree) for name, value in arguments}
             if given.get("text") and given.get("level") != "ok":
                 rows.append((cell(given["name"]), code(given["text"]), cell(given.get("fix", ""))))
-    return table(("check", "finding", "fix"), rows)
+    return folded(f"{len(rows)} findings", table(("check", "finding", "fix"), rows))
 
 
 def _text(node: ast.expr, tree: ast.Module) -> str:

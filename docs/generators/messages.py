@@ -6,9 +6,8 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from textwrap import indent
 
-from generators.tables import PACKAGE, cell, code, table
+from generators.tables import PACKAGE, cell, code, folded, table
 from hpcdist import errors
 from hpcdist.host.machine import install_command
 
@@ -37,8 +36,7 @@ def error_messages() -> str:
             parts[part].append((code(text), f"{error} ({ERRORS[error].exit_code})"))
     head = ("message", "error (exit code)")
     return "\n\n".join(
-        f'## {part}\n\n??? note "{len(rows)} messages"\n\n{indent(table(head, rows), " " * 4)}'
-        for part, rows in parts.items()
+        f"## {part}\n\n{folded(f'{len(rows)} messages', table(head, rows))}" for part, rows in parts.items()
     )
 
 

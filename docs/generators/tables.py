@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import indent
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hpcdist"
@@ -24,3 +25,8 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a table of escaped cells."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def folded(title: str, text: str) -> str:
+    """Return a block that shows its title until the reader opens it."""
+    return f'??? note "{title}"\n\n{indent(text, " " * 4)}'

@@ -11,7 +11,7 @@ import hooks
 import pytest
 import yaml
 from doc_blocks import ROOT, Block, blocks, pages
-from generators import commands, config, environment, findings, messages, packages, runtimes
+from generators import answers, commands, config, environment, findings, messages, packages, runtimes
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
@@ -284,3 +284,11 @@ def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
         assert set(one.passed) <= set(runtimes.FAULTS)
         assert one.user in (runtimes.ROOT, runtimes.USER)
     assert {one.runtime for one in runtimes.RECORDED} == {*RUNTIMES, "pyxis"}
+
+
+def test_answers_of_the_benchmarks_are_in_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers.answers().count("\n") == len(answers.QUESTIONS) + 1
+    assert [script for *_, script in answers.QUESTIONS if not (ROOT / "benchmarks" / f"{script}.py").exists()] == []
+    monkeypatch.setattr(answers, "QUESTIONS", (("How fast?", "{}", ("no such figure",), "rl"),))
+    with pytest.raises(KeyError, match="has 0 figures named no such figure"):
+        answers.answers()

@@ -1,0 +1,119 @@
+"""Generator of the benchmarks' answers, with figures, dates and commands of benchmarks/RESULTS.md."""
+
+from __future__ import annotations
+
+import re
+
+from generators.tables import ROOT, cell, code, table
+
+#: Question, answer, script. `{}` in an answer is the measured figure whose name in RESULTS.md matches the next pattern.
+QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    (
+        "How long from SIGKILL of a rank to the next step?",
+        "{}; torchrun {}",
+        (r"SIGKILL of a rank to the next step, 10 MB", r"SIGKILL of a rank to the next step: torchrun"),
+        "recovery",
+    ),
+    (
+        "The same in a Slurm job?",
+        "{} with `cluster.fork`, {} of the time without it",
+        (r"SIGKILL of a rank to the next step in a job, forked", r"the same: forked over each rank imports"),
+        "slurm_recovery",
+    ),
+    (
+        "How many useful steps does a training do whose ranks are killed at random?",
+        "torchrun with `torch.save` does {} of hpcdist's, Lightning {}",
+        (r"useful steps/s with kills: torchrun.*", r"useful steps/s with kills: Lightning.*"),
+        "goodput",
+    ),
+    (
+        "How long does the start of 8 ranks take?",
+        "{} of torchrun's time; 2 ranks: {}, an unchanged script {}",
+        (
+            r"command to first .*, 8 ranks: trainer over torchrun",
+            r"command to first [^,]*: trainer over torchrun",
+            r"command to first .*: unchanged script over torchrun",
+        ),
+        "startup",
+    ),
+    (
+        "How many files does each rank open at its start?",
+        "{}; {} if each rank imports torch",
+        (r"files that a rank opens at its start, forked", r"files that a rank opens at its start, each rank imports"),
+        "start_calls",
+    ),
+    (
+        "How long from submission to the first step?",
+        "{} of a hand-written batch script's time",
+        (r"submit on a login node, over sbatch",),
+        "slurm_start",
+    ),
+    (
+        "How long is a DDP step?",
+        "batch 8: {} of a bare loop, Accelerate {}, Lightning {}; batch 64: {}, {}, {}",
+        tuple(
+            f"training step, batch {batch}: {who}"
+            for batch in (8, 64)
+            for who in ("hpcdist over bare DDP", "accelerate", "lightning")
+        ),
+        "ddp_step",
+    ),
+    (
+        "How long does a checkpoint stop training?",
+        "{} of `torch.save`",
+        (r"checkpoint stall over torch.save",),
+        "checkpoint_stall",
+    ),
+    (
+        "How long does logging a metric take?",
+        "{}; MLflow's client {}, to a server {}",
+        (r"journal record of one metric", r"MLflow's `log_metric`, sqlite", r"MLflow's `log_metric`, server"),
+        "log_record",
+    ),
+    ("How much does step timing add to a step?", "{}", (r"step timer, share of a DDP step at batch 8.*",), "timing"),
+    (
+        "How much load do 4,096 simulated ranks make?",
+        "supervisor {} of a core, file system {}",
+        (r"4,096 simulated ranks: supervisor.*", r"4,096 simulated ranks: file-system calls"),
+        "scale",
+    ),
+    (
+        "What does forking a rank take?",
+        "{} of CPU time; its parent {} of memory",
+        (r"CPU time of forking a rank", r"memory of the process that forks ranks.*"),
+        "fork_cost",
+    ),
+    *(
+        (f"How fast is the trainer {trainer}?", "{} the PyTorch tutorial's code", (f"{trainer}: {case}",), trainer)
+        for trainer, case in (
+            ("pipeline", "2 splits"),
+            ("rl", "64 environments"),
+            ("rnn", r"10,000 × 200, batch 20 × 35: ours"),
+            ("hybrid", r"1,000,000 × 64, .*"),
+        )
+    ),
+)
+
+
+def answers() -> str:
+    """Return a row for each question. Raises KeyError for a figure or script that RESULTS.md does not have."""
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    rows = [[part.strip() for part in line.strip("| ").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    figures = {row[0]: row[1] for row in rows if len(row) < 7}
+    figures |= {f"{row[0]}: {row[1]}": row[4] for row in rows if len(row) >= 7}
+    runs = {name: (command, date) for name, command, date in re.findall(r"^## (\w+)\n\n`(.+?)`, (\S+)", text, re.M)}
+
+    def figure(pattern: str) -> str:
+        found = [value for name, value in figures.items() if re.fullmatch(pattern, name)]
+        if len(found) != 1:
+            raise KeyError(f"benchmarks/RESULTS.md has {len(found)} figures named {pattern}")
+        return re.sub(r"[\d.]+e\+\d+", lambda number: f"{float(number[0]):,.0f}", found[0])
+
+    head = ("question", "answer", "command", "date")
+    return table(
+        head,
+        (
+            (question, cell(answer.format(*map(figure, patterns))), code(runs[script][0]), runs[script][1])
+            for question, answer, patterns, script in QUESTIONS
+        ),
+    )
