@@ -71,11 +71,10 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
     asked = {role: role_device(config, role) for role in roles.names}
     role, _ = roles.of_rank(topology.rank)
     mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
-    sharers = None
-    if mixed:
+    kind, index = config.launch.gpu_type if asked[role] == "auto" else asked[role], None
+    if kind != "cpu":
         sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
-    kind = config.launch.gpu_type if asked[role] == "auto" else asked[role]
-    index = None if kind == "cpu" else gpu_index(topology, num_visible(kind), env, sharers)
+        index = gpu_index(sharers.index(topology.rank), len(sharers), num_visible(kind))
     if asked[role] in GPU_BACKENDS and index is None:
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError([f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu"])
@@ -114,10 +113,6 @@ def collective_backend(device: torch.device) -> str:
     return backend if dist.is_backend_available(backend) else "gloo"
 
 
-def device_name(device: torch.device) -> str:
-    return Device.of(device, "").name
-
-
 def pins_memory(device: torch.device) -> bool:
     """Return whether copies to a device are faster from pinned memory; MPS shares the host's."""
     return device.type not in ("cpu", "mps")
@@ -154,52 +149,29 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def gpu_index(
-    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
-) -> int | None:
-    """Return the index of this rank's GPU; None if the process sees no GPU.
+def gpu_index(position: int, num_ranks: int, num_visible: int) -> int | None:
+    """Return the index of the GPU of the rank at `position` among those of its node that use GPUs; None without one.
 
-    If at least as many GPUs are visible as the node has ranks that use them (`sharers`, by default all), the index is
-    the local rank. Otherwise it is 0, provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this: it
-    counts the GPUs of all tasks of the step on this node. Without it, CUDA_VISIBLE_DEVICES must name a single device.
-
-    In all other cases two ranks would use one GPU, and NCCL would fail with "Duplicate GPU detected".
+    A rank that sees fewer GPUs than ranks sees GPUs of its own, or else `refuse_shared_gpu` finds it.
     """
-    num_local = topology.local_world_size if sharers is None else len(sharers)
-    if num_visible == 0:
-        return None
-    if num_visible >= num_local:
-        return topology.local_rank if sharers is None else sharers.index(topology.rank)
-    variables = Variables(env, _fix(num_local, num_visible))
-    if variables.has("SLURM_GPUS_ON_NODE"):
-        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
-            return 0
-    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
-        return 0
-    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
-    raise variables.error(
-        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
-        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
-    )
+    return None if num_visible == 0 else position if num_visible >= num_ranks else 0
 
 
-def _fix(num_local: int, num_visible: int) -> str:
-    return (
-        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
-        f"or start fewer ranks here (launch.num_ranks={num_visible})"
-    )
-
-
-def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store) -> None:
-    """Raise TopologyError if another rank has the same GPU, such as with CUDA_VISIBLE_DEVICES=0 for all ranks.
-
-    The variables of a rank do not show this. NCCL would end the ranks later without the fix.
-    """
-    uuid = Device.of(device, "").uuid
-    if uuid is not None and store.add(f"gpu/{topology.node_rank}/{uuid}", 1) > 1:
-        env = Variables(os.environ, f"leave CUDA_VISIBLE_DEVICES to Slurm, {_fix(topology.local_world_size, 1)}")
-        known = env.shown(("CUDA_VISIBLE_DEVICES",)) or "CUDA_VISIBLE_DEVICES not set"
-        raise env.error(f"rank {topology.rank} and another rank of its node use the same GPU, {uuid} ({known})")
+def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store, env: Mapping[str, str]) -> None:
+    """Raise TopologyError if another rank has the same GPU: NCCL would end both, without the reason and the fix."""
+    if device.type != "cpu":
+        own = Device.of(device, "")
+        if store.add(f"gpu/{topology.node_rank}/{own.uuid}/{own.pci}", 1) > 1:
+            variables = Variables(
+                env,
+                "request a GPU for each rank (Slurm: --gpus-per-node and --gpu-bind=none), start fewer ranks"
+                " (launch.num_ranks), or leave CUDA_VISIBLE_DEVICES unset",
+            )
+            known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+            raise variables.error(
+                f"rank {topology.rank} sees {torch.accelerator.device_count()} GPU(s) ({known}) and would use the same"
+                f" one as another of {topology.local_world_size} ranks on its node, {own.uuid or device}"
+            )
 
 
 def bind_to_cpus(device: Device, env: Mapping[str, str], pci_devices: Path = PCI_DEVICES) -> None:

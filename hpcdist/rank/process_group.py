@@ -102,7 +102,7 @@ def process_groups(
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
         store = open_store(topology, key, init_timeout_s, folder)
-        refuse_shared_gpu(device, topology, store)
+        refuse_shared_gpu(device, topology, store, os.environ)
         guard_gloo()
         dist.init_process_group(
             backend,

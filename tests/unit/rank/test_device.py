@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +44,14 @@ def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda _: True)
-    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="8932f937-d72c")
-    found.pci_domain_id, found.pci_bus_id, found.pci_device_id = 0, 0x1B, 0
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_properties=lambda _: found))
+    module = SimpleNamespace(get_device_properties=lambda _: properties("8932f937-d72c"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+
+def properties(uuid: str) -> SimpleNamespace:
+    """Return the properties of a GPU as torch does."""
+    address = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0}
+    return SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid=uuid, **address)
 
 
 def place_all(config: Config) -> list[tuple[str, str]]:
@@ -117,79 +121,85 @@ def test_ranks_on_node_follow_the_distribution() -> None:
         ranks_on_node(Topology.from_env(wrong), wrong)
 
 
-# --- Index of the GPU: the table in docs/how-to/gpus.md. A task sees the GPUs that its cgroup admits and
-# CUDA_VISIBLE_DEVICES selects; Slurm sets SLURM_GPUS_ON_NODE to those of the step on the node.
+# --- GPU of each rank: the table in docs/how-to/gpus.md. A task sees the GPUs that its cgroup admits and
+# CUDA_VISIBLE_DEVICES selects, here as torch counts them.
 
 
-def slurm(num_gpus: int, visible: str) -> Env:
-    return {"SLURM_GPUS_ON_NODE": str(num_gpus), "CUDA_VISIBLE_DEVICES": visible}
+def gpus_of(monkeypatch: pytest.MonkeyPatch, visible: list[str], env: Env) -> list[str]:
+    """Return the GPU of each rank of a node, or the error of the first rank that is refused.
+
+    Args:
+        visible: the GPUs that each rank sees, a letter each.
+    """
+    store, found = HashStore(), []
+    for rank, gpus in enumerate(visible):
+        see(monkeypatch, "cuda", len(gpus))
+        index = gpu_index(rank, len(visible), torch.accelerator.device_count())
+        module = SimpleNamespace(get_device_properties=lambda device, gpus=gpus: properties(gpus[device.index]))
+        monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        refuse_shared_gpu(device, topology_of(rank, len(visible)), store, env)
+        found.append("" if index is None else gpus[index])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "num_local", "num_visible", "env", "index"),
+    ("visible", "expected"),
     [
-        pytest.param(3, 4, 4, slurm(4, "0,1,2,3"), 3, id="--gpus-per-node=4, --gpu-bind=none"),
-        pytest.param(3, 4, 1, slurm(4, "0"), 0, id="--gpus-per-task=1, cgroup-constrained devices"),
-        pytest.param(3, 4, 1, slurm(4, "3"), 0, id="--gpus-per-task=1, without the cgroup"),
-        pytest.param(1, 2, 2, slurm(4, "0,1"), 1, id="--gpus-per-task=2, two tasks"),
-        pytest.param(3, 4, 2, slurm(8, "0,1"), 0, id="--gpus-per-task=2, four tasks"),
-        pytest.param(3, 4, 1, slurm(4, "3"), 0, id="--gpu-bind=single:1 or map_gpu:0,1,2,3"),
-        pytest.param(1, 2, 4, {}, 1, id="all GPUs, variable not set"),
-        pytest.param(1, 2, 2, {"CUDA_VISIBLE_DEVICES": "2,3"}, 1, id="indices"),
-        pytest.param(1, 2, 2, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d0a"}, 1, id="UUIDs"),
-        pytest.param(1, 2, 1, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, 0, id="a UUID for each task"),
-        pytest.param(1, 2, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f1c"}, 0, id="a MIG slice for each task"),
-        pytest.param(0, 1, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f1c,MIG-77ab"}, 0, id="one rank, two MIG slices"),
-        pytest.param(1, 2, 0, {"CUDA_VISIBLE_DEVICES": ""}, None, id="empty: the CPU"),
+        pytest.param(["abcd"] * 4, "a b c d", id="--gpus-per-node=4, --gpu-bind=none"),
+        pytest.param(["a", "b", "c", "d"], "a b c d", id="--gpus-per-task=1, with or without constrained devices"),
+        pytest.param(["ab", "cd"], "a d", id="--gpus-per-task=2, two tasks"),
+        pytest.param(["ab", "cd", "ef", "gh"], "a c e g", id="--gpus-per-task=2, four tasks"),
+        pytest.param(["d", "c", "b", "a"], "d c b a", id="--gpu-bind=single:1 or map_gpu:3,2,1,0"),
+        pytest.param(["abcd"] * 2, "a b", id="variable not set, two of four GPUs"),
+        pytest.param(["cd"] * 2, "c d", id="indices 2,3 or UUIDs"),
+        pytest.param(["x", "y"], "x y", id="a UUID or a MIG slice for each task"),
+        pytest.param(["x"], "x", id="two MIG slices, one rank"),
+        pytest.param(["", ""], " ", id="empty string"),
     ],
 )
-def test_gpu_of_a_rank(local_rank: int, num_local: int, num_visible: int, env: Env, index: int | None) -> None:
-    assert gpu_index(topology_of(local_rank, num_local), num_visible, env) == index
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, visible: list[str], expected: str) -> None:
+    assert gpus_of(monkeypatch, visible, {}) == expected.split(" ")
 
 
 @pytest.mark.parametrize(
-    ("num_local", "num_visible", "env", "known"),
+    ("visible", "env", "rank", "known"),
     [
-        pytest.param(4, 2, {}, "CUDA_VISIBLE_DEVICES not set", id="more ranks than GPUs"),
-        pytest.param(2, 1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "CUDA_VISIBLE_DEVICES=0,7", id="an index without GPU"),
-        pytest.param(4, 1, slurm(2, "1"), "SLURM_GPUS_ON_NODE=2, CUDA_VISIBLE_DEVICES=1", id="--ntasks-per-gpu=2"),
-        pytest.param(8, 2, slurm(8, "0,1"), "SLURM_GPUS_ON_NODE=8, ", id="--gpu-bind=closest"),
+        pytest.param(["ab"] * 4, {}, 1, "CUDA_VISIBLE_DEVICES not set", id="more ranks than GPUs"),
+        pytest.param(["a"] * 2, {"CUDA_VISIBLE_DEVICES": "0,7"}, 1, "CUDA_VISIBLE_DEVICES=0,7", id="index without GPU"),
         pytest.param(
-            2, 1, {"CUDA_VISIBLE_DEVICES": "MIG-5f,MIG-77"}, "CUDA_VISIBLE_DEVICES=MIG-5f,MIG-77", id="two MIG slices"
+            ["a", "b", "a", "b"],
+            {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"},
+            2,
+            "SLURM_GPUS_ON_NODE=2, CUDA_VISIBLE_DEVICES=0",
+            id="--ntasks-per-gpu=2",
+        ),
+        pytest.param(["ab", "ab", "cd", "cd"], {}, 1, "CUDA_VISIBLE_DEVICES not set", id="--gpu-bind=closest"),
+        pytest.param(["x"] * 2, {"CUDA_VISIBLE_DEVICES": "MIG-x,MIG-y"}, 1, "CUDA_VISIBLE_DEVICES=M", id="MIG slices"),
+        pytest.param(
+            ["a"] * 2, {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"}, 1, "SLURM_", id="0 in launch.env"
         ),
     ],
 )
-def test_ranks_that_would_share_a_gpu_are_refused(num_local: int, num_visible: int, env: Env, known: str) -> None:
-    problem = re.escape(f"rank 1 sees {num_visible} GPU(s) ({known}")
-    fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.num_ranks={num_visible})"
-    with pytest.raises(TopologyError, match=problem) as caught:
-        gpu_index(topology_of(1, num_local), num_visible, env)
-    assert f"but {num_local} ranks run on its node, so two ranks would use the same GPU" in str(caught.value)
-    assert str(caught.value).endswith(fix)
-
-
-def test_only_ranks_that_use_gpus_count() -> None:
-    """A master, two trainers and a parameter server on a machine with two GPUs."""
-    assert [gpu_index(topology_of(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
-    with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, so two ranks would use the same GPU"):
-        gpu_index(topology_of(1, 4), 1, {}, [1, 2])
-
-
-def test_ranks_with_one_gpu_are_refused_though_their_variables_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES=0 in `launch.env`, or --gpu-bind=map_gpu:0,0."""
-    see(monkeypatch, "cuda", 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    store, gpu = HashStore(), torch.device("cuda", 0)
-    refuse_shared_gpu(gpu, topology_of(0, 4, 2, hosts=("n1", "n2")), store)
-    refuse_shared_gpu(gpu, topology_of(2, 4, 2, hosts=("n1", "n2")), store)  # of another node
-    for _ in range(2):
-        refuse_shared_gpu(torch.device("cpu"), topology_of(0, 4, 2, hosts=("n1", "n2")), store)
-    shared = (
-        r"^rank 1 and another rank of its node use the same GPU, GPU-8932f937-d72c \(CUDA_VISIBLE_DEVICES=0\); "
-        r"leave CUDA_VISIBLE_DEVICES to Slurm, request a GPU for each rank \(Slurm: --gpus-per-node=2 --gpu-bind=none\)"
+def test_two_ranks_on_a_gpu_are_refused_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, visible: list[str], env: Env, rank: int, known: str
+) -> None:
+    with pytest.raises(TopologyError) as caught:
+        gpus_of(monkeypatch, visible, env)
+    text = str(caught.value)
+    assert text.startswith(f"rank {rank} sees {len(visible[rank])} GPU(s) ({known}")
+    assert f" would use the same one as another of {len(visible)} ranks on its node, GPU-{visible[rank][0]}; " in text
+    assert text.endswith(
+        "request a GPU for each rank (Slurm: --gpus-per-node and --gpu-bind=none), start fewer ranks"
+        " (launch.num_ranks), or leave CUDA_VISIBLE_DEVICES unset"
     )
-    with pytest.raises(TopologyError, match=shared):
-        refuse_shared_gpu(gpu, topology_of(1, 4, 2, hosts=("n1", "n2")), store)
+
+
+def test_gpus_of_other_nodes_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cuda", 1)
+    store, gpu = HashStore(), torch.device("cuda", 0)
+    for rank in (0, 1):
+        refuse_shared_gpu(gpu, topology_of(rank, 2, 2, hosts=("n1", "n2")), store, {})
 
 
 @pytest.mark.parametrize(
