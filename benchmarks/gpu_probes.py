@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcdist.host.files import read_json
-from hpcdist.rank.step_timing import CudaClock, HostClock, StepTimer, TimedDDP
+from hpcdist.rank.step_timing import EventClock, HostClock, StepTimer, TimedDDP
 from hpcdist.review.explain import first_match
 from hpcdist.run.folder import RunDir
 
@@ -109,7 +109,7 @@ def timer(device: torch.device, folder: Path) -> bool:
     """Compare the step timer with steps of known data and compute time."""
     meet(device, folder)
     busy = Busy(device)
-    steps = StepTimer(CudaClock() if device.type == "cuda" else HostClock())
+    steps = StepTimer(EventClock(device) if device.type == "cuda" else HostClock())
     model = TimedDDP(BusyModel(busy).to(device), steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = torch.ones(4, 8, device=device)

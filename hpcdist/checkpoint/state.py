@@ -77,7 +77,7 @@ class MaybeSharded:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy and Python."""
+    """Return the states of this process's generators: torch (CPU, and a GPU), NumPy and Python."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert not isinstance(keys, str)
@@ -92,21 +92,21 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         },
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore a result of `rng_state`. A CUDA state is ignored if `device` is not a CUDA device."""
+    """Restore a result of `rng_state`. The state of a GPU is ignored on another type of device."""
     torch.set_rng_state(state["torch"])
     numpy = state["numpy"]
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 # Shards: parts of a model that several ranks own. Each owner writes its own file, rank 0 collects them.

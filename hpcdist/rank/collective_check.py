@@ -55,16 +55,16 @@ class Timing:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the work that is queued on a GPU; the CPU has none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Stopwatch:
-    """Times calls by CUDA events if a backend queues work on a stream, otherwise by the clock."""
+    """Times calls by events if a backend queues work on a stream, otherwise by the clock."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self._device = device
-        self._queued = device.type == "cuda" and backend == "nccl"
+        self._queued = device.type != "cpu" and backend != "gloo"
 
     def time(self, run: Callable[[], object], iterations: int, before: Callable[[], None] | None = None) -> list[float]:
         """Return the seconds of each iteration; `before` is called before each iteration and not timed."""
@@ -76,7 +76,7 @@ class Stopwatch:
                     synchronize(self._device)
                 before()
             if self._queued:
-                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
                 began.record()
                 run()
                 ended.record()
@@ -190,11 +190,11 @@ def check(
     assert groups.control is not None
     began = time.monotonic()
     # Gloo is checked on the CPU, because in a run with roles some ranks may have no GPU.
-    device = device if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cpu") if backend == "gloo" else device
     late = PreflightError(
         f"the ranks are connected, but an all-reduce over {backend} did not finish within {timeout_s:g} s:"
         " does a firewall block ports between the nodes, or do they have several networks?"
-        f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
+        f" {backend.upper()}_SOCKET_IFNAME selects the interface"
     )
     with deadline(timeout_s, lambda: on_expiry(late)):
         check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups)
@@ -262,7 +262,7 @@ def check_sums(
     rank, num_ranks = topology.rank, topology.world_size
     elements = max(_ELEMENTS, 2 * num_ranks)
     # Those of gradients, metrics and agreements.
-    dtypes = [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 5 if backend == "nccl" else 4]
+    dtypes = [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 4 if backend == "gloo" else 5]
     # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
     found = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
     for number, dtype in enumerate(dtypes):

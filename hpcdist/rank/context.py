@@ -32,7 +32,7 @@ from hpcdist.rank.elastic import (
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups, gloo_group, seed_everything
-from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, TimedDDP
+from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
@@ -131,7 +131,7 @@ class Context:
         self.topology = topology
         self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
-        self.timer = StepTimer(CudaClock() if device.type == "cuda" else HostClock())
+        self.timer = StepTimer(HostClock() if device.type == "cpu" else EventClock(device))
         self.end_reason = ""
         self.groups = groups
         self._records = records
@@ -432,7 +432,7 @@ class Context:
         model = TimedDDP(
             module.to(self.device),
             self.timer,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
+            device_ids=None if self.device.type == "cpu" else [self.device],
             gradient_as_bucket_view=True,
             **options,
         )

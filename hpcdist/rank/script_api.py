@@ -217,9 +217,9 @@ class RunningScript:
 
     def _agree_in_group(self) -> StopAgreement:
         """Return the agreement, in a gloo group of the ranks that count steps: it does not wait for a GPU."""
-        import torch
         import torch.distributed as dist
 
+        from hpcdist.rank.device import initialized_device
         from hpcdist.rank.private_network import interface_env
         from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
@@ -233,7 +233,7 @@ class RunningScript:
             self._flag.install()
             requests = RequestReader(self.attempt) if self.topology.rank == 0 else None
             self._stop = StopAgreement(None, self._flag, requests, self.config.stop.pause_at_step)
-            device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+            device = initialized_device()
             self._commands = LiveCommands(self.run, self.attempt, self.topology.rank, self._stop, device)
         if not is_alone and dist.group.WORLD is not self._group:
             # At the first step, or after the script has initialised its process group again.

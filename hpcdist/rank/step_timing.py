@@ -57,21 +57,22 @@ class HostClock:
         return tuple(sum(part[1::2]) - sum(part[::2]) for part in parts)
 
 
-class CudaClock:
-    """Clock for computations on a GPU: a mark is a CUDA event, whose time is known once the GPU has passed it.
+class EventClock:
+    """Clock for computations on a GPU: a mark is an event, whose time is known once the GPU has passed it.
 
     Data time is therefore the time in which the GPU waits, and a slow host increases the compute time.
     """
 
-    def __init__(self) -> None:
-        self._free: list[torch.cuda.Event] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Event] = []
 
-    def mark(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+    def mark(self) -> torch.Event:
+        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
-    def measure(self, *parts: list[torch.cuda.Event]) -> tuple[float, ...] | None:
+    def measure(self, *parts: list[torch.Event]) -> tuple[float, ...] | None:
         """Return the seconds of each part of a step; None if the device has not passed all marks."""
         # Each event only once: the end of one pair may be the begin of the next.
         events = {id(event): event for part in parts for event in part}.values()
@@ -90,7 +91,7 @@ class StepTimer:
     is not counted, because it includes compilation and memory allocation.
     """
 
-    def __init__(self, clock: HostClock | CudaClock, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: HostClock | EventClock, *, now: Callable[[], float] = time.perf_counter) -> None:
         self.account = TimeAccount(now=now)
         self._clock = clock
         self._mark = clock.mark

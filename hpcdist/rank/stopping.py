@@ -224,7 +224,8 @@ class LiveCommands:
         """Start the profiler, which is ready after one step that it does not record."""
         num_steps = self._waiting[0][1].num_steps
         self._first_step, self._num_steps = step + 2, -1
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
+        # Some types of GPUs, such as MPS, have no profiler.
+        activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, self.device.type.upper(), ProfilerActivity.CPU)}
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
             profiler.start()

@@ -82,7 +82,7 @@ class Results:
 
     version: Literal[4] = 4
     backend: str
-    device: str  #: `cpu` or `cuda`
+    device: str  #: `cpu`, or the type of the GPUs
     world_size: int
     torch: str
     nccl: str | None

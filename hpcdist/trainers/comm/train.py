@@ -21,12 +21,14 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
 from hpcdist.host.files import write_atomic
 from hpcdist.host.network import bandwidths, tournament
 from hpcdist.rank.collective_check import Stopwatch, Timing, measure, synchronize
 from hpcdist.rank.context import Context
+from hpcdist.rank.device import Device
 from hpcdist.trainers.comm import COMM_OPERATIONS, PAIRS, CommConfig, parse_bytes
 from hpcdist.trainers.comm.operations import (
     DTYPES,
@@ -71,12 +73,11 @@ class Bench:
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.comm = ctx, cfg.section(CommConfig)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
-        is_gpu = ctx.device.type == "cuda"
-        device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
+        device = "cpu" if ctx.device.type == "cpu" else Device.of(ctx.device, "").name
         everyone = ctx.groups.all_gather((node, device))
         self.nodes = [one[0] for one in everyone]
         backend = dist.get_backend()
-        self.device = ctx.device if backend == "nccl" else torch.device("cpu")
+        self.device = torch.device("cpu") if backend == "gloo" else ctx.device
         self.watch = Stopwatch(self.device, backend)
         self.operations = [OPERATIONS[name] for name in COMM_OPERATIONS if name in self.comm.operations]
         self.results = Results(
@@ -84,7 +85,7 @@ class Bench:
             device=self.device.type,
             world_size=ctx.world_size,
             torch=torch.__version__,
-            nccl=".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
+            nccl=".".join(map(str, torch.cuda.nccl.version())) if ctx.device.type == NVIDIA else None,
             partition=os.environ.get("SLURM_JOB_PARTITION"),
             nodes=list(dict.fromkeys(self.nodes)),
             ranks=[RankPlace(rank=rank, node=one[0], device=one[1]) for rank, one in enumerate(everyone)],

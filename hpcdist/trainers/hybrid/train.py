@@ -35,6 +35,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
 from hpcdist.errors import DataError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.device import collective_backend
 from hpcdist.rank.process_group import gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
@@ -216,10 +217,11 @@ def make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
     exchange, host = gloo_group(range(ctx.world_size), timeout), gloo_group(trainers, timeout)
     devices = ctx.groups.all_gather(ctx.device.type)
     dense: Any = host
-    if all(devices[rank] == "cuda" for rank in trainers) and dist.is_nccl_available():
+    backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
+    if len(backends) == 1 and backends != {"gloo"}:
         # Every rank takes part, since NCCL splits a default group of its own in all its ranks.
         own = ctx.device if ctx.rank in trainers else None
-        dense = dist.new_group(list(trainers), timeout, "nccl", device_id=own)
+        dense = dist.new_group(list(trainers), timeout, backends.pop(), device_id=own)
     # Servers use the first one only.
     return ProcessGroups(cast(dist.ProcessGroup, exchange), cast(dist.ProcessGroup, host), dense)
 

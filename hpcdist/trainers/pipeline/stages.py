@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcdist.errors import ConfigError
+from hpcdist.rank.collective_check import synchronize
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup
 from hpcdist.trainers.pipeline import PipelineConfig
@@ -161,8 +162,7 @@ def measure_units(model: nn.Module, images: Tensor, *, repeats: int = 3) -> list
 
 def _now(tensor: Tensor) -> float:
     """Return the time after all work of the tensor's device is done."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     return time.perf_counter()
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from hpcdist.errors import TrainerError
 from hpcdist.host.files import read_json
 from hpcdist.rank import step_timing, telemetry
-from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
+from hpcdist.rank.step_timing import MAX_SEARCHES, EventClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import Heartbeat, LossWatch, enable_flight_recorders, write_records
 from hpcdist.run.folder import TIMES_PER_S, Attempt, RunDir
 from hpcdist.supervisor.hang import calls_of
@@ -437,8 +437,8 @@ class FakeEvent:
     device_at = -1.0
     num_created = 0
 
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
         FakeEvent.num_created += 1
 
     def record(self) -> None:
@@ -453,8 +453,8 @@ class FakeEvent:
 
 
 def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timing.torch.cuda, "Event", FakeEvent)
-    trainer = TimedTrainer(CudaClock())
+    monkeypatch.setattr(step_timing.torch, "Event", FakeEvent)
+    trainer = TimedTrainer(EventClock(torch.device("cuda")))
     trainer.timer.step_done()
 
     def step() -> None:
