@@ -244,14 +244,14 @@ class ZmqTransport:
             order = list(range(tensor.dim()))
             if not tensor.is_contiguous():
                 order.sort(key=tensor.stride, reverse=True)
-            described.append([str(tensor.dtype)[6:], list(tensor.shape), order, tensor.is_cuda])
+            described.append([str(tensor.dtype)[6:], list(tensor.shape), order, not tensor.is_cpu])
             frame = tensor.permute(order).contiguous().resolve_conj().resolve_neg()
-            if tensor.is_cuda:  # complete after the stream's synchronization
+            if not tensor.is_cpu:  # complete after the stream's synchronization
                 pinned = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)
                 frame = pinned.copy_(frame, non_blocking=True)
             frames.append(frame)
-        if on_gpu := [tensor for tensor in tensors if tensor.is_cuda]:
-            torch.cuda.current_stream(on_gpu[0].device).synchronize()
+        if on_gpu := [tensor for tensor in tensors if not tensor.is_cpu]:
+            torch.accelerator.current_stream(on_gpu[0].device).synchronize()
         header = json.dumps([kind, number, self._rank, function, content, described]).encode()
         data = [frame.view(-1).view(torch.uint8).numpy().data if frame.numel() else b"" for frame in frames]
         peer = self._peers[rank]
@@ -298,7 +298,7 @@ class ZmqTransport:
         if frame.nbytes:
             tensor.view(-1).view(torch.uint8).numpy().data[:] = frame
         tensor = tensor.permute([order.index(axis) for axis in range(len(shape))])
-        return tensor.to(self._device) if on_gpu and self._device.type == "cuda" else tensor
+        return tensor.to(self._device) if on_gpu else tensor
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
