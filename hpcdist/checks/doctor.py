@@ -272,7 +272,8 @@ def _live(run: RunDir, config: Config) -> list[Check]:
         )
         # Inside another job, srun would take missing options from that job's variables.
         env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
-        flags = {"jobid": job.id, "time": STEP_LIMIT_MIN, "mem": 0, "gpus-per-node": gpus or None}
+        gpu_request = config.cluster.gpu_request if gpus else None
+        flags = {"jobid": job.id, "time": STEP_LIMIT_MIN, "mem": 0, "gpus-per-node": gpu_request}
         step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
         answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env={**env, **probe_env(request)})
     look = f"`srun --jobid={job.id} --overlap hostname`"

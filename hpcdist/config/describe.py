@@ -12,7 +12,7 @@ from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from hpcdist.config.document import NODE_RANGE, SHORT_FORMS
+from hpcdist.config.document import NODE_RANGE, SHORT_FORMS, TYPED_GPUS
 from hpcdist.config.launch_schema import RoleRequest
 from hpcdist.config.schema import Config, trainer_sections
 
@@ -83,7 +83,10 @@ def json_schema() -> dict[str, Any]:
         if "off" in short.get("anyOf", [{}])[0].get("enum", ()):
             short["anyOf"] = [*short["anyOf"], {"type": "boolean"}]  # YAML 1.1 reads `off` and `on` so
         schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
-    schema["properties"]["cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
+    cluster = schema["properties"]["cluster"]["properties"]
+    cluster["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
+    for section in (cluster, cluster["roles"]["anyOf"][0]["additionalProperties"]["properties"]):
+        section["gpus_per_node"]["anyOf"].append({"type": "string", "pattern": TYPED_GPUS})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpcdist config",

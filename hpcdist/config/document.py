@@ -22,6 +22,8 @@ T = TypeVar("T")
 SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
 #: A range of numbers of nodes: `cluster.nodes: 2-8`.
 NODE_RANGE = "^[0-9]{1,9}-[0-9]{1,9}$"
+#: GPUs of one type: `cluster.gpus_per_node: a100:4`. In `gpu:4` of `--gres`, `gpu` is no type.
+TYPED_GPUS = "^(?!gpu:)([A-Za-z0-9][A-Za-z0-9_.+-]*):([0-9]{1,9})$"
 #: Limit of a config file that a user writes.
 MAX_BYTES = 1 << 20
 #: Limit of a document, and of an override's key and value together. A few thousand levels overflow the stack of
@@ -238,15 +240,24 @@ def parse_value(raw: str) -> Any:
 
 
 def expand_short_forms(tree: dict[str, Any]) -> None:
-    """Replace short forms: `trainer: ddp`, `preflight: off`, `cluster.nodes: 2-8`."""
+    """Replace short forms: `trainer: ddp`, `preflight: off`, `cluster.nodes: 2-8`, `cluster.gpus_per_node: a100:4`."""
     for section in SHORT_FORMS:
         _expand(tree, section)
     cluster = tree.get("cluster")
+    split_gpus(cluster)
     if isinstance(cluster, dict) and re.match(NODE_RANGE, nodes := str(cluster.get("nodes"))):
         least, _, most = nodes.partition("-")
         if cluster.get("min_nodes") is None:
             cluster["min_nodes"] = int(least)
         cluster["nodes"] = int(most)
+
+
+def split_gpus(cluster: object) -> None:
+    """Write typed GPUs in a section `cluster` as number and type, so that another number keeps the type."""
+    roles = cluster.get("roles") if isinstance(cluster, dict) else None
+    for section in (cluster, *(roles.values() if isinstance(roles, dict) else ())):
+        if isinstance(section, dict) and (typed := re.fullmatch(TYPED_GPUS, str(section.get("gpus_per_node")))):
+            section["gpu_type"], section["gpus_per_node"] = typed[1], int(typed[2])
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

@@ -17,6 +17,7 @@ from hpcdist.errors import shown
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Long options of Slurm, without dashes.
 _FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]+")
+_GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 #: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
 MAX_RANKS, MAX_PER_NODE = 262_144, 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -70,6 +71,14 @@ def flags(section: object, *names: str) -> list[str]:
         for key in getattr(section, name)
         if not _FLAG.fullmatch(str(key))
     ]
+
+
+def gpu_type(section: RoleRequest | ClusterConfig) -> list[str]:
+    """Return the problem of a type that is not one of a GPU, such as `gpu:a100` or `a100,h100`."""
+    kind = section.gpu_type
+    if kind is None or (kind != "gpu" and _GPU_TYPE.fullmatch(kind)):
+        return []
+    return [f"gpu_type must be one type such as a100, got {shown(kind)}: `sinfo -o %G` lists those of the cluster"]
 
 
 def one_line(section: object, *names: str) -> list[str]:
@@ -151,7 +160,9 @@ class RoleRequest(ConfigSection):
     tasks_per_node: int | None = number(None, least=1, most=MAX_PER_NODE)
     """Ranks of this role on each of its nodes; null derives it from its number of ranks and nodes."""
     gpus_per_node: int | None = number(None, least=0)
-    """GPUs on each of its nodes; 0 also hides the GPUs of a shared machine from its ranks."""
+    """GPUs on each of its nodes, or `a100:4`; 0 also hides the GPUs of a shared machine from its ranks."""
+    gpu_type: str | None = None
+    """Type of its GPUs."""
     cpus_per_task: int | None = number(None, least=1)
     """CPU cores per rank."""
     mem: str | None = None
@@ -164,7 +175,7 @@ class RoleRequest(ConfigSection):
     """Additional options of sbatch for its component of a heterogeneous job, by their long names."""
 
     def problems(self) -> list[str]:
-        return one_line(self, "mem", "partition", "constraint", "sbatch") + flags(self, "sbatch")
+        return one_line(self, "mem", "partition", "constraint", "sbatch") + flags(self, "sbatch") + gpu_type(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +197,9 @@ class ClusterConfig(ConfigSection):
     tasks_per_node: int = number(1, least=1, most=MAX_PER_NODE)
     """Ranks on each node; with GPUs, usually one per GPU."""
     gpus_per_node: int = number(0, least=0, most=MAX_PER_NODE)
-    """GPUs on each node."""
+    """GPUs on each node. `a100:4` also sets gpu_type; a number keeps it."""
+    gpu_type: str | None = None
+    """Type of the GPUs as the cluster names it (`sinfo -o %G`); null requests any."""
     cpus_per_task: int = number(1, least=1)
     """CPU cores per rank."""
     mem: str | None = None
@@ -221,10 +234,16 @@ class ClusterConfig(ConfigSection):
 
     def problems(self) -> list[str]:
         problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
-        problems += flags(self, "sbatch", "srun") + variables(self, "env")
+        problems += flags(self, "sbatch", "srun") + variables(self, "env") + gpu_type(self)
         if self.fewest_nodes > self.nodes:
             problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
         return problems
+
+    @property
+    def gpu_request(self) -> str | None:
+        """The value of `--gpus-per-node`: `4` or `a100:4`; None without GPUs."""
+        number = str(self.gpus_per_node)
+        return None if not self.gpus_per_node else f"{self.gpu_type}:{number}" if self.gpu_type else number
 
     @property
     def outlives_nodes(self) -> bool:

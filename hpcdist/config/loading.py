@@ -29,6 +29,7 @@ from hpcdist.config.document import (
     parse_texts,
     parse_value,
     read_document,
+    split_gpus,
     unfit_values,
 )
 from hpcdist.config.launch_schema import map_paths
@@ -77,6 +78,7 @@ def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
     """Add the values of a site's profile that a config does not set itself. Returns their dotted keys."""
     added: list[str] = []
+    split_gpus(profile)
 
     def with_theirs(section: str, mine: Any, theirs: Any) -> Any:
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -125,6 +127,7 @@ def _with_overrides(
     tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
 ) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
+    split_gpus(tree.get("cluster"))
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)
         try:
@@ -310,6 +313,8 @@ def _types() -> dict[str, str]:
 
 
 def _sentences(key: str, value: object) -> list[str]:
+    if key.startswith("cluster.") and key.endswith(".gpus_per_node"):
+        return [f"{key} must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {shown(value)}"]
     role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
     known = {
         path.replace(f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."): kind for path, kind in _types().items()

@@ -19,7 +19,7 @@ from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.slurm.output import parse_memory_mb
 
 #: Settings that a role inherits from the section `cluster`.
-_INHERITED = ("gpus_per_node", "cpus_per_task", "mem", "partition", "constraint")
+_INHERITED = ("gpus_per_node", "gpu_type", "cpus_per_task", "mem", "partition", "constraint")
 #: With more nodes than this the rank table shows the first and the last node of a component only.
 NODES_IN_TABLE = 16
 
@@ -32,6 +32,7 @@ class JobComponent:
     nodes: int
     tasks_per_node: int
     gpus_per_node: int
+    gpu_type: str | None = None
     cpus_per_task: int
     mem: str | None
     partition: str | None
@@ -49,8 +50,9 @@ class JobComponent:
 
     def __str__(self) -> str:
         ranks = f"{self.nodes} node{'s' * (self.nodes > 1)} × {self.tasks_per_node}"
+        kind = f" {self.gpu_type}" if self.gpu_type else ""
         more = [
-            f"{self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)} each" if self.gpus_per_node else "",
+            f"{self.gpus_per_node}{kind} GPU{'s' * (self.gpus_per_node > 1)} each" if self.gpus_per_node else "",
             f"partition {self.partition}" if self.partition else "",
             self.constraint or "",
         ]
@@ -152,6 +154,10 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
             raise ConfigError([problem])
+    gpu_types = {part.gpu_type for part in parts if part.gpus_per_node}
+    if len(gpu_types) > 1:
+        problem = "cluster.roles: gpu_type differs between roles, which needs a heterogeneous job (cluster.het)"
+        raise ConfigError([problem])
     memories = {part.mem: parse_memory_mb(part.mem) for part in parts if part.mem is not None}
     if None in memories.values():
         wrong = next(mem for mem, size in memories.items() if size is None)
@@ -162,6 +168,7 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         nodes=sum(part.nodes for part in parts),
         tasks_per_node=max(part.tasks_per_node for part in parts),
         gpus_per_node=max(part.gpus_per_node for part in parts),
+        gpu_type=next(iter(gpu_types), None),
         cpus_per_task=max(part.cpus_per_task for part in parts),
         mem=max(memories, key=lambda mem: memories[mem] or float("inf"), default=None),  # 0: all memory of a node
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -85,11 +86,21 @@ def parse_memory_mb(text: str) -> float | None:
     return int(match[1]) * _MB[match[2].upper()] if match else None
 
 
+def parse_gpus(text: str) -> tuple[str | None, int]:
+    """Return the type, None without one or with several, and the number of GPUs of `--gpus-per-node`.
+
+    The text is `4`, `a100:4`, `a100` (one of them) or `a100:2,h100:2`.
+    """
+    entries = [entry.split(":") for entry in text.split(",")]
+    kind = entries[0][0] if len(entries) == 1 and not entries[0][0].isdecimal() else None
+    return kind, sum(int(words[-1]) if words[-1].isdecimal() else 1 for words in entries)
+
+
 # Partitions and nodes of a cluster, from `scontrol` and `sinfo`.
 
 #: States in which a node takes no jobs (`sinfo`'s long names); `*` after a state marks a node that does not respond.
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
-_GRES_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*:([0-9]{1,9})")
+_GRES_GPUS = re.compile(r"\bgpu(?::([^:,()]+))?(?::[^:,()]+)*:([0-9]{1,9})")
 #: Formats of `sinfo` for the nodes of all partitions, and for single nodes.
 PARTITION_FORMAT = "%R|%D|%c|%m|%G|%T|%N"
 NODE_FORMAT = "%N|%T|%f|%G|%c|%m|%H|%u|%E"
@@ -104,8 +115,13 @@ class NodeGroup:
     cpus: int
     memory_mb: int
     gpus: int
+    gpu_types: Mapping[str, int] = field(default_factory=dict)  #: the number of GPUs of each type that has a name
     usable: bool
     names: str  #: nodelist as Slurm writes it, `n[1-4]`
+
+    def gpus_of(self, kind: str | None) -> int:
+        """Return the number of GPUs of a type, or of all types."""
+        return self.gpus if kind is None else self.gpu_types.get(kind, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +170,17 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
         if None in counts:
             continue
         num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
+        gpus: Counter[str] = Counter()
+        for kind, number in _GRES_GPUS.findall(gres):
+            gpus[kind] += int(number)
         groups.append(
             NodeGroup(
                 partition=partition,
                 num_nodes=num_nodes,
                 cpus=num_cpus,
                 memory_mb=memory_mb,
-                gpus=sum(map(int, _GRES_GPUS.findall(gres))),
+                gpus=gpus.total(),
+                gpu_types={kind: number for kind, number in gpus.items() if kind},
                 usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
                 names=names,
             )

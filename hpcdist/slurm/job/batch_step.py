@@ -33,6 +33,7 @@ from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
+from hpcdist.slurm.output import parse_gpus
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -275,7 +276,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         )
     num_nodes = int(env["SLURM_JOB_NUM_NODES"]) - cluster.spare_nodes
     # Slurm sets these only if the script requests GPUs.
-    gpus = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
+    gpu_type, gpus = parse_gpus(env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0")
     return replace(
         cluster,
         # The job is heterogeneous if the script has `#SBATCH hetjob` lines.
@@ -287,7 +288,8 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         nodes=num_nodes if cluster.min_nodes is None else max(cluster.nodes, num_nodes),
         tasks_per_node=tasks.pop(),
         cpus_per_task=int(env.get("SLURM_CPUS_PER_TASK", "1")),
-        gpus_per_node=int(gpus.rpartition(":")[2]),
+        gpus_per_node=gpus,
+        gpu_type=gpu_type,
         mem=env.get("SLURM_MEM_PER_NODE"),
         time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
     )

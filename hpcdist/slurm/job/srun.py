@@ -99,7 +99,7 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "ntasks": cluster.nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,
         "cpus-per-task": cluster.cpus_per_task,  # srun does not inherit it from sbatch since Slurm 22.05
-        "gpus-per-node": cluster.gpus_per_node or None,
+        "gpus-per-node": cluster.gpu_request,
         "kill-on-bad-exit": 1,
         "input": "none",
         "open-mode": "append",
@@ -142,7 +142,7 @@ def parents_command(
         "ntasks": num_nodes,
         "ntasks-per-node": 1,
         "nodelist": "NODES" if nodes is None else ",".join(nodes),
-        "gpus-per-node": cluster.gpus_per_node or None,
+        "gpus-per-node": cluster.gpu_request,
         "cpu-bind": "none",
         "mpi": cluster.srun.get("mpi"),
         # The other nodes keep their parents if one ends.
@@ -164,7 +164,7 @@ def preflight_command(
         flags = {
             "label": True,
             "cpus-per-task": part.tasks_per_node * part.cpus_per_task,
-            "gpus-per-node": part.gpus_per_node or None,
+            "gpus-per-node": component_cluster(config.cluster, part).gpu_request,
             **{name: option_value(value) for name, value in config.cluster.srun.items()},
         }
         words += [":"] * (index > 0) + [f"--het-group={index}"] * nodes.het

@@ -153,7 +153,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "mem": cluster.mem,
         "constraint": cluster.constraint,
         "exclude": cluster.exclude,
-        "gpus_per_node": cluster.gpus_per_node or None,
+        "gpus_per_node": cluster.gpu_request,
     }
     most, least = cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes
     size: dict[str, Any] = {"nodes": most}
@@ -203,7 +203,7 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
         "exclude": cluster.exclude,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.tasks_per_node,
-        "gpus-per-node": cluster.gpus_per_node or None,
+        "gpus-per-node": cluster.gpu_request,
         "cpus-per-task": cluster.cpus_per_task,
         **{name: option_value(value) for name, value in cluster.sbatch.items()},
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -100,17 +101,20 @@ def _requested(cluster: ClusterConfig) -> tuple[str, int]:
 
 
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, nodes, gpus = partition.name, partition.nodes, cluster.gpus_per_node
+    name, nodes, gpus, kind = partition.name, partition.nodes, cluster.gpus_per_node, cluster.gpu_type
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
     if cluster.mem is not None and memory is None:
         findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
+    types = ", ".join(sorted({own for group in nodes for own in group.gpu_types})) or "none"
+    unit = f"GPUs of type {kind} (its types: {types})" if kind else "GPUs"
+    most_gpus = max((group.gpus_of(kind) for group in nodes), default=0)
     tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
     too_large = [
         f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
         for request, requested, most, unit in (
             (tasks, cpus, max((group.cpus for group in nodes), default=0), "cores"),
-            (f"cluster.gpus_per_node={gpus}", gpus, max((group.gpus for group in nodes), default=0), "GPUs"),
+            (f"cluster.gpus_per_node={cluster.gpu_request}", gpus, most_gpus, unit),
             (f"cluster.mem={cluster.mem}", memory or 0, max((group.memory_mb for group in nodes), default=0), "MiB"),
         )
         if nodes and requested > most
@@ -119,7 +123,7 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     asked, fewest = _requested(cluster)
     if too_large or fewest > count_nodes(nodes):
         return
-    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= gpus and g.memory_mb >= (memory or 0)]
+    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus_of(kind) >= gpus and g.memory_mb >= (memory or 0)]
     total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
     if fewest > total:
         why = f"{total} nodes of partition {name} have the requested hardware: lower the number or the request"
@@ -182,6 +186,24 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
         for flag in flags
         if (problem := _conflict(program, flag)) and is_set.get(flag.replace("_", "-"), True)
+    ]
+
+
+#: An entry of `--gres` or `--tres-per-node` that requests GPUs.
+_GPU_ENTRY = re.compile(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)")
+
+
+def gpu_conflicts(cluster: ClusterConfig, env: Mapping[str, str]) -> list[str]:
+    """Return a problem for each option or variable with which Slurm 26.05 refuses --gpus-per-node."""
+    if not cluster.gpus_per_node:
+        return []
+    given = {f"cluster.{name}.gres": getattr(cluster, name).get("gres", "") for name in ("sbatch", "srun")}
+    given |= {f"{name} in your environment": env.get(name, "") for name in ("SBATCH_GRES", "SLURM_GRES")}
+    return [
+        f"{place} ({value}) requests GPUs beside cluster.gpus_per_node={cluster.gpu_request}, which Slurm refuses:"
+        " remove it; cluster.gpus_per_node: a100:4 requests a type"
+        for place, value in given.items()
+        if _GPU_ENTRY.search(value)
     ]
 
 
@@ -292,6 +314,7 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
 
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     problems = list(dict.fromkeys(line for cluster in _requests(config) for line in conflicting_flags(cluster)))
+    problems += dict.fromkeys(line for cluster in _requests(config) for line in gpu_conflicts(cluster, os.environ))
     problems += exposed_secrets(config)
     try:
         if cwd is not None:

@@ -100,7 +100,8 @@ DRY_RUNS = {
     ),
     "slurm_roles": (
         f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"
-        " cluster.roles.parameter_server.gpus_per_node=0 cluster.roles.parameter_server.partition=cpu cluster.het=true"
+        " cluster.gpus_per_node=a100:4 cluster.roles.parameter_server.gpus_per_node=0"
+        " cluster.roles.parameter_server.partition=cpu cluster.het=true"
     ),
     "slurm_roles_in_one_allocation": (
         f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"

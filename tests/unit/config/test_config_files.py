@@ -211,6 +211,52 @@ def test_edited_config_of_a_run_folder_loads(write: Write, tmp_path: Path) -> No
         assert read(load_run_config(path, [], {})), after
 
 
+# --- GPUs of one type: `cluster.gpus_per_node: a100:4` and `cluster.gpu_type`.
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize(
+    ("text", "overrides", "requests"),
+    [
+        ("gpus_per_node: a100:4", [], ("a100:4", "a100:4", "a100:4")),
+        ("gpus_per_node: 4", ["cluster.gpus_per_node=a100:2"], ("a100:2", "a100:2", "a100:2")),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=2"], ("a100:2", "a100:2", "a100:2")),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=1g.5gb:7"], ("1g.5gb:7", "1g.5gb:7", "1g.5gb:7")),
+        ("gpus_per_node: a100:4", ["cluster.gpu_type=null"], ("4", "4", "4")),
+        ("gpus_per_node: 4, gpu_type: 100", [], ("100:4", "100:4", "100:4")),
+        ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: h100:2}, b: {gpus_per_node: 1}}", [],
+         ("a100:4", "h100:2", "a100:1")),
+        ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: 0}, b: {}}", ["cluster.roles.b.gpus_per_node=v100:1"],
+         ("a100:4", None, "v100:1")),
+    ],
+)  # fmt: skip
+def test_typed_gpus_set_number_and_type(
+    tmp_path: Path, text: str, overrides: list[str], requests: tuple[str | None, ...], is_stored: bool
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: {{script: [x.py]}}\nroles: {{a: 1, b: 1}}\ncluster: {{{text}}}\n")
+    if is_stored:
+        (tmp_path / "stored.yaml").write_text(to_yaml(load_config(tmp_path / "config.yaml")))
+        config = load_run_config(tmp_path / "stored.yaml", overrides, {})
+    else:
+        config = load_config(tmp_path / "config.yaml", overrides)
+    found = []
+    for role in ("a", "b"):
+        request = config.cluster.roles.get(role, RoleRequest())
+        own = {"gpus_per_node": request.gpus_per_node, "gpu_type": request.gpu_type}
+        values = {name: value for name, value in own.items() if value is not None}
+        found.append(dataclasses.replace(config.cluster, **values).gpu_request)
+    assert (config.cluster.gpu_request, *found) == requests
+
+
+def test_number_of_gpus_in_a_config_keeps_the_type_of_the_sites_profile(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("gpus_per_node: a100:4\n")
+    for text, request in (("2", "a100:2"), ("h100:2", "h100:2"), ("{gpus_per_node: 1, gpu_type: null}", "1")):
+        section = text if text.startswith("{") else f"{{gpus_per_node: {text}}}"
+        (tmp_path / "config.yaml").write_text(f"trainer: ddp\ncluster: {section}\n")
+        config = load_config(tmp_path / "config.yaml", cluster=tmp_path / "site.yaml")
+        assert config.cluster.gpu_request == request
+
+
 # --- Ranges of numbers of nodes in a config: `cluster.nodes: 2-8` and `cluster.min_nodes`.
 
 

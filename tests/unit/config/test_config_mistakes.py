@@ -104,6 +104,30 @@ from hpcdist.errors import ConfigError, shown
         # Numbers of nodes.
         ("cluster: {nodes: 8-2}", "cluster.min_nodes must be at most nodes=2, got 8"),
         ("cluster: {nodes: 0-2}", "cluster.min_nodes must be >= 1, got 0"),
+        *(
+            (
+                f"cluster: {{gpus_per_node: {value}}}",
+                f"cluster.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {got}",
+            )
+            for value, got in (
+                ("gpu:a100:4", "'gpu:a100:4'"),
+                ("gpu:4", "'gpu:4'"),
+                ("a100", "'a100'"),
+                ("'a100:'", "{'a100': None}"),
+                ("'a100:2,h100:2'", "'a100:2,h100:2'"),
+                ("{a100: 4}", "{'a100': 4}"),
+            )
+        ),
+        (
+            "cluster: {roles: {trainer: {gpus_per_node: ':4'}}}",
+            "cluster.roles.trainer.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4",
+        ),
+        ("cluster: {gpus_per_node: a100:1025}", "cluster.gpus_per_node must be <= 1024, got 1025"),
+        ("cluster: {gpu_type: 'a100,h100'}", "cluster.gpu_type must be one type such as a100, got 'a100,h100': `sinfo"),
+        (
+            "cluster: {roles: {trainer: {gpu_type: gpu}}}",
+            "cluster.roles.trainer.gpu_type must be one type such as a100, got 'gpu': `sinfo -o %G` lists those",
+        ),
         ("cluster: {nodes: 2 to 8}", "cluster.nodes must be int, got '2 to 8'"),
         # Containers and environments.
         ("container: {runtime: podman}", "container.image must name the image to start"),

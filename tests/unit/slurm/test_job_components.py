@@ -14,6 +14,7 @@ from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.slurm.components import (
     JobComponent,
     allocations,
+    component_cluster,
     components,
     hosts_by_rank,
     is_het,
@@ -139,6 +140,21 @@ def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_request
             constraint="a|b",
         ),
     )
+
+
+def test_type_of_gpus_is_inherited_and_the_same_in_one_allocation() -> None:
+    cluster = {"gpus_per_node": 4, "gpu_type": "a100"}
+    roles = {"master": 1, "server": 1, "worker": 2}
+    requests = {"server": {"gpus_per_node": 0, "gpu_type": "v100"}, "worker": {"gpus_per_node": 2}}
+    cfg = config(roles, requests, het=False, **cluster)
+    assert [component_cluster(cfg.cluster, part).gpu_request for part in components(cfg)] == ["a100:4", None, "a100:2"]
+    (whole,) = allocations(cfg)
+    assert component_cluster(cfg.cluster, whole).gpu_request == "a100:4"
+    assert str(components(cfg)[2]) == "2 nodes × 1, 2 a100 GPUs each"
+    other = {**requests, "worker": {"gpu_type": "h100"}}
+    assert is_het(config(roles, other, **cluster))
+    with pytest.raises(ConfigError, match=r"^cluster\.roles: gpu_type differs between roles, which needs a heterog"):
+        allocations(config(roles, other, het=False, **cluster))
 
 
 def test_single_allocation_requests_the_maximum_memory() -> None:

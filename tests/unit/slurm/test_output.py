@@ -206,7 +206,16 @@ NODES = "gpu|2|64|256000|gpu:a100:4(S:0-1)|mixed|n[1-2]\ngpu|1|16+|64000+|(null)
 def test_partitions_and_their_nodes() -> None:
     gpu, empty = parse_partitions(PARTITIONS, NODES)
     assert gpu.nodes == (
-        NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]"),
+        NodeGroup(
+            partition="gpu",
+            num_nodes=2,
+            cpus=64,
+            memory_mb=256000,
+            gpus=4,
+            gpu_types={"a100": 4},
+            usable=True,
+            names="n[1-2]",
+        ),
         NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
     )
     assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
@@ -216,15 +225,17 @@ def test_partitions_and_their_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [("(null)", 0), ("gpu:4(S:0-1)", 4), ("gpu:a100:2,gpu:v100:3(S:1)", 5), ("gpu:a100:no_consume:4", 4),
-     ("shard:8,gpu:1g.5gb:7", 7), ("license:3", 0)],
+    ("gres", "gpus", "types"),
+    [("(null)", 0, {}), ("gpu:4(S:0-1)", 4, {}), ("gpu:a100:2,gpu:v100:3(S:1)", 5, {"a100": 2, "v100": 3}),
+     ("gpu:a100:no_consume:4", 4, {"a100": 4}), ("gpu:a100:2(S:0),gpu:a100:2(S:1)", 4, {"a100": 4}),
+     ("shard:8,gpu:1g.5gb:7", 7, {"1g.5gb": 7}), ("license:3", 0, {})],
 )  # fmt: skip
-def test_gpus_and_states_of_nodes(gres: str, gpus: int) -> None:
+def test_gpus_and_states_of_nodes(gres: str, gpus: int, types: dict[str, int]) -> None:
     usable = ["idle", "mixed", "allocated", "idle~", "planned", "reserved"]
     for state in [*usable, "down", "drained", "draining", "idle*", "fail", "down*"]:
         (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|{state}|n1")
-        assert (partition.nodes[0].gpus, partition.nodes[0].usable) == (gpus, state in usable)
+        (group,) = partition.nodes
+        assert (group.gpus, group.gpu_types, group.usable) == (gpus, types, state in usable)
 
 
 def test_node_states_with_reason() -> None:

@@ -28,6 +28,7 @@ from hpcdist.slurm.job.submit_checks import (
     check_runs_dir,
     check_submission,
     conflicting_flags,
+    gpu_conflicts,
     rejected_flags,
     requested_partitions,
 )
@@ -196,10 +197,43 @@ def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeC
     assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "env", "place"),
+    [
+        ({"sbatch": {"gres": "nvme:1,gpu:a100:4"}}, {}, "cluster.sbatch.gres (nvme:1,gpu:a100:4)"),
+        ({"srun": {"gres": "gpu"}}, {}, "cluster.srun.gres (gpu)"),
+        ({}, {"SBATCH_GRES": "gpu:2"}, "SBATCH_GRES in your environment (gpu:2)"),
+        ({}, {"SLURM_GRES": "gres/gpu:2"}, "SLURM_GRES in your environment (gres/gpu:2)"),
+        ({"sbatch": {"gres": "gpu_scratch:1"}, "srun": {"gres": "none"}}, {"SBATCH_GRES": "license:1"}, ""),
+        ({"sbatch": {"gres": "gpu:a100:4"}, "gpus_per_node": 0}, {"SBATCH_GRES": "gpu:2"}, ""),
+    ],
+)
+def test_second_request_for_gpus(cluster: dict[str, Any], env: dict[str, str], place: str) -> None:
+    found = gpu_conflicts(ClusterConfig(**{"gpus_per_node": 4, "gpu_type": "h100", **cluster}), env)
+    why = "requests GPUs beside cluster.gpus_per_node=h100:4, which Slurm refuses: remove it;"
+    assert found == ([f"{place} {why} cluster.gpus_per_node: a100:4 requests a type"] if place else [])
+
+
+def test_second_request_for_gpus_is_found_before_submission(
+    slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_GRES", "gpu:1")
+    roles = {"worker": RoleRequest(gpus_per_node=1, sbatch={"gres": "gpu:1"})}
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles}, force=True)
+    assert [line.split(" (gpu:1) ")[0] for line in caught.value.problems] == [
+        "cluster.sbatch.gres",
+        "SBATCH_GRES in your environment",
+    ]
+    assert "sbatch" not in slurm.programs()
+
+
 # --- Comparison of requests with partitions: each problem is one line with key, value and fix.
 
 
-BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
+BIG = NodeGroup(
+    partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, gpu_types={"a100": 4}, usable=True, names="n[1-2]"
+)
 SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
 GPU = Partition(name="gpu", facts={"Default": "YES", "State": "UP"}, nodes=(BIG, SMALL))
 FITTING: dict[str, Any] = {"nodes": 2, "tasks_per_node": 4, "cpus_per_task": 8, "gpus_per_node": 4, "mem": "200G"}
@@ -218,7 +252,7 @@ def of(**facts: str) -> Partition:
 def test_valid_request() -> None:
     for partition in (GPU, replace(GPU, nodes=())):  # one without visible nodes is not checked
         assert found(partition, **FITTING) == Findings()
-    assert found(nodes=4) == Findings()
+    assert found(**FITTING, gpu_type="a100") == found(nodes=4) == Findings()
     assert found(nodes=9, min_nodes=4) == Findings(), "Slurm starts the job with four of up to nine nodes"
 
 
@@ -238,6 +272,10 @@ def test_valid_request() -> None:
          "cluster.mem=1T: partition gpu offers at most 256000 MiB per node: lower it or choose another"),
         ({}, {"mem": "lots"}, "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"),
         ({}, {"nodes": 3, "gpus_per_node": 1},
+         "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request"),
+        ({}, {"gpu_type": "h100", "gpus_per_node": 2}, "cluster.gpus_per_node=h100:2: partition gpu offers at most 0"
+         " GPUs of type h100 (its types: a100) per node: lower it or choose another"),
+        ({}, {"nodes": 3, "gpu_type": "a100", "gpus_per_node": 1},
          "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request"),
         ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: use ada"),
     ],
