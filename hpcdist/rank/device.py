@@ -1,8 +1,14 @@
 """The device of a rank: which GPU it uses, its collective backend, and the CPUs beside that GPU.
 
 NVIDIA's and AMD's GPUs are `cuda` in torch. Other modules compare a type with `cpu`, and call `torch.accelerator`, or
-the module of the device where that lacks a function. They write `cuda` or `nccl` only where nothing else exists: for
-versions and programs of NVIDIA, fields of recorded results, error messages, and `torch.cuda.Event(blocking=True)`.
+the module of the device where that lacks a function. They write `cuda` or `nccl` only for NVIDIA's own (versions,
+images, NCCL's log and records), values and messages that users read, and where torch has nothing else:
+
+    checkpoint/saver.py  `torch.Event` ignores `blocking`, with which the waiting thread sleeps; copies of other GPUs
+                         are complete at once
+    rank/rpc_torch.py    TensorPipe has device maps and streams for CUDA only
+    rank/parent.py       no other function says whether a fork came too late
+    trainers/comm        the version of NCCL
 """
 
 from __future__ import annotations
@@ -73,8 +79,11 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
     mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
     kind, index = config.launch.gpu_type if asked[role] == "auto" else asked[role], None
     if kind != "cpu":
-        sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
-        index = gpu_index(sharers.index(topology.rank), len(sharers), num_visible(kind))
+        position, num_ranks = topology.local_rank, topology.local_world_size
+        if mixed:
+            sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
+            position, num_ranks = sharers.index(topology.rank), len(sharers)
+        index = gpu_index(position, num_ranks, num_visible(kind))
     if asked[role] in GPU_BACKENDS and index is None:
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError([f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu"])
@@ -161,7 +170,7 @@ def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store, en
     """Raise TopologyError if another rank has the same GPU: NCCL would end both, without the reason and the fix."""
     if device.type != "cpu":
         own = Device.of(device, "")
-        if store.add(f"gpu/{topology.node_rank}/{own.uuid}/{own.pci}", 1) > 1:
+        if store.add(f"gpu/{topology.node_rank}/{own.uuid or device}/{own.pci}", 1) > 1:
             variables = Variables(
                 env,
                 "request a GPU for each rank (Slurm: --gpus-per-node and --gpu-bind=none), start fewer ranks"

@@ -111,6 +111,12 @@ def test_description_of_a_live_run() -> None:
     data = (DatasetRecord(name="digits", split="test", num_samples=364),)
     accurate = described(replace(FACTS, monitor="eval/accuracy", best=best, datasets=data))
     assert accurate.startswith("**running**\n\n**eval/accuracy = 0.978 ± 0.008** at step 100, config mine.yaml")
+    for devices, shown in (
+        ("2 × NVIDIA A100, 2 × CPU", "4 on 2 × NVIDIA A100, 2 × CPU"),
+        ("CPU", "4 on the CPU"),
+        ("", "4"),
+    ):
+        assert f"| **Ranks** | {shown} (earlier attempts: n1, n2) |" in described(replace(FACTS, devices=devices))
     begun = described(replace(FACTS, progress=None))
     assert "\n\nState at 1970-01-01 00:38 UTC: no step is done yet in this attempt.\n" in begun
     queued = described(replace(FACTS, progress=None, state=State(status="queued", reason="preempted")))

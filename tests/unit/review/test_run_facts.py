@@ -37,6 +37,7 @@ from hpcdist.run.records import (
     Resources,
     TrainingRecord,
     begin,
+    devices_of,
     load_origin,
     write_origin,
     write_times,
@@ -239,7 +240,9 @@ def test_overrides_model_and_datasets_are_read(folder: Folder) -> None:
     write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, datasets=data))
     folder.attempt(first_step=None, step=0)
     facts = folder.facts()
-    assert (facts.num_parameters, facts.datasets) == (12, data)
+    assert (facts.num_parameters, facts.datasets, facts.devices) == (12, data, "")
+    write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, devices="2 × NVIDIA A100"))
+    assert (folder.facts().devices, devices_of(folder.run)) == ("2 × NVIDIA A100", "2 × NVIDIA A100")
 
 
 def test_damaged_files_give_empty_values(folder: Folder) -> None:

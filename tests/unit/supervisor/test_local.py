@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from supervisor_scene import DONE, FAKE_RANK, STOP_ON_REQUEST, Recorder, Scene, ScriptedJob, fails
 
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
@@ -107,7 +108,8 @@ def test_create_run_writes_config_code_environment_and_secrets(
     facts = read_json(run.environment) or {}
     assert (facts["launcher"], facts["user"], facts["host"]) == ("local", getpass.getuser(), socket.gethostname())
     assert facts["command"] == "hpcdist run launch.env.API_KEY=*** optim.lr=0.1"
-    assert set(facts["versions"]) == {"hpcdist", "omegaconf"}
+    assert set(facts["versions"]) == {"hpcdist", "torch", "omegaconf"}
+    assert facts["versions"]["torch"] == torch.__version__, "with its build, unlike the package's metadata"
     assert kept(run) == secrets
     for path in run.path.rglob("*"):
         assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path
@@ -300,6 +302,8 @@ def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
         (8, 4, {"num_ranks": 3}, (3, "cuda", "nccl", 2)),
         (8, 4, {"device": "cpu", "num_ranks": 8}, (8, "cpu", "gloo", 1)),
         (8, 2, {"device": "cuda", "backend": "gloo"}, (2, "cuda", "gloo", 4)),
+        (8, 0, {"device": "xpu", "num_ranks": 4}, (4, "xpu", "xccl", 2)),
+        (8, 0, {"device": "mps"}, (1, "mps", "gloo", 8)),
         (2, 0, {"num_ranks": 5}, (5, "cpu", "gloo", 1)),
         (7, 0, {"num_ranks": 3, "num_threads": 5}, (3, "cpu", "gloo", 5)),
     ],
@@ -309,8 +313,8 @@ def test_plan_of_ranks_device_backend_and_threads(
 ) -> None:
     plan = planned(num_cpus, num_gpus, **launch)
     num_ranks, device, backend, threads = expected
-    env = {"OMP_NUM_THREADS": str(threads)} | (GPU if device == "cuda" else CPU)
-    assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)  # type: ignore[arg-type]
+    env = {"OMP_NUM_THREADS": str(threads)} | (GPU if device != "cpu" else CPU)
+    assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)
 
 
 def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:
