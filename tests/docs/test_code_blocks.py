@@ -77,6 +77,10 @@ def test_commands_of_the_page_for_agents_suffice_for_a_session(tmp_path: Path, e
     assert [name for name in used if f"`hpcdist {name}" not in page or f"hpcdist {name}" not in skill] == []
     exit_code, output = execute(f"{sys.executable} {session}", tmp_path, env)
     assert exit_code == 0, output
-    for expected in ("optim.lr: {'first': '0.002', 'second': '0.01'}", "cause:    an exception in the training code"):
+    for expected in (
+        "optim.lr: {'first': '0.002', 'second': '0.01'}",
+        "second is better: best eval/accuracy ",
+        "cause:    an exception in the training code",
+    ):
         assert expected in output
     assert "{'digits/first': 'finished', 'digits/second': 'finished', 'agent_script/third': 'finished'}" in output
