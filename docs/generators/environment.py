@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 
 import yaml
 
@@ -14,14 +13,11 @@ VARIABLE = re.compile(r"(?<![A-Z0-9_])HPCDIST_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
 OTHER_SOURCES = ("docker/Dockerfile", "docker/compose-init.sh", "slurm/run.sbatch")
 
 
-def used_variables() -> dict[str, set[str]]:
-    """Return the files that use each `HPCDIST_*` variable, by its name."""
+def used_variables() -> set[str]:
+    """Return the names of all `HPCDIST_*` variables of the code."""
     sources = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".sh")]
-    found: dict[str, set[str]] = defaultdict(set)
-    for path in [*sources, *(ROOT / name for name in OTHER_SOURCES)]:
-        for name in VARIABLE.findall(path.read_text()):
-            found[name].add(str(path.relative_to(ROOT)))
-    return found
+    files = [*sources, *(ROOT / name for name in OTHER_SOURCES)]
+    return {name for path in files for name in VARIABLE.findall(path.read_text())}
 
 
 def environment_variables() -> str:
@@ -33,15 +29,12 @@ def environment_variables() -> str:
     described: dict[str, dict[str, str]] = yaml.safe_load((ROOT / "docs/reference/environment.yml").read_text())
     used = used_variables()
     own = {name for group in described.values() for name in group if name.startswith("HPCDIST_")}
-    if missing := set(used) - own:
+    if missing := used - own:
         raise RuntimeError(f"docs/reference/environment.yml has no description of {sorted(missing)}")
-    if stale := own - set(used):
+    if stale := own - used:
         raise RuntimeError(f"docs/reference/environment.yml describes unused variables {sorted(stale)}")
     parts = []
     for title, group in described.items():
-        rows = [
-            (code(name), cell(text), ", ".join(code(path) for path in sorted(used.get(name, ()))))
-            for name, text in group.items()
-        ]
-        parts.append(f"## {title}\n\n{table(('variable', 'meaning', 'used in'), rows)}")
+        rows = [(code(name), cell(text)) for name, text in group.items()]
+        parts.append(f"## {title}\n\n{table(('variable', 'meaning'), rows)}")
     return "\n\n".join(parts)

@@ -17,7 +17,7 @@
         journal/sent-points.json                 offsets of the records that MLflow has received
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
-        checkpoints/step-00000100/               see checkpoint/store.py
+        checkpoints/step-00000100/               weights, state of the trainer, manifest
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow

@@ -247,12 +247,12 @@ def test_command_reference_has_every_command() -> None:
 
 def test_environment_reference_has_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     used, text = environment.used_variables(), environment.environment_variables()
-    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= set(used)
+    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= used
     assert [name for name in used if f"`{name}`" not in text] == []
-    monkeypatch.setattr(environment, "used_variables", lambda: {**used, "HPCDIST_NEW": {"x.py"}})
+    monkeypatch.setattr(environment, "used_variables", lambda: used | {"HPCDIST_NEW"})
     with pytest.raises(RuntimeError, match=r"has no description of \['HPCDIST_NEW'\]"):
         environment.environment_variables()
-    monkeypatch.setattr(environment, "used_variables", lambda: {k: v for k, v in used.items() if k != "HPCDIST_RANK"})
+    monkeypatch.setattr(environment, "used_variables", lambda: used - {"HPCDIST_RANK"})
     with pytest.raises(RuntimeError, match=r"describes unused variables \['HPCDIST_RANK'\]"):
         environment.environment_variables()
 
