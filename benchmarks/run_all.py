@@ -312,7 +312,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
         "one run: absolute times depend on the load of the shared machine.",
         "",
         *machine_facts(),
-        "- GPU figures: none; `benchmarks/gpu.sh` was not run, because this machine has no GPU",
+        "- GPU figures: in the notes; `benchmarks/gpu.sh` ran on another machine, since this one has no GPU",
         "",
         "| figure | measured | target | |",
         "|---|---|---|---|",
