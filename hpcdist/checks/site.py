@@ -136,7 +136,9 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
         checks.append(ok("more", f"{len(rest)} partitions: {few(rest, 10)}"))
     if all(one.facts.get("Default") != "YES" for one in found.partitions):
         checks.append(note("default", "no partition is the default: set cluster.partition"))
-    return checks
+    plugin = found.settings.get("TopologyPlugin", "unknown")
+    use = "keeps groups of N nodes in one block each" if plugin == "topology/block" else "is refused"
+    return [*checks, ok("topology", f"{plugin}: cluster.segment=N {use}")]
 
 
 def _partition(partition: Partition) -> Check:

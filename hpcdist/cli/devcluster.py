@@ -58,6 +58,14 @@ def up(
     gpus_per_node: Annotated[
         int | None, _setting("--gpus-per-node", "N", "Fake GPUs of each node.", Settings.gpus_per_node, min=0)
     ] = None,
+    gpu_type: Annotated[str | None, _setting("--gpu-type", "TYPE", "Type of the GPUs, such as a100.", "none")] = None,
+    topology: Annotated[
+        Literal["flat", "block"] | None,
+        _setting("--topology", "flat|block", "Network: block has blocks of two nodes.", Settings.topology),
+    ] = None,
+    expedited_requeue: Annotated[
+        bool | None, flag("--expedited-requeue", "Accept sbatch --requeue=expedite (Slurm 25.11).")
+    ] = None,
     memory_mb: Annotated[
         int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb, min=1)
     ] = None,
@@ -86,6 +94,9 @@ def up(
         "num_nodes": num_nodes,
         "cpus_per_node": cpus_per_node,
         "gpus_per_node": gpus_per_node,
+        "gpu_type": gpu_type,
+        "topology": topology,
+        "expedited_requeue": expedited_requeue,
         "memory_mb": memory_mb,
         "proctrack": proctrack,
         "runtime": runtime,

@@ -210,6 +210,10 @@ class ClusterConfig(ConfigSection):
     """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
     max_requeues: int = number(50, least=0)
     """Number of restarts of the job, preemptions included, after which no time limit or lost node requeues it."""
+    requeue: Literal["normal", "expedite"] = "normal"
+    """`expedite` restarts the job before all others after the failure of a node; needs Slurm 25.11."""
+    segment: int | None = number(None, least=1)
+    """Nodes of each group that lies in one block of the network (`sbatch --segment`); needs topology/block."""
     constraint: str | None = None
     """Required node features (`sbatch --constraint`)."""
     exclude: str | None = None

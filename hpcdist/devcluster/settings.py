@@ -33,6 +33,9 @@ class Settings:
     num_nodes: int = 4  #: at most MAX_NODES
     cpus_per_node: int = 8  #: that Slurm assumes; may exceed those of the machine
     gpus_per_node: int = 2  #: fake ones, which Slurm counts and assigns
+    gpu_type: str = ""  #: their type, such as `a100`; without one if empty
+    topology: str = "flat"  #: of the network: `block` has blocks of two nodes
+    expedited_requeue: bool = False  #: whether Slurm (from 25.11) accepts `--requeue=expedite`
     memory_mb: int = 32768  #: MiB that Slurm assumes; not enforced
     proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
     runtime: str = "none"  #: container runtime that the nodes have beside Slurm
@@ -128,7 +131,10 @@ def slurm_conf(settings: Settings, layout: Layout) -> str:
     """Return slurm.conf: default behaviour with short timeouts and a fast scheduler."""
     nodes = node_range(settings)
     head = settings.addresses[HEAD]
-    gpus = f" Gres=gpu:{settings.gpus_per_node}" if settings.gpus_per_node else ""
+    kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
+    gpus = f" Gres=gpu:{kind}{settings.gpus_per_node}" if settings.gpus_per_node else ""
+    more = "TopologyPlugin=topology/block\n" if settings.topology == "block" else ""
+    more += "SlurmctldParameters=enable_expedited_requeue\n" if settings.expedited_requeue else ""
     return f"""\
 # Written by `hpcdist devcluster up`; changes are lost.
 ClusterName={CLUSTER}
@@ -165,7 +171,7 @@ AccountingStoragePort={ACCOUNTING_PORT}
 AccountingStoragePass={layout.munge_socket}
 AccountingStorageEnforce=associations
 AccountingStorageTRES=gres/gpu
-NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
+{more}NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
 PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 DefaultTime=01:00:00 MaxTime=1-00:00:00
 PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
 """
@@ -177,7 +183,17 @@ def gres_conf(settings: Settings, layout: Layout) -> str:
         return ""
     last = settings.gpus_per_node - 1
     numbers = f"[0-{last}]" if last else "0"
-    return f"NodeName={node_range(settings)} Name=gpu File={layout.gpus}/gpu{numbers}\n"
+    kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
+    return f"NodeName={node_range(settings)} Name=gpu{kind} File={layout.gpus}/gpu{numbers}\n"
+
+
+def topology_conf(settings: Settings) -> str:
+    """Return topology.conf, with blocks of two nodes; empty for another topology."""
+    if settings.topology != "block":
+        return ""
+    pairs = [settings.nodes[first : first + 2] for first in range(0, settings.num_nodes, 2)]
+    blocks = [f"BlockName=b{number} Nodes={','.join(pair)}\n" for number, pair in enumerate(pairs, 1)]
+    return "".join([*blocks, "BlockSizes=2\n"])
 
 
 def cgroup_conf(settings: Settings, layout: Layout) -> str:

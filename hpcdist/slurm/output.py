@@ -221,9 +221,9 @@ def parse_boot_times(text: str) -> dict[str, float]:
 #: States of jobs that run, will run, or are about to return to the queue.
 ALIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
-    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
 )
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+WAITING = ALIVE & {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
 #: Reasons that repeat the state or the exit code of a failed job.
 _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.

@@ -159,6 +159,8 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     size: dict[str, Any] = {"nodes": most}
     # The supervisor goes on without a failed node.
     more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
+    more |= {"requeue": "expedite" if cluster.requeue == "expedite" else True}
+    more |= {"segment": cluster.segment} if cluster.segment else {}
     if least == most:
         size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
     else:
@@ -190,7 +192,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         # submitit sets a workload key by default, which clusters that check these keys reject.
         "wckey": None,
         "signal_delay_s": cluster.signal_lead_s,
-        "additional_parameters": {"requeue": True, **more, **flags_of_config, **(flags or {})},
+        "additional_parameters": {**more, **flags_of_config, **(flags or {})},
     }
 
 
@@ -202,6 +204,7 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
         "mem": cluster.mem,
         "exclude": cluster.exclude,
         "nodes": cluster.nodes,
+        "segment": cluster.segment,
         "ntasks-per-node": cluster.tasks_per_node,
         "gpus-per-node": cluster.gpu_request,
         "cpus-per-task": cluster.cpus_per_task,

@@ -132,6 +132,26 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
 
 
+def check_features(cluster: ClusterConfig, settings: Mapping[str, str], findings: Findings) -> None:
+    """Add errors about keys that this Slurm, with the settings of `scontrol show config`, does not support."""
+    if cluster.requeue == "expedite" and "enable_expedited_requeue" not in settings.get("SlurmctldParameters", ""):
+        findings.errors.append(
+            "cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
+            f" this is {settings.get('SLURM_VERSION')} without it: remove the key, or ask the administrators"
+        )
+    if cluster.segment is None:
+        return
+    if (plugin := settings.get("TopologyPlugin")) != "topology/block":
+        problem = (
+            f"cluster.segment={cluster.segment} needs TopologyPlugin=topology/block, but this cluster has {plugin}"
+        )
+        findings.errors.append(f"{problem}: remove it")
+    for number in {cluster.nodes, cluster.fewest_nodes}:
+        if (total := number + cluster.spare_nodes) % cluster.segment:
+            problem = f"cluster.segment={cluster.segment}: the job would have {total} nodes"
+            findings.errors.append(f"{problem}: request a multiple of the segment")
+
+
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:
     """Add the finding about a runs folder that the nodes do not see, or may not see."""
     private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
@@ -162,12 +182,14 @@ _SBATCH_KEYS = {
     "gpus": "cluster.gpus_per_node",
     "signal": "cluster.signal_lead_s",
     "no-requeue": "cluster.max_requeues=0",
+    "requeue": "cluster.requeue",
+    "segment": "cluster.segment",
     "no-kill": "cluster.min_nodes or cluster.spare_nodes",
     "mincpus": "cluster.cpus_per_task",
 }
 #: Flags that hpcdist sets itself.
 _SBATCH_RESERVED = {
-    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
+    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "test-only", "wait", "wrap"),
 }
 _SRUN_KEYS = {
     key: _SBATCH_KEYS[key] for key in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
@@ -181,6 +203,7 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     """Return a problem for each flag that another key of the config or hpcdist itself sets."""
     # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
     is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
+    is_set["segment"] = cluster.segment is not None
     return [
         f"cluster.{program}.{flag}{problem}"
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
@@ -287,6 +310,11 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
             own = requested_partitions(cluster, partitions, findings)
             check_partitions(cluster, own, findings)
             requested += own
+    if config.cluster.requeue == "expedite" or config.cluster.segment is not None:
+        with suppress(SlurmError):
+            settings = client.settings()
+            for cluster in requests:
+                check_features(cluster, settings, findings)
     if config.cluster.qos is not None:
         # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
         with suppress(SlurmError):  # a cluster without accounting

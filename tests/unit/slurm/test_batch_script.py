@@ -48,6 +48,18 @@ def test_range_of_nodes_and_spare_nodes(cluster: dict[str, Any], flags: str) -> 
     assert found == sbatch(flags)
 
 
+def test_expedited_requeue_and_segments() -> None:
+    script, _ = submit.render(Config(cluster=ClusterConfig(requeue="expedite", segment=2, nodes=4)), RUN)
+    assert {"#SBATCH --requeue=expedite", "#SBATCH --segment=2"} <= set(script.splitlines())
+    script, _ = submit.render(Config(), RUN)
+    assert "#SBATCH --requeue\n" in script
+    assert "--segment" not in script
+    roles = {"cpu": RoleRequest(nodes=2), "gpu": RoleRequest(nodes=4, gpus_per_node=1)}
+    cluster = ClusterConfig(roles=roles, segment=2)
+    script, _ = submit.render(Config(roles={"cpu": 2, "gpu": 4}, cluster=cluster), RUN)
+    assert script.count("#SBATCH --segment=2\n") == 2
+
+
 def test_option_that_prevents_forks_is_named() -> None:
     cluster = ClusterConfig(fork=True, sbatch={"gpus-per-task": "1"})
     note, ranks = submit.render(Config(cluster=cluster), RUN)[1].splitlines()

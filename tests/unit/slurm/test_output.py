@@ -97,6 +97,12 @@ def test_recorded_job(release: str, command: str, section: str, job_id: str, sen
     assert info is None or info.alive == ("waits" in info.sentence() or " is " in info.sentence())
 
 
+def test_job_of_an_expedited_requeue_waits() -> None:
+    info = parse_scontrol("JobId=7 JobState=EXPEDITING Reason=None Restarts=1 ExpeditedRequeue=Yes", "7")
+    assert info is not None
+    assert (info.alive, info.waiting, info.restarts) == (True, True, 1)
+
+
 def test_requeued_job_of_scontrol() -> None:
     info = job(parse_scontrol(recorded("scontrol", "requeued"), "8"))
     times = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}

@@ -24,6 +24,7 @@ from hpcdist.slurm.job import submit, submit_checks
 from hpcdist.slurm.job.submit_checks import (
     Findings,
     check_config,
+    check_features,
     check_partitions,
     check_runs_dir,
     check_submission,
@@ -310,6 +311,44 @@ def test_requested_partitions() -> None:
     ]
 
 
+# --- Keys that need a newer Slurm or a setting of the site.
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "lines"),
+    [
+        ({"requeue": "expedite"}, {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}, []),
+        ({"requeue": "expedite"}, {"SlurmctldParameters": "(null)"},
+         ["cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
+          " this is 24.11.5 without it: remove the key, or ask the administrators"]),
+        ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/block"}, []),
+        ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/tree"},
+         ["cluster.segment=2 needs TopologyPlugin=topology/block, but this cluster has topology/tree: remove it"]),
+        ({"segment": 2, "nodes": 6, "min_nodes": 3}, {"TopologyPlugin": "topology/block"},
+         ["cluster.segment=2: the job would have 3 nodes: request a multiple of the segment"]),
+        ({"segment": 2, "nodes": 4, "spare_nodes": 1}, {"TopologyPlugin": "topology/block"},
+         ["cluster.segment=2: the job would have 5 nodes: request a multiple of the segment"]),
+    ],
+)  # fmt: skip
+def test_features_that_the_site_must_have(cluster: dict[str, Any], settings: dict[str, str], lines: list[str]) -> None:
+    findings = Findings()
+    check_features(ClusterConfig(**cluster), {"SLURM_VERSION": "24.11.5", **settings}, findings)
+    assert findings == Findings(errors=lines)
+
+
+def test_missing_features_are_found_before_submission(slurm: FakeCommands, tmp_path: Path) -> None:
+    slurm.add_script("scontrol", "echo 'SLURM_VERSION = 22.05.8'; echo 'TopologyPlugin = topology/none'")
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, cluster={"requeue": "expedite", "segment": 2, "nodes": 2})
+    assert [line.partition(" needs ")[0] for line in caught.value.problems] == [
+        "cluster.requeue=expedite",
+        "cluster.segment=2",
+    ]
+    # Slurm decides if the settings are unknown.
+    slurm.add_script("scontrol", "exit 1")
+    assert check(tmp_path, cluster={"requeue": "expedite", "segment": 2, "nodes": 2})[0] == []
+
+
 # --- The check that the nodes can see the runs folder.
 
 
@@ -354,6 +393,10 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
     ]
     assert conflicting_flags(ClusterConfig(sbatch={"no_kill": "true", "mincpus": "4"})) == [], "of a fixed size"
     assert conflicting_flags(ClusterConfig(nodes=4, min_nodes=2, sbatch={"mincpus": "4"}))
+    assert conflicting_flags(ClusterConfig(sbatch={"segment": "2", "requeue": "expedite"})) == [
+        "cluster.sbatch.requeue repeats a key of the config: use cluster.requeue",
+    ]
+    assert conflicting_flags(ClusterConfig(segment=2, sbatch={"segment": "4"}))
 
 
 def test_flags_that_srun_rejects_are_reported(commands: FakeCommands) -> None:
