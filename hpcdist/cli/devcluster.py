@@ -63,9 +63,7 @@ def up(
         Literal["flat", "block"] | None,
         _setting("--topology", "flat|block", "Network: block has blocks of two nodes.", Settings.topology),
     ] = None,
-    expedited_requeue: Annotated[
-        bool | None, flag("--expedited-requeue", "Accept sbatch --requeue=expedite (Slurm 25.11).")
-    ] = None,
+    expedited_requeue: Annotated[bool | None, flag("--expedited-requeue", "Allow --requeue=expedite.")] = None,
     memory_mb: Annotated[
         int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb, min=1)
     ] = None,

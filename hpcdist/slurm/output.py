@@ -87,10 +87,7 @@ def parse_memory_mb(text: str) -> float | None:
 
 
 def parse_gpus(text: str) -> tuple[str | None, int]:
-    """Return the type, None without one or with several, and the number of GPUs of `--gpus-per-node`.
-
-    The text is `4`, `a100:4`, `a100` (one of them) or `a100:2,h100:2`.
-    """
+    """Return the type, None without one or with several, and the number of `4`, `a100:4`, `a100` or `a100:2,v100:2`."""
     entries = [entry.split(":") for entry in text.split(",")]
     kind = entries[0][0] if len(entries) == 1 and not entries[0][0].isdecimal() else None
     return kind, sum(int(words[-1]) if words[-1].isdecimal() else 1 for words in entries)

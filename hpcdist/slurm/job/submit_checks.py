@@ -139,17 +139,14 @@ def check_features(cluster: ClusterConfig, settings: Mapping[str, str], findings
             "cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
             f" this is {settings.get('SLURM_VERSION')} without it: remove the key, or ask the administrators"
         )
-    if cluster.segment is None:
-        return
-    if (plugin := settings.get("TopologyPlugin")) != "topology/block":
-        problem = (
-            f"cluster.segment={cluster.segment} needs TopologyPlugin=topology/block, but this cluster has {plugin}"
+    segment, plugin = cluster.segment or 1, settings.get("TopologyPlugin")
+    if cluster.segment and plugin != "topology/block":
+        findings.errors.append(
+            f"cluster.segment={segment} needs topology/block, but this cluster has {plugin}: remove it"
         )
-        findings.errors.append(f"{problem}: remove it")
-    for number in {cluster.nodes, cluster.fewest_nodes}:
-        if (total := number + cluster.spare_nodes) % cluster.segment:
-            problem = f"cluster.segment={cluster.segment}: the job would have {total} nodes"
-            findings.errors.append(f"{problem}: request a multiple of the segment")
+    for number in {cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes}:
+        if number % segment:
+            findings.errors.append(f"cluster.segment={segment}: request a multiple of it, not {number} nodes")
 
 
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:

@@ -323,11 +323,11 @@ def test_requested_partitions() -> None:
           " this is 24.11.5 without it: remove the key, or ask the administrators"]),
         ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/block"}, []),
         ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/tree"},
-         ["cluster.segment=2 needs TopologyPlugin=topology/block, but this cluster has topology/tree: remove it"]),
+         ["cluster.segment=2 needs topology/block, but this cluster has topology/tree: remove it"]),
         ({"segment": 2, "nodes": 6, "min_nodes": 3}, {"TopologyPlugin": "topology/block"},
-         ["cluster.segment=2: the job would have 3 nodes: request a multiple of the segment"]),
+         ["cluster.segment=2: request a multiple of it, not 3 nodes"]),
         ({"segment": 2, "nodes": 4, "spare_nodes": 1}, {"TopologyPlugin": "topology/block"},
-         ["cluster.segment=2: the job would have 5 nodes: request a multiple of the segment"]),
+         ["cluster.segment=2: request a multiple of it, not 5 nodes"]),
     ],
 )  # fmt: skip
 def test_features_that_the_site_must_have(cluster: dict[str, Any], settings: dict[str, str], lines: list[str]) -> None:
