@@ -165,6 +165,10 @@ SweepAxes = Annotated[
     list[str] | None,
     option("--sweep", "KEY=V1,V2", "Values of a key to sweep over; repeat the option for a grid.", keys),
 ]
+Repeat = Annotated[
+    int | None,
+    option("--repeat", "N", "Run each setting with the seeds 1 to N, short for --sweep seed=1,…,N.", min=2, max=1000),
+]
 Cluster = Annotated[
     str | None, option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", profiles)
 ]

@@ -21,6 +21,7 @@ from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
 
 if TYPE_CHECKING:
+    from hpcdist.review.comparison import ComparedValue
     from hpcdist.run.folder import RunDir
 
 
@@ -149,7 +150,9 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], argument("RUN", "Names of two or more runs, or their folders.", options.runs)],
+    runs: Annotated[
+        list[str], argument("RUN", "Names of two or more runs, or their folders, or the name of a sweep.", options.runs)
+    ],
     as_json: options.Json = False,
     runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
@@ -157,12 +160,32 @@ def compare(
 
     The verdict on the best value is clear, within noise, or not comparable (other data); equal rows are left out.
 
-    Example:  hpcdist compare ddp-2026a ddp-2026b
+    Of a sweep over seeds, it compares the settings with the best one; of any other sweep the cells.
+
+    Examples:
+        hpcdist compare ddp-2026a ddp-2026b
+        hpcdist compare tune
     """
-    from hpcdist.review.comparison import compare, compare_results
-    from hpcdist.run.lookup import resolve_run
+    from hpcdist.review.comparison import compare, compare_results, compare_settings
+    from hpcdist.review.description import read_sweep_facts
+    from hpcdist.run.lookup import resolve, resolve_run
+    from hpcdist.run.sweeps import REPETITION, SweepDir
     from hpcdist.tracking.points import read_series
 
+    sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
+    if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
+        settings = compare_settings(read_sweep_facts(sweep, sweep.read_state()))
+        if as_json:
+            say(json.dumps({"sweep": sweep.name, "results": list(map(asdict, settings))}, indent=2))
+        elif settings:
+            _print_results(sweep.name, settings)
+        else:
+            say(f"no cell of sweep {sweep.name} has a value yet")
+        return
+    if isinstance(sweep, SweepDir):
+        runs = [str(cell.path) for cell in sweep.cells() if os.path.lexists(cell.config)]
+        if not runs:
+            raise UserMistake(f"no cell of sweep {sweep.name} has started yet")
     chosen = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in runs)}.values()
     if len(chosen) < 2:
         raise UserMistake(f"only {next(iter(chosen)).name} is given: name a second run to compare it with")
@@ -176,14 +199,19 @@ def compare(
         say(json.dumps({"runs": list(named), "results": list(map(asdict, results)), "differences": found}, indent=2))
         return
     if results:
-        head = ("", "run", "value", f"Δ to {next(iter(named))}", "95 % interval", "verdict")
-        print_table(console(), head, [one.row for one in results], title="results")
+        _print_results("results", results)
     if any(one.interval for one in results):
         say("unpaired: without results of single samples, a small difference on the same data counts as noise")
     for title, rows in found.items():
         print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
     if not found:
         say("the runs do not differ")
+
+
+def _print_results(title: str, results: Sequence[ComparedValue]) -> None:
+    kind = "run" if title == "results" else "setting"
+    head = ("", kind, "value", f"Δ to {results[0].run}", "95 % interval", "verdict")
+    print_table(console(), head, [one.row for one in results], title=title)
 
 
 # `hpcdist cost`: GPU-hours and core-hours of runs by cause.

@@ -46,6 +46,7 @@ def run(
     config: options.ConfigName,
     overrides: options.Overrides = None,
     sweep: options.SweepAxes = None,
+    repeat: options.Repeat = None,
     dry_run: options.DryRun = False,
     follow: options.Follow = True,
     resume: Resume = None,
@@ -65,17 +66,18 @@ def run(
         hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
         hpcdist run launch.num_ranks=4 train.py --lr 0.1
         hpcdist run ddp_mnist --detach
-        hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
+        hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --repeat 3
         hpcdist run ddp_mnist --in docker
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
     from hpcdist.run.lookup import find_unfinished
     from hpcdist.run.records import load_origin
+    from hpcdist.run.sweeps import with_repetitions
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    if sweep:
+    if axes := with_repetitions(sweep, repeat):
         from hpcdist.cli import sweep as sweeps
 
         if engine is not None:
@@ -84,7 +86,7 @@ def run(
             raise UserMistake(
                 "--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux"
             )
-        return sweeps.run_sweep(sweeps.read_sweep(config, words, sweep), dry_run=dry_run)
+        return sweeps.run_sweep(sweeps.read_sweep(config, words, axes), dry_run=dry_run)
     unnamed = load_config(config, words)
     create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
     if engine is not None:
@@ -279,6 +281,7 @@ def submit(
     overrides: options.Overrides = None,
     cluster: options.Cluster = None,
     sweep: options.SweepAxes = None,
+    repeat: options.Repeat = None,
     dry_run: options.DryRun = False,
     test: Annotated[bool, flag("--test", "Ask Slurm for the expected start; submit nothing.")] = False,
     follow: options.Follow = False,
@@ -301,19 +304,21 @@ def submit(
         hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
         hpcdist submit --cluster ~/site.yaml cluster.nodes=4 train.py --lr 0.1
         hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:4711 --begin 20:00
-        hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --repeat 2
     """
     from hpcdist.cli import sweep as sweeps
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
     from hpcdist.run.records import load_origin
+    from hpcdist.run.sweeps import with_repetitions
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    if array_parallelism is not None and not sweep:
-        raise UserMistake("--array-parallelism needs --sweep")
-    if sweep:
-        cells = sweeps.read_sweep(config, words, sweep, cluster)
+    axes = with_repetitions(sweep, repeat)
+    if array_parallelism is not None and not axes:
+        raise UserMistake("--array-parallelism needs --sweep or --repeat")
+    if axes:
+        cells = sweeps.read_sweep(config, words, axes, cluster)
         flags = submission_flags(dependency, begin)
 
         def check(one: Config) -> None:

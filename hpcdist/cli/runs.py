@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -67,13 +68,17 @@ def status(
     found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import show_cells
+        from hpcdist.review.description import read_sweep_facts
 
         cells = list(zip([str(cell["label"]) for cell in found.read()["cells"]], found.cells(), strict=True))
         if as_json:
             made = [{"label": label} | read_status(cell) for label, cell in cells if os.path.lexists(cell.config)]
-            say(json.dumps({"sweep": found.name, "cells": made}, indent=2))
+            facts = read_sweep_facts(found, found.read_state())
+            settings = [asdict(one) | {"text": one.text} for one in facts.settings]
+            document = {"sweep": found.name, "metric": facts.monitor, "settings": settings, "cells": made}
+            say(json.dumps(document, indent=2))
         else:
-            show_cells(found.name, cells, checkpoint_config([cell for _, cell in cells]).monitor)
+            show_cells(found, cells, checkpoint_config([cell for _, cell in cells]).monitor)
     elif as_json:
         say(json.dumps(read_status(found), indent=2))
     else:

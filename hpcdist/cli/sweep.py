@@ -45,7 +45,7 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Print the final table of a sweep. Returns the exit code of the command."""
     cells = [(choice.cell.label, choice.run) for choice in choices]
-    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.monitor)
+    names = show_cells(SweepDir(sweep.folder), cells, sweep.cells[0].config.checkpoint.monitor)
     if set(names) != {"finished"}:
         say("run the same command again for missing and failed cells")
     if {"failed", "lost", "unreadable"} & set(names):
@@ -53,9 +53,11 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     return 130 if "cancelled" in names else 0
 
 
-def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
-    """Print the label, status and newest metric of cells, some of which may not exist yet. Returns their statuses."""
-    from hpcdist.review.description import common_metric
+def show_cells(sweep: SweepDir, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
+    """Print the label, status and newest metric of cells, some of which may not exist yet, and the settings of a sweep
+    over seeds. Returns the statuses.
+    """
+    from hpcdist.review.description import common_metric, read_sweep_facts
     from hpcdist.review.facts import last_beat
 
     beats = [last_beat(run) for _, run in cells]
@@ -74,9 +76,14 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
         numbers = [number] if metric else []
         rows.append((label, name, str(beat.get("step", "")), *numbers, reason))
     head = ("cell", "status", "step", *([metric] if metric else []), "reason")
-    print_table(console(), head, rows, title=title, num_whole=1)
+    print_table(console(), head, rows, title=sweep.name, num_whole=1)
+    facts = read_sweep_facts(sweep, sweep.read_state())
+    if settings := facts.settings:
+        shown = [(one.label, one.text, str(one.num_cells)) for one in settings]
+        title = "mean ± standard deviation (number of seeds)"
+        print_table(console(), ("setting", f"best {facts.monitor}".rstrip(), "cells"), shown, title=title)
     counts = Counter(names)
-    say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names
 
 

@@ -14,12 +14,19 @@ from typing import Any
 
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import is_hidden, number
-from hpcdist.review.description import setup_rows
+from hpcdist.review.description import SweepFacts, setup_rows
 from hpcdist.review.facts import RunFacts, Series, read_facts
 from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.report import read_environment, text_of
 from hpcdist.review.text import clock, duration
-from hpcdist.review.uncertainty import difference_interval, evaluated_on, is_other_data, num_digits, num_evaluated
+from hpcdist.review.uncertainty import (
+    difference_interval,
+    evaluated_on,
+    is_other_data,
+    mean_interval,
+    num_digits,
+    num_evaluated,
+)
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord
 
@@ -98,6 +105,25 @@ def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str
     return found
 
 
+def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
+    """Return the mean of each setting of a sweep over seeds, against that of the best one."""
+    found: list[ComparedValue] = []
+    known = [one for one in facts.settings if one.values]
+    for one in known:
+        mean = statistics.fmean(one.values)
+        value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
+        if one is not known[0]:
+            value = replace(value, delta=mean - found[0].value, verdict=NO_ERROR)
+            if interval := mean_interval(known[0].values, one.values):
+                value = replace(value, interval=interval, verdict=_verdict(interval))
+        found.append(value)
+    return found
+
+
+def _verdict(interval: tuple[float, float]) -> str:
+    return NOISE if interval[0] <= 0 <= interval[1] else CLEAR
+
+
 def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedValue:
     if first.best_value is None:
         return value
@@ -108,8 +134,8 @@ def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedVal
     num = num_evaluated(first.monitor, value.value, one.datasets)
     if num_first is None or num is None:
         return value
-    low, high = difference_interval(first.best_value, num_first, value.value, num)
-    return replace(value, interval=(low, high), verdict=NOISE if low <= 0 <= high else CLEAR)
+    interval = difference_interval(first.best_value, num_first, value.value, num)
+    return replace(value, interval=interval, verdict=_verdict(interval))
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:

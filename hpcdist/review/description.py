@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +31,10 @@ from hpcdist.review.text import (
     run_page,
     table,
 )
+from hpcdist.review.uncertainty import with_error
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT
-from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
+from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
 
 #: Items of a list beyond these are counted.
 _MAX_NODES = 8
@@ -455,6 +457,24 @@ class CellFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SettingFacts:
+    """The cells of a sweep that differ by their seed only."""
+
+    label: str
+    values: tuple[float, ...]  #: of the metric, one for each cell that has it
+    num_cells: int
+
+    @property
+    def text(self) -> str:
+        """The mean, the standard deviation and, in brackets, the number of values."""
+        if not self.values:
+            return ""
+        mean = statistics.fmean(self.values)
+        deviation = statistics.stdev(self.values) if len(self.values) > 1 else None
+        return f"{with_error(mean, deviation, f'{mean:.6g}')} ({len(self.values)})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepFacts:
     """A sweep and its cells in the order of `sweep.json`."""
 
@@ -463,6 +483,21 @@ class SweepFacts:
     monitor: str  #: the metric of the cells; empty if they have logged none
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
+
+    @property
+    def settings(self) -> tuple[SettingFacts, ...]:
+        """The settings, the best one first; empty without seeds, where each cell is a setting."""
+        if REPETITION not in self.keys:
+            return ()
+        groups: dict[str, list[float | None]] = {}
+        for cell in self.cells:
+            groups.setdefault(setting_of(cell.values), []).append(cell.metric)
+        found = [
+            SettingFacts(label=label, values=tuple(one for one in own if one is not None), num_cells=len(own))
+            for label, own in groups.items()
+        ]
+        sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
+        return tuple(sorted(found, key=lambda one: (not one.values, sign * statistics.fmean(one.values or (0.0,)))))
 
 
 def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
@@ -515,7 +550,13 @@ def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
     cells = sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
     titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
-    if cells and cells[0].metric is not None and facts.monitor_mode:
+    settings = facts.settings if facts.monitor else ()
+    if settings and settings[0].values:
+        if facts.monitor_mode:
+            yield f"Best setting: **{escaped(settings[0].label)}**, {escaped(facts.monitor)} = **{settings[0].text}**"
+        columns = ("Setting", f"{facts.monitor}: mean ± standard deviation (values)", "Cells")
+        yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])
+    elif cells and cells[0].metric is not None and facts.monitor_mode:
         best = cells[0]
         yield (
             f"Best cell: {titles[0]} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 from hpcdist.run.records import DatasetRecord
 
 #: Quantile of the normal distribution for an interval of 95 %.
 Z_95 = 1.959964
+#: The same of Student's t distribution with 1, 2, 3 … degrees of freedom.
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
 _TRAINING = ("train", "training")
@@ -52,6 +55,20 @@ def difference_interval(first: float, num_first: int, second: float, num_second:
     low_2, high_2 = wilson(second, num_second, Z_95)
     delta = second - first
     return delta - math.hypot(second - low_2, high_1 - first), delta + math.hypot(high_2 - second, first - low_1)
+
+
+def mean_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
+    """Return Welch's interval of 95 % of the difference of two means; None if the values do not vary."""
+    if min(len(first), len(second)) < 2:
+        return None
+    variances = [statistics.variance(values) / len(values) for values in (first, second)]
+    if not (total := sum(variances)):
+        return None
+    parts = [variance**2 / (len(values) - 1) for variance, values in zip(variances, (first, second), strict=True)]
+    freedom = max(1, int(total**2 / sum(parts)))
+    quantile = _T_95[freedom - 1] if freedom <= len(_T_95) else Z_95 + 2.5 / freedom
+    delta, half = statistics.fmean(second) - statistics.fmean(first), quantile * math.sqrt(total)
+    return delta - half, delta + half
 
 
 def is_other_data(first: DatasetRecord | None, second: DatasetRecord | None) -> bool:

@@ -33,6 +33,8 @@ from hpcdist.slurm.client import JobSnapshot
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
+#: The key that repeats a setting: cells that differ by it alone are one setting.
+REPETITION = "seed"
 #: Keys that do not affect results: later cells of a sweep may have other values and remain comparable.
 _MAY_CHANGE = ("name", "runs_dir", "cluster", "launch", "tracking", "checkpoint")
 _MAX_VALUE = 24
@@ -90,6 +92,12 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
     if problems:
         raise ConfigError(problems, "--sweep")
     return axes
+
+
+def with_repetitions(axes: Sequence[str] | None, repeat: int | None) -> list[str]:
+    """Return the arguments of `--sweep`, and the seeds 1 to `repeat` as one more axis."""
+    seeds = [f"{REPETITION}={','.join(map(str, range(1, repeat + 1)))}"] if repeat else []
+    return [*(axes or []), *seeds]
 
 
 def _covers(above: str, key: str) -> bool:
@@ -215,6 +223,11 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
 def label(values: Mapping[str, Any]) -> str:
     pairs = zip(_short_keys(list(values)), values.values(), strict=True)
     return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
+
+
+def setting_of(values: Mapping[str, Any]) -> str:
+    """Return the label of a cell without its seed; of a sweep over seeds alone `all seeds`."""
+    return label({key: value for key, value in values.items() if key != REPETITION}) or "all seeds"
 
 
 def affects_results(key: str) -> bool:

@@ -40,7 +40,7 @@ from hpcdist.run.records import (
     script_arguments,
 )
 from hpcdist.run.status import job_starts
-from hpcdist.run.sweeps import SweepDir, affects_results, label, sweep_of, text_of
+from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.mlflow_client import (
     MAX_TAG,
@@ -282,7 +282,14 @@ class ParentRun:
             _PARENT_TAG: self._open().run_id,
             "mlflow.runName": str(cell.get("label", self._cell.name))[:MAX_RUN_NAME],
             "hpcdist.run.sweep": self._sweep.name,
+            "hpcdist.setting": self._setting(cell.get("values")),
         }
+
+    def _setting(self, values: Any) -> str:
+        """Return the group of a cell in the view `Sweep`: its setting, whose mean over the seeds MLflow shows."""
+        if not isinstance(values, dict) or REPETITION not in values:
+            return self._sweep.name
+        return f"{self._sweep.name} {setting_of(values)}"[:MAX_TAG]
 
     def _open(self) -> MlflowRun:
         if self._mlflow is None:
@@ -415,7 +422,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
             *(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
             order_by=_metric(best),
             ascending=mode == "min",
-            group_by_tag="hpcdist.run.sweep",
+            group_by_tag="hpcdist.setting",  # the name of the sweep, unless it repeats settings with several seeds
             search="tags.hpcdist.run.sweep LIKE '%'",
             widths=measured,
         )

@@ -192,7 +192,7 @@ def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
 
 def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site) -> None:
     open_view(page, site, "Sweep")
-    expect(page.get_by_text("Group: tune", exact=True)).to_be_visible()
+    expect(page.get_by_text("Group: tune lr=0.01", exact=True)).to_be_visible()
     expect_columns(page, "seed", "optim.lr", "train/loss", "hpcdist.state", "Duration")
     for seed in (1, 2):
         expect(cell(page, f"seed={seed} lr=0.01", "params.`seed`")).to_have_text(str(seed))

@@ -138,6 +138,39 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
 
 
+def test_repeat_is_short_for_seeds_and_settings_are_compared_by_their_means(hpcdist: Cli, cells: Ends) -> None:
+    def reached(value: float) -> Callable[[RunDir], State]:
+        def end(run: RunDir) -> State:
+            save = run.checkpoints / "step-00000007"
+            save.mkdir()
+            (save / "manifest.json").write_text(json.dumps({"step": 7, "metrics": {"eval/accuracy": value}}))
+            return State(status="finished")
+
+        return end
+
+    # The last part of the names of cells.
+    cells.update({f"seed_{seed}": reached(0.9 + seed / 100) for seed in (1, 2, 3)})
+    swept = ("run", "ddp_digits", "name=tune", "--sweep", "optim.lr=0.1,0.2", "--repeat", "3")
+    result = hpcdist(*swept)
+    assert (result.code, result.err) == (0, "")
+    assert [cell.name for cell in SweepDir(Path("runs/digits/tune")).cells()] == [
+        f"tune-lr_{lr}-seed_{seed}" for lr in (0.1, 0.2) for seed in (1, 2, 3)
+    ]
+    assert re.search(r"lr=0.2 +. +0.92 ± 0.01 \(3\) . +3 ", result.out), result.out
+    assert re.search(r"lr=0.2 +. +0.92 ± 0.01 \(3\) . +3 ", hpcdist("status", "tune").out)
+    document = json.loads(hpcdist("status", "tune", "--json").out)
+    assert [(one["label"], one["text"]) for one in document["settings"]] == [
+        ("lr=0.1", "0.92 ± 0.01 (3)"), ("lr=0.2", "0.92 ± 0.01 (3)"),
+    ]  # fmt: skip
+    assert re.search(r"lr=0.2 .* within noise", hpcdist("compare", "tune").out)
+    assert json.loads(hpcdist("compare", "tune", "--json").out)["results"][1]["verdict"] == "within noise"
+    message = one_line(hpcdist(*swept, "--sweep", "seed=4"))
+    assert message == "--sweep: seed is swept twice: write its values in one --sweep", message
+    # Without seeds each cell is a run of its own.
+    hpcdist("run", "ddp_digits", "name=plain", "--sweep", "optim.lr=0.1,0.2")
+    assert json.loads(hpcdist("compare", "plain", "--json").out)["runs"] == ["plain-lr_0.1", "plain-lr_0.2"]
+
+
 def test_dry_run_shows_the_step_of_the_first_cell_that_will_run(hpcdist: Cli, cells: Ends) -> None:
     result = hpcdist("submit", *SWEEP[1:4], "seed=1", "--cluster", "devcluster", "--dry-run")
     assert "--array" not in result.out, "a single cell is an ordinary job"

@@ -13,6 +13,7 @@ import pytest
 
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
+from hpcdist.review.comparison import compare_settings
 from hpcdist.review.description import (
     CellFacts,
     SweepFacts,
@@ -343,6 +344,35 @@ def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> N
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
         "0 s", "0.42 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
     ]  # fmt: skip
+
+
+def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
+    cells = [
+        CellFacts(values={"seed": seed, "optim.lr": lr}, label=f"seed={seed} lr={lr}", status="finished", metric=value)
+        for lr, values in ((0.1, (0.99, 0.90, 0.93)), (0.2, (0.95, 0.96, 0.94)), (0.3, (0.5, None, None)))
+        for seed, value in enumerate(values)
+    ]
+    state = State(status="finished", reason="9 cells")
+    keys = ("seed", "optim.lr")
+    facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
+    text = plain(describe_sweep(facts, max_chars=8000))
+    assert text.startswith(
+        "**finished**: 9 cells\n\nBest setting: **lr=0.2**, eval/acc = **0.95 ± 0.01 (3)**\n\n"
+        "| Setting | eval/acc: mean ± standard deviation (values) | Cells |\n| --- | --- | --- |\n"
+        "| lr=0.2 | 0.95 ± 0.01 (3) | 3 |\n| lr=0.1 | 0.94 ± 0.05 (3) | 3 |\n| lr=0.3 | 0.5 (1) | 3 |\n\n"
+        "| Run | seed | optim.lr | eval/acc | Step | State |\n"
+    )
+    assert "Best cell" not in text
+    assert [one.row[1:] for one in compare_settings(facts)] == [
+        ("lr=0.2", "0.95 ± 0.01 (3)", "", "", ""),
+        ("lr=0.1", "0.94 ± 0.05 (3)", "-0.01", "-0.13 to +0.11", "within noise"),
+        ("lr=0.3", "0.5 (1)", "-0.45", "", "error unknown"),
+    ]
+    worst = replace(facts, monitor_mode="min").settings
+    assert [one.label for one in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
+    alone = replace(facts, keys=("seed",), cells=tuple(replace(cell, values={"seed": 1}) for cell in cells[:3]))
+    assert [(one.label, one.text) for one in alone.settings] == [("all seeds", "0.94 ± 0.05 (3)")]
+    assert replace(facts, keys=("optim.lr",)).settings == ()
 
 
 def test_description_of_a_sweep_begins_with_the_best_cell() -> None:

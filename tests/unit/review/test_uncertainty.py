@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from hpcdist.review.uncertainty import difference_interval, error_of, is_other_data, with_error
+from hpcdist.review.uncertainty import difference_interval, error_of, is_other_data, mean_interval, with_error
 from hpcdist.run.records import DatasetRecord
 
 TRAIN = DatasetRecord(name="digits", num_samples=1433)
@@ -49,6 +49,23 @@ def test_of_equal_runs_at_most_five_in_a_hundred_differ_clearly(mean: float, num
     assert sum(is_clear(first, second, num) for first, second in pairs) <= 0.05 * NUM_PAIRS
     lower = (random.random((NUM_PAIRS, num)) < mean - 0.12).mean(axis=1).tolist()
     assert sum(is_clear(first, second, num) for (first, _), second in zip(pairs, lower, strict=True)) > 0.95 * NUM_PAIRS
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 5])
+def test_of_equal_settings_at_most_five_in_a_hundred_differ_clearly(num_seeds: int) -> None:
+    values = numpy.random.default_rng(3).normal(0.9, 0.01, size=(2, NUM_PAIRS, num_seeds))
+    pairs = list(zip(*values.tolist(), strict=True))
+    found = [mean_interval(first, second) for first, second in pairs]
+    assert sum(not one[0] <= 0 <= one[1] for one in found if one) <= 0.05 * NUM_PAIRS
+    better = [mean_interval(first, [value + 1.0 for value in second]) for first, second in pairs]
+    assert sum(one is not None and one[0] > 0 for one in better) > 0.9 * NUM_PAIRS
+
+
+def test_interval_of_means_is_that_of_welch() -> None:
+    # Equal variances of 4 values each: 6 degrees of freedom, t = 2.447.
+    found = mean_interval([1.0, 2.0, 3.0, 4.0], [4.0, 6.0, 5.0, 7.0])
+    assert found == pytest.approx((3 - 2.447 * 0.912871, 3 + 2.447 * 0.912871), abs=1e-4)
+    assert mean_interval([1.0], [2.0, 3.0]) is mean_interval([1.0, 1.0], [2.0, 2.0]) is None
 
 
 def is_clear(first: float, second: float, num: int) -> bool:

@@ -217,6 +217,7 @@ def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     for name in ("seed=1", "seed=2"):
         assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
         assert found[name].data.tags["hpcdist.run.sweep"] == "tune"
+        assert found[name].data.tags["hpcdist.setting"] == "tune all seeds"
         assert found[name].data.params["seed"] == name.removeprefix("seed=")
     parent = found["tune"].data
     assert parent.params == {"seed": "1, 2"}
