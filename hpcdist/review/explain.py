@@ -90,6 +90,13 @@ PATTERNS = (
         "request GPUs (cluster.gpus_per_node), or set launch.device=cpu",
     ),
     Pattern(
+        "gpu-lost",
+        r"CUDA-capable device\(s\) is/are busy or unavailable|GPU is lost|GPU has fallen off the bus"
+        r"|uncorrectable (?:ECC|NVLink) error",
+        "a GPU of the named rank is lost, or another program has it for itself",
+        f"check the node (`nvidia-smi`, `dmesg | grep Xid`); {NODE_FIX}",
+    ),
+    Pattern(
         "port-taken",
         r"is not rank 0 of this attempt|does another program listen on this port|EADDRINUSE|[Aa]ddress already in use",
         "another program uses rank 0's port",

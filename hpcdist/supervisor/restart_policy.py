@@ -34,7 +34,9 @@ class Failure:
         # The other ranks may have done more steps; they exchange gradients before a heartbeat is due.
         at += " (last heartbeat)" if at and self.kind in ("killed", "vanished", "lost") else ""
         failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
-        return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
+        # To errors of CUDA, torch adds lines of advice.
+        error = self.error.partition("\n")[0] if self.kind == "error" else self.error
+        return f"{where} {failed}{error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)

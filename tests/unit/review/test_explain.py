@@ -338,6 +338,7 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         # https://github.com/XPixelGroup/BasicSR/issues/737
         ("collective-timeout", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=808, OpType="),
         ("duplicate-gpu", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"),
+        ("gpu-lost", "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
         # https://github.com/lllyasviel/Fooocus/issues/1313
         ("driver-too-old", "The NVIDIA driver on your system is too old (found version 11040). Please update"),
     ):

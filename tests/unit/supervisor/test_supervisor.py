@@ -47,7 +47,7 @@ def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene
     scene.script(
         first=[
             [["grandchild", None], ["touch", "up"], *STUBBORN],
-            [["await", "up"], *fails("ValueError: nan", traceback=["Traceback\n", "nan\n"])],
+            [["await", "up"], *fails("ValueError: nan\nadvice", traceback=["Traceback\n", "nan\n"])],
         ],
         second=[[*DONE], EXIT_0],
     )
