@@ -23,40 +23,45 @@ from io_faults import REQUIRE
 SOURCES = Path(__file__).parent
 PACKAGES = Path(torch.__file__).parents[1]
 HEADERS = PACKAGES / "nvidia" / "cu13" / "include"
-#: Library, its source, and functions that fail with this code if torch is linked with them and the source has none.
+#: Library, its source, and functions that fail with this code if torch needs them and the source has none.
 LIBRARIES = (
     ("libcudart.so.13", "cudart", r"_*cuda[A-Z]", 801),
     ("libcuda.so.1", "driver", r"cu[A-Z](?!F)", 801),
     ("libnccl.so.2", "nccl", r"nccl[A-Z]", 5),
-    ("libnvidia-ml.so.1", "nvml", "$", 0),
+    ("libcupti.so.13", "", r"cupti[A-Z]", 27),
+    ("libnvidia-ml.so.1", "nvml", r"nvml[A-Z]", 3),
     ("libsimgpu_kernels.so", "kernels", "$", 0),
 )
 
 
 def build(folder: Path) -> None:
     """Compile the libraries and make an importable folder of them."""
+    torch_libraries = PACKAGES / "torch" / "lib"
     listed = subprocess.run(
-        ["nm", "-D", "--undefined-only", *map(str, (PACKAGES / "torch" / "lib").glob("*.so"))],
+        ["nm", "-D", "--undefined-only", *map(str, torch_libraries.glob("*.so"))],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    needed = sorted({line.split()[-1].partition("@")[0] for line in listed.splitlines() if " U " in line})
+    needed = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if " U " in line}
+    looked_up = re.findall(rb"\0(nvml\w+)\0", (torch_libraries / "libc10_cuda.so").read_bytes())
+    needed |= {name.decode() for name in looked_up}
     includes = [SOURCES, HEADERS, PACKAGES / "nvidia/nccl/include", PACKAGES / "torch/include"]
     includes.append(PACKAGES / "torch/include/torch/csrc/api/include")
     command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-pthread", *(f"-I{path}" for path in includes)]
     compilers = []
     for library, source, pattern, code in LIBRARIES:
-        text = (SOURCES / f"{source}.cpp").read_text()
-        missing = [name for name in needed if re.match(pattern, name) and not re.search(rf"\b{name}\b", text)]
-        rest, versions = folder / f"{source}_rest.cpp", folder / f"{source}.map"
-        rest.write_text("".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name in missing))
-        versions.write_text(f"{library} {{ global: *; }};\n")
+        sources = [SOURCES / f"{source}.cpp"] if source else []
+        text = "".join(path.read_text() for path in sources)
+        missing = [name for name in sorted(needed) if re.match(pattern, name) and not re.search(rf"\b{name}\b", text)]
+        sources.append(folder / f"{library}.cpp")
+        sources[-1].write_text("".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name in missing))
         flags = [f"-Wl,-soname,{library}"]
-        if source == "cudart":
+        if library.endswith(".so.13"):  # torch asks for the version of these symbols
+            versions = folder / f"{library}.map"
+            versions.write_text(f"{library} {{ global: *; }};\n")
             flags.append(f"-Wl,--version-script={versions}")
         if source == "kernels":
-            flags += [f"-L{PACKAGES / 'torch/lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
-        files = [str(SOURCES / f"{source}.cpp"), str(rest), "-o", str(folder / library)]
-        compilers.append(subprocess.Popen([*command, *files, *flags]))
+            flags += [f"-L{torch_libraries}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
+        compilers.append(subprocess.Popen([*command, *map(str, sources), "-o", str(folder / library), *flags]))
     assert [compiler.wait() for compiler in compilers] == [0] * len(LIBRARIES)
     shutil.copy(SOURCES / "sitecustomize.py", folder)
     record = folder / "simgpu-1.dist-info"

@@ -249,8 +249,6 @@ API const char* cudaGetErrorString(cudaError_t code) {
 }
 API cudaError_t cudaGetLastError() { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
 API cudaError_t cudaPeekAtLastError() { return last_error; }
-API cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
-API cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaError_t cudaGetDeviceCount(int* count) {
   cudaError_t error = initialise();
   *count = error == cudaSuccess || error == cudaErrorDevicesUnavailable ? (int)devices.size() : 0;
@@ -305,8 +303,6 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) { ENTER(); *low = 0; *high = -5; return cudaSuccess; }
-API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { ENTER(); *can = 1; return cudaSuccess; }
-API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ENTER(); return cudaSuccess; }
 API cudaError_t cudaDeviceSynchronize() { ENTER(); wait_for_device(lock, current); return cudaSuccess; }
 
 // --- memory
@@ -348,7 +344,6 @@ API cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
   segments[(char*)*address] = {size, -1, {}};
   return cudaSuccess;
 }
-API cudaError_t cudaMallocHost(void** address, size_t size) { return cudaHostAlloc(address, size, 0); }
 API cudaError_t cudaFreeHost(void* address) {
   ENTER();
   if (!segments.erase((char*)address)) return fail(cudaErrorInvalidValue);
@@ -401,18 +396,11 @@ static cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t ha
   if (blocking || !target) wait(lock, stream);
   return cudaSuccess;
 }
-API cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) { return copy(to, from, size, 0, true); }
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
   return copy(to, from, size, stream, false);
 }
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) {
   return copy(to, from, size, stream, false);
-}
-API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                                  size_t height, cudaMemcpyKind, cudaStream_t stream) {
-  for (size_t i = 0; i < height; i++)
-    if (auto error = copy((char*)to + i * to_pitch, (const char*)from + i * from_pitch, width, stream, false)) return error;
-  return cudaSuccess;
 }
 API cudaError_t cudaMemsetAsync(void* address, int value, size_t size, cudaStream_t handle) {
   ENTER();
@@ -429,10 +417,6 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int
   *stream = new_stream(current, priority);
   return cudaSuccess;
 }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
-}
-API cudaError_t cudaStreamDestroy(cudaStream_t) { ENTER(); return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   ENTER();
   *priority = stream_of(stream)->priority;
@@ -475,7 +459,6 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = new CUevent_st{flags, current, nullptr, {}};
   return cudaSuccess;
 }
-API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) {
   if (!forked) { Lock lock(mutex); delete event; }
   return cudaSuccess;
@@ -568,18 +551,12 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** argume
 API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
 }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* shape, const void* function, void** arguments) {
-  return cudaLaunchKernel(function, {}, {}, arguments, 0, shape->stream);
-}
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof *found);
   found->maxThreadsPerBlock = 1024;
   found->binaryVersion = found->ptxVersion = 90;
   return cudaSuccess;
 }
-API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-API cudaError_t cudaProfilerStart() { return cudaSuccess; }
-API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 static int no_driver_function() { return CUDA_NOT_SUPPORTED; }
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                  cudaDriverEntryPointQueryResult* result) {

@@ -36,12 +36,12 @@ static ncclResult_t fail(ncclResult_t code, const std::string& text) {
 }
 static bool send_all(int socket, const void* data, size_t size) {
   for (ssize_t n; size; data = (const char*)data + n, size -= n)
-    if ((n = send(socket, data, size, MSG_NOSIGNAL)) <= 0) return false;
+    if ((n = TEMP_FAILURE_RETRY(send(socket, data, size, MSG_NOSIGNAL))) <= 0) return false;
   return true;
 }
 static bool receive_all(int socket, void* data, size_t size) {
   for (ssize_t n; size; data = (char*)data + n, size -= n)
-    if ((n = recv(socket, data, size, 0)) <= 0) return false;
+    if ((n = TEMP_FAILURE_RETRY(recv(socket, data, size, 0))) <= 0) return false;
   return true;
 }
 
@@ -310,12 +310,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
   memcpy(out, &id, sizeof id);
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) { return join(comm, (Id&)id, rank, ranks); }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
   return join(comm, (Id&)id, rank, ranks);
-}
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int ranks, int rank, int, ncclUniqueId* id, ncclConfig_t*) {
-  return join(comm, (Id&)*id, rank, ranks);
 }
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   std::unique_lock<std::mutex> lock(comm->mutex);
@@ -328,7 +324,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { ncclCommFinalize(comm); return ncclCommAbort(comm); }
-ncclResult_t ncclCommRevoke(ncclComm_t comm, int) { return ncclCommAbort(comm); }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) { *result = ncclSuccess; return ncclSuccess; }
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) { *ranks = comm->ranks; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
@@ -360,7 +355,6 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataTyp
   comm->factors[*op] = (double)load(factor, 0, type);
   return ncclSuccess;
 }
-ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 #define ARGUMENTS ncclComm_t comm, cudaStream_t stream
 #define SIZE (count * size_of(type))
 ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ARGUMENTS) {
@@ -382,10 +376,6 @@ ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, 
 }
 ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ARGUMENTS) {
   return add({"ncclAllGather", comm, stream, in, out, SIZE * comm->ranks, to_all(comm, SIZE), from_all(comm, SIZE), concatenate});
-}
-ncclResult_t ncclGather(const void* in, void* out, size_t count, ncclDataType_t type, int root, ARGUMENTS) {
-  size_t size = comm->rank == root ? SIZE : 0;
-  return add({"ncclGather", comm, stream, in, out, size * comm->ranks, to_one(comm, root, SIZE), from_all(comm, size), concatenate});
 }
 ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count, ncclDataType_t type, ARGUMENTS) {
   return add({"ncclAlltoAll", comm, stream, in, out, SIZE * comm->ranks, to_each(comm, SIZE), from_all(comm, SIZE), concatenate});

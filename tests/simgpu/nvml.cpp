@@ -2,7 +2,7 @@
 #include <time.h>
 #include "sim.h"
 #define API extern "C" __attribute__((visibility("default"))) int
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
 typedef unsigned long long Number;
 static int handles[64];
 static int index_of(void* handle) { return (int)((int*)handle - handles); }
@@ -12,20 +12,19 @@ API nvmlInit_v2() { return sim_device_count() ? OK : DRIVER_NOT_LOADED; }
 API nvmlInitWithFlags(unsigned) { return nvmlInit_v2(); }
 API nvmlShutdown() { return OK; }
 extern "C" __attribute__((visibility("default"))) const char* nvmlErrorString(int code) {
-  return code == GPU_IS_LOST ? "GPU is lost" : code == NO_PERMISSION ? "Insufficient Permissions" : "an error of the simulation";
+  return code == GPU_IS_LOST ? "GPU is lost" : "an error of the simulation";
 }
 API nvmlSystemGetDriverVersion(char* text, unsigned size) { snprintf(text, size, "595.45.04"); return OK; }
-API nvmlSystemGetNVMLVersion(char* text, unsigned size) { snprintf(text, size, "13.595.45"); return OK; }
-API nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13020; return OK; }
 API nvmlDeviceGetCount_v2(unsigned* count) { *count = sim_device_count(); return OK; }
 API nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
   if ((int)index >= sim_device_count()) return INVALID;
   if (sim_fault(index, "lost")) return GPU_IS_LOST;
-  for (int allowed : sim_allowed()) if (allowed == (int)index) { *device = handles + index; return OK; }
-  return NO_PERMISSION;
+  *device = handles + index;
+  return OK;
 }
 API nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
-  for (int index : sim_allowed()) if (sim_uuid(index) == uuid) return nvmlDeviceGetHandleByIndex_v2(index, device);
+  for (int index = 0; index < sim_device_count(); index++)
+    if (sim_uuid(index) == uuid) return nvmlDeviceGetHandleByIndex_v2(index, device);
   return NOT_FOUND;
 }
 API nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** device) {
@@ -35,7 +34,6 @@ API nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** device) {
   return nvmlDeviceGetHandleByIndex_v2(bus - 1, device);
 }
 ANSWER(nvmlDeviceGetUUID, (void* device, char* text, unsigned size), snprintf(text, size, "%s", sim_uuid(index_of(device)).c_str()))
-ANSWER(nvmlDeviceGetIndex, (void* device, unsigned* index), *index = index_of(device))
 ANSWER(nvmlDeviceGetName, (void* device, char* text, unsigned size), snprintf(text, size, "Simulated GPU"))
 static Number memory() { return (Number)sim_number("SIMGPU_MEMORY_MB", 16384) << 20; }
 ANSWER(nvmlDeviceGetMemoryInfo, (void* device, Number* out), out[0] = memory(); out[2] = 600 << 20; out[1] = out[0] - out[2])
@@ -48,8 +46,3 @@ ANSWER(nvmlDeviceGetTotalEnergyConsumption, (void* device, Number* millijoules),
 ANSWER(nvmlDeviceGetTotalEccErrors, (void* device, int, int, Number* count), int n = 0; sim_fault(index_of(device), "ecc", &n); *count = n)
 ANSWER(nvmlDeviceGetCurrentClocksEventReasons, (void* device, Number* bits), *bits = sim_fault(index_of(device), "slow") ? 0x20 : 0)
 ANSWER(nvmlDeviceGetComputeRunningProcesses_v3, (void* device, unsigned* count, void*), *count = 0)
-ANSWER(nvmlDeviceGetTemperature, (void* device, int, unsigned* celsius), *celsius = 55)
-ANSWER(nvmlDeviceGetClockInfo, (void* device, int, unsigned* mhz), *mhz = 1980)
-ANSWER(nvmlDeviceGetMigMode, (void* device, unsigned* now, unsigned* pending), *now = *pending = 0)
-ANSWER(nvmlDeviceGetCudaComputeCapability, (void* device, int* major, int* minor), *major = 9; *minor = 0)
-API nvmlDeviceGetP2PStatus(void*, void*, int, int* status) { *status = 5; return OK; }

@@ -1,5 +1,6 @@
 // What the simulated libraries share: the devices of this node, and the streams of the simulated runtime (cudart.cpp).
-// Settings are environment variables; docs/how-to/gpus.md lists them.
+// Environment variables: SIMGPU_DEVICES is their number, SIMGPU_MEMORY_MB the memory of each, SIMGPU_COPY_US the duration
+// of a copy; SIMGPU_FAULTS is a folder of faults, and messages are appended to SIMGPU_LOG.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -37,7 +38,8 @@ inline std::string sim_node() {
   gethostname(host, 255);
   return host;
 }
-// Faults come and go while programs run: "lost" or "slow" or "xid" of device 1 is the file $SIMGPU_FAULTS/1.lost.
+// Faults come and go while programs run: that device 1 is "lost", "slow" (contains the milliseconds of an operation), or has
+// errors of its memory ("ecc", contains their number), is the file $SIMGPU_FAULTS/1.lost.
 inline bool sim_fault(int device, const char* kind, int* value = nullptr) {
   const char* folder = getenv("SIMGPU_FAULTS");
   if (!folder) return false;
@@ -71,26 +73,19 @@ inline std::vector<std::string> sim_words(const char* text) {
     else if (*text != ' ') words.back() += *text;
   return words;
 }
-// The devices that a cgroup allows.
-inline std::vector<int> sim_allowed() {
-  std::vector<int> devices;
-  const char* text = getenv("SIMGPU_ALLOWED");
-  if (!text) for (int i = 0; i < sim_device_count(); i++) devices.push_back(i);
-  else for (auto& word : sim_words(text)) if (!word.empty()) devices.push_back(atoi(word.c_str()));
-  return devices;
-}
 // The devices that CUDA shows. CUDA_VISIBLE_DEVICES ends at its first invalid word, and shows none if one is repeated.
 inline std::vector<int> sim_visible() {
-  std::vector<int> allowed = sim_allowed(), visible;
+  std::vector<int> all, visible;
+  for (int i = 0; i < sim_device_count(); i++) all.push_back(i);
   const char* text = getenv("CUDA_VISIBLE_DEVICES");
-  if (!text) return allowed;
+  if (!text) return all;
   for (auto& word : sim_words(text)) {
     int found = -1;
     char* end = nullptr;
     long number = strtol(word.c_str(), &end, 10);
-    if (!word.empty() && !*end && number >= 0 && number < (long)allowed.size()) found = allowed[number];
+    if (!word.empty() && !*end && number >= 0 && number < (long)all.size()) found = (int)number;
     if (word.rfind("GPU-", 0) == 0)
-      for (int device : allowed) if (sim_uuid(device).rfind(word, 0) == 0) found = device;
+      for (int device : all) if (sim_uuid(device).rfind(word, 0) == 0) found = device;
     if (found < 0) break;
     for (int device : visible) if (device == found) return {};
     visible.push_back(found);

@@ -10,7 +10,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 if os.environ.get("SIMGPU_DEVICES"):
-    for name in ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2"):
+    for name in ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2", "libcupti.so.13"):
         ctypes.CDLL(str(FOLDER / name), ctypes.RTLD_GLOBAL)
 
 

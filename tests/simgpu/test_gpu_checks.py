@@ -33,6 +33,9 @@ def test_unit_tests_that_are_skipped_without_a_gpu_pass(gpus: dict[str, str], tm
 def test_doctor_and_preflight_read_the_gpus(gpus: dict[str, str], tmp_path: Path) -> None:
     figures = check("doctor", gpus, tmp_path)
     assert {figures["GPU 0"], figures["GPU 1"]} == {"Simulated GPU, 16 GiB"}
+    Path(gpus["SIMGPU_FAULTS"], "0.slow").write_text("1")
+    Path(gpus["SIMGPU_FAULTS"], "1.ecc").write_text("3")
     figures = check("preflight", gpus, tmp_path)
     assert figures["visible_gpus"] == 2
-    assert [(gpu["index"], gpu["total_mb"]) for gpu in figures["gpus"]] == [(0, 16384), (1, 16384)]
+    states = [(gpu["total_mb"], gpu["uncorrected_errors"], bool(gpu["throttled"])) for gpu in figures["gpus"]]
+    assert states == [(16384, 0, True), (16384, 3, False)]
