@@ -14,7 +14,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -157,24 +157,24 @@ def _answer(function: str, content: str, tensors: list[Tensor], wants_gpu: bool)
     def reply(is_result: bool, value: Any) -> None:
         answer.set_result((is_result, *_packed(value, to_gpu=wants_gpu)))
 
-    with torch.cuda.stream(_order(tensors, device)):
+    with _order(tensors, device):
         _endpoint.answer(function, decode(json.loads(content), tensors), reply)
     return answer
 
 
-def _order(received: list[Tensor], device: torch.device) -> torch.cuda.Stream | None:
-    """Let the default stream, which all other threads use, wait for received tensors; return it, None for a CPU.
+def _order(received: list[Tensor], device: torch.device) -> AbstractContextManager[Any]:
+    """Let the default stream, which all other threads use, wait for received tensors; return a context that uses it.
 
     torch receives them on this thread's stream, and would give their memory to others when only that has used them.
     """
     if device.type == "cpu":
-        return None
+        return nullcontext()
     default = torch.cuda.default_stream(device)
     default.wait_stream(torch.cuda.current_stream(device))
     for tensor in received:
         if tensor.is_cuda:
             tensor.record_stream(default)
-    return default
+    return torch.cuda.stream(default)
 
 
 def _packed(value: Any, *, to_gpu: bool) -> tuple[str, list[Tensor]]:

@@ -204,11 +204,16 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, confi
         assert "no answer in" not in outcomes[rank], "noticed by the connection's end"
 
 
-def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[float]:
-    """Change a tensor of rank 1 by calls that are answered before the GPU has executed them, and read it."""
+def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
+    """Change a tensor of rank 1 by calls that are answered before the GPU has executed them, and read it.
+
+    Rank 2 uses the CPU.
+    """
     guard_gloo()
-    device = torch.device("cuda", here.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if here.rank < 2:
+        device = torch.device("cuda", here.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     weight, found = torch.zeros(1 << 16, device=device), []
 
     def add(gradient: torch.Tensor) -> None:
@@ -219,7 +224,11 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[float]:
     with open_context(here, RunDir(path), config, device=device) as ctx, rpc_group(ctx, functions) as group:
         if not ctx.is_main:
             group.serve({"check": lambda: found.append(weight.mean().item())})
+            if device.type == "cpu":
+                found.append(torch._C._cuda_hasPrimaryContext(0))
         else:
+            group.call(2, "drop", weight).result()
+            found.append(str(group.call(2, "read").result().device))
             for number in (1.0, 2.0):
                 group.call(1, "add", torch.full_like(weight, number)).result()
                 # These tensors must not get the memory of the gradient, which the GPU still reads.
@@ -235,8 +244,10 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[float]:
 def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Path, config: Config) -> None:
     if not torch.cuda.is_available():  # not in a decorator: ranks cannot use CUDA if their parent has asked for it
         pytest.skip("needs a CUDA device")
-    results = spawn_ranks(exchange_on_gpus, 2, path=new_run(tmp_path).path, config=replace(config, roles={"agent": 2}))
-    assert results == [[1.0, 3.0], [1.0, 3.0]]
+    leader, worker, on_cpu = spawn_ranks(exchange_on_gpus, 3, path=new_run(tmp_path).path, config=config)
+    assert leader == ["cpu", 1.0, 3.0]
+    assert worker == [1.0, 3.0]
+    assert on_cpu == [0.0, 0.0, False], "the rank on the CPU occupies no memory of a GPU"
 
 
 # --- RPC against others: a second user finds no door, malformed messages are ignored, and torch's RPC is not needed.
