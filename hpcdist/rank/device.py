@@ -105,7 +105,6 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
     if backend != "gloo" and device.type == "cpu":
         raise ConfigError([f"launch.backend={backend} needs GPUs, and none is visible here: use gloo"])
     found = Device.of(device, backend)
-    bind_to_cpus(found, env)
     log.info("device: %s", found)
     return found
 
@@ -183,18 +182,25 @@ def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store, en
             )
 
 
-def bind_to_cpus(device: Device, env: Mapping[str, str], pci_devices: Path = PCI_DEVICES) -> None:
-    """Keep the threads of this rank on the CPUs of the NUMA node to which its GPU is connected.
+def cpus_beside(device: Device, pci_devices: Path = PCI_DEVICES) -> str:
+    """Return the CPUs of the NUMA node to which a GPU is connected, such as `0-31,64-95`; empty if unknown."""
+    try:
+        return (pci_devices / (device.pci or "none") / "local_cpulist").read_text().strip()
+    except OSError:
+        return ""
 
-    Nothing changes if Slurm has bound the task, or if these CPUs are fewer than the threads of the rank: two ranks with
-    GPUs at one of two NUMA nodes would share its CPUs, and the others would be idle.
+
+def bind_to_cpus(beside: str, num_ranks: int, env: Mapping[str, str]) -> None:
+    """Keep the threads of this rank on the CPUs beside its GPU, which `num_ranks` ranks of the node share.
+
+    Nothing changes if Slurm has bound the task, or if these CPUs are fewer than the threads of those ranks: with the
+    GPUs of all ranks at one of two NUMA nodes, the CPUs of the other would be idle.
     """
-    file = pci_devices / (device.pci or "none") / "local_cpulist"
-    if not file.is_file() or env.get("SLURM_CPU_BIND_TYPE", "none") not in ("", "none"):
+    if env.get("SLURM_CPU_BIND_TYPE", "none") not in ("", "none"):
         return
-    spans = [part.partition("-") for part in file.read_text().strip().split(",") if part]
+    spans = [part.partition("-") for part in beside.split(",") if part]
     near = {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
     usable = os.sched_getaffinity(0)
-    if torch.get_num_threads() <= len(near & usable) < len(usable):
+    if num_ranks * torch.get_num_threads() <= len(near & usable) < len(usable):
         os.sched_setaffinity(0, near & usable)
-        log.info("bound to %d of %d CPUs, those beside %s", len(near & usable), len(usable), device.device)
+        log.info("bound to %d of %d CPUs, those beside its GPU", len(near & usable), len(usable))

@@ -155,7 +155,7 @@ def _train(
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import listed, place
+    from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, place
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter
@@ -175,6 +175,9 @@ def _train(
         _connected_groups(config, attempt, topology, device, outcome) as groups,
         _monitored(config, run, topology, records),
     ):
+        beside = (topology.node_rank, cpus_beside(device))
+        names, places = zip(*groups.all_gather((device.name, beside)), strict=True)
+        bind_to_cpus(beside[1], places.count(beside), os.environ)
         requests = RequestReader(attempt) if topology.rank == 0 else None
         ctx = Context(
             config=config,
@@ -182,7 +185,7 @@ def _train(
             attempt=attempt,
             topology=topology,
             device=device.device,
-            devices=listed(groups.gather(device.name)),
+            devices=listed(names),
             groups=groups,
             stop=StopAgreement(groups.control, stop_flag, requests, config.stop.pause_at_step),
             records=records,

@@ -22,6 +22,7 @@ from hpcdist.rank.collective_check import blame, log_env, terms, uses_tcp
 from hpcdist.rank.device import (
     Device,
     bind_to_cpus,
+    cpus_beside,
     gpu_index,
     listed,
     place,
@@ -203,31 +204,36 @@ def test_gpus_of_other_nodes_are_others(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("near", "usable", "env", "bound"),
+    ("near", "num_ranks", "env", "bound"),
     [
-        ("0-1,4", {0, 1, 2, 3}, {}, {0, 1}),
-        ("0-3", {0, 1, 2, 3}, {}, None),  # one NUMA node
-        ("4-7", {0, 1, 2, 3}, {}, None),
-        ("0", {0, 1, 2, 3}, {}, None),  # fewer than the threads
-        ("0-1", {0, 1, 2, 3}, {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, None),
-        ("0-1", {0, 1, 2, 3}, {"SLURM_CPU_BIND_TYPE": "none"}, {0, 1}),
+        ("0-1,4", 1, {}, {0, 1}),
+        ("0-3", 1, {}, None),  # one NUMA node
+        ("4-7", 1, {}, None),
+        ("0", 1, {}, None),  # fewer than the threads
+        ("0-1", 2, {}, None),  # fewer than the threads of both ranks with GPUs there
+        ("0-1", 1, {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, None),
+        ("0-1", 1, {"SLURM_CPU_BIND_TYPE": "none"}, {0, 1}),
+        ("", 1, {}, None),  # a CPU, or unknown
     ],
 )
 def test_rank_uses_the_cpus_beside_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, near: str, usable: set[int], env: Env, bound: set[int] | None
+    monkeypatch: pytest.MonkeyPatch, near: str, num_ranks: int, env: Env, bound: set[int] | None
 ) -> None:
-    folder = tmp_path / "0000:1b:00.0"
-    folder.mkdir()
-    (folder / "local_cpulist").write_text(f"{near}\n")
     calls: list[set[int]] = []
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: usable)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: calls.append(cpus))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    gpu = Device(device=torch.device("cuda", 0), backend="nccl", pci=folder.name)
-    bind_to_cpus(gpu, env, tmp_path)
+    bind_to_cpus(near, num_ranks, env)
     assert calls == ([] if bound is None else [bound])
-    bind_to_cpus(replace(gpu, pci=""), env, tmp_path)
-    assert len(calls) <= 1
+
+
+def test_linux_lists_the_cpus_beside_a_pci_device(tmp_path: Path) -> None:
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-1,4\n")
+    gpu = Device(device=torch.device("cuda", 0), backend="nccl", pci=folder.name)
+    assert cpus_beside(gpu, tmp_path) == "0-1,4"
+    assert cpus_beside(replace(gpu, pci="0000:1c:00.0"), tmp_path) == cpus_beside(replace(gpu, pci=""), tmp_path) == ""
 
 
 # --- Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814.
