@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote
 
 from hpcdist.config.launch_schema import GPU_BACKENDS
@@ -31,7 +31,7 @@ from hpcdist.review.text import (
     run_page,
     table,
 )
-from hpcdist.review.uncertainty import with_error
+from hpcdist.review.uncertainty import LARGEST_VALUE, with_error
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
@@ -493,11 +493,15 @@ class SweepFacts:
         for cell in self.cells:
             groups.setdefault(setting_of(cell.values), []).append(cell.metric)
         found = [
-            SettingFacts(label=label, values=tuple(one for one in own if one is not None), num_cells=len(own))
+            SettingFacts(label=label, values=tuple(filter(_is_usable, own)), num_cells=len(own))
             for label, own in groups.items()
         ]
         sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
         return tuple(sorted(found, key=lambda one: (not one.values, sign * statistics.fmean(one.values or (0.0,)))))
+
+
+def _is_usable(value: float | None) -> TypeGuard[float]:
+    return value is not None and abs(value) <= LARGEST_VALUE  # not NaN
 
 
 def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:

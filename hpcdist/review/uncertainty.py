@@ -16,6 +16,9 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
 _TRAINING = ("train", "training")
+MAX_SAMPLES = 10**15
+#: Larger values, of diverged runs, have no useful mean.
+LARGEST_VALUE = 1e75
 
 
 def wilson(share: float, num: int, z: float) -> tuple[float, float]:
@@ -38,7 +41,8 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
     """Return the number of samples that a value is a proportion of; None if it is none, or the number is unknown."""
     data = evaluated_on(metric, datasets)
     is_proportion = _PROPORTION.fullmatch(metric) is not None and 0 <= value <= 1
-    return (data.num_samples or None) if data is not None and is_proportion else None
+    is_known = data is not None and is_proportion and data.num_samples in range(1, MAX_SAMPLES)
+    return data.num_samples if data is not None and is_known else None
 
 
 def error_of(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> float | None:
@@ -64,8 +68,9 @@ def mean_interval(first: Sequence[float], second: Sequence[float]) -> tuple[floa
     variances = [statistics.variance(values) / len(values) for values in (first, second)]
     if not (total := sum(variances)):
         return None
-    parts = [variance**2 / (len(values) - 1) for variance, values in zip(variances, (first, second), strict=True)]
-    freedom = max(1, int(total**2 / sum(parts)))
+    # Of shares: squares of tiny variances would be 0.
+    shares = [variance / total for variance in variances]
+    freedom = int(1 / (shares[0] ** 2 / (len(first) - 1) + shares[1] ** 2 / (len(second) - 1)) + 1e-9)
     quantile = _T_95[freedom - 1] if freedom <= len(_T_95) else Z_95 + 2.5 / freedom
     delta, half = statistics.fmean(second) - statistics.fmean(first), quantile * math.sqrt(total)
     return delta - half, delta + half
@@ -84,10 +89,12 @@ def with_error(value: float, error: float | None, without: str) -> str:
     """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown."""
     if not error:
         return without
+    if error >= 1e5:
+        return f"{value:.6g} ± {error:.1g}"
     digits = num_digits(error)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
 def num_digits(error: float) -> int:
-    """Return the number of decimals up to the first digit of an error."""
-    return max(0, -math.floor(math.log10(error)))
+    """Return the number of decimals up to the first digit of an error, at most 12."""
+    return max(0, -math.floor(math.log10(max(error, 1e-12))))

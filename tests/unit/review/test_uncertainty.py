@@ -26,7 +26,10 @@ VAL = DatasetRecord(name="digits", split="val", num_samples=100, digest="2b")
         ("eval/balanced_accuracy", 0.5, (TRAIN, TEST), "0.5 alone"),
         ("eval/loss", 0.5, (TRAIN, TEST), "0.5 alone"),
         ("eval/accuracy", 97.8, (TRAIN, TEST), "97.8 alone"),
-        ("eval/accuracy", 0.5, (DatasetRecord(name="none", split="test", num_samples=0),), "0.5 alone"),
+        *(
+            ("eval/accuracy", 0.5, (DatasetRecord(name="odd", split="test", num_samples=num),), "0.5 alone")
+            for num in (0, -3, 10**400)
+        ),
     ],
 )
 def test_an_accuracy_has_the_error_of_its_test_samples(
@@ -65,6 +68,11 @@ def test_interval_of_means_is_that_of_welch() -> None:
     # Equal variances of 4 values each: 6 degrees of freedom, t = 2.447.
     found = mean_interval([1.0, 2.0, 3.0, 4.0], [4.0, 6.0, 5.0, 7.0])
     assert found == pytest.approx((3 - 2.447 * 0.912871, 3 + 2.447 * 0.912871), abs=1e-4)
+    tiny = mean_interval([0.5, 0.5 + 1e-16], [0.9, 0.9 + 2e-16])
+    assert tiny is not None
+    assert tiny[0] <= 0.4 <= tiny[1]
+    assert mean_interval([1e-170, 2e-170], [3e-170, 4e-170]) is None, "the variance is 0"
+    assert with_error(12345678.0, 2e6, "") == "1.23457e+07 ± 2e+06"
     assert mean_interval([1.0], [2.0, 3.0]) is mean_interval([1.0, 1.0], [2.0, 2.0]) is None
 
 
