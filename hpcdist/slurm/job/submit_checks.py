@@ -209,18 +209,19 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-#: An entry of `--gres` or `--tres-per-node` that requests GPUs.
+#: An entry of `--gres` that requests GPUs.
 _GPU_ENTRY = re.compile(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)")
 
 
 def gpu_conflicts(cluster: ClusterConfig, env: Mapping[str, str]) -> list[str]:
     """Return a problem for each option or variable with which Slurm 26.05 refuses --gpus-per-node."""
-    if not cluster.gpus_per_node:
+    asked = f"cluster.gpus_per_node={cluster.gpu_request}" if cluster.gpus_per_node else "SBATCH_GPUS_PER_NODE"
+    if not cluster.gpus_per_node and "SBATCH_GPUS_PER_NODE" not in env:
         return []
     given = {f"cluster.{name}.gres": getattr(cluster, name).get("gres", "") for name in ("sbatch", "srun")}
     given |= {f"{name} in your environment": env.get(name, "") for name in ("SBATCH_GRES", "SLURM_GRES")}
     return [
-        f"{place} ({value}) requests GPUs beside cluster.gpus_per_node={cluster.gpu_request}, which Slurm refuses:"
+        f"{place} ({value}) requests GPUs beside {asked}, which Slurm refuses:"
         " remove it; cluster.gpus_per_node: a100:4 requests a type"
         for place, value in given.items()
         if _GPU_ENTRY.search(value)

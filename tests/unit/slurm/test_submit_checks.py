@@ -213,6 +213,8 @@ def test_second_request_for_gpus(cluster: dict[str, Any], env: dict[str, str], p
     found = gpu_conflicts(ClusterConfig(**{"gpus_per_node": 4, "gpu_type": "h100", **cluster}), env)
     why = "requests GPUs beside cluster.gpus_per_node=h100:4, which Slurm refuses: remove it;"
     assert found == ([f"{place} {why} cluster.gpus_per_node: a100:4 requests a type"] if place else [])
+    (both,) = gpu_conflicts(ClusterConfig(sbatch={"gres": "gpu:1"}), {"SBATCH_GPUS_PER_NODE": "1"})
+    assert both.startswith("cluster.sbatch.gres (gpu:1) requests GPUs beside SBATCH_GPUS_PER_NODE, which Slurm refuses")
 
 
 def test_second_request_for_gpus_is_found_before_submission(
