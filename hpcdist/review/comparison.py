@@ -95,8 +95,8 @@ def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str
             found.append(value if one is first else _judged(value, first, one))
     speeds = dict.fromkeys(key for one in series.values() for key in sorted(one) if _SPEED.fullmatch(key))
     for key in speeds:
-        known = {label: one[key].points for label, one in series.items() if key in one}
-        medians = {label: statistics.median(value for _, value in points) for label, points in known.items() if points}
+        known = {label: one[key].median for label, one in series.items() if key in one}
+        medians = {label: median for label, median in known.items() if median is not None}
         before = medians.get(base)
         for label, median in medians.items():
             delta = None if before is None or label == base else median - before

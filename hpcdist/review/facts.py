@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -456,10 +457,12 @@ def _text(value: Any) -> str:
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096
 NUM_BINS = 512
+#: Values of a sample for the median, evenly spaced among all of them; at this number every second one is dropped.
+NUM_SAMPLED = 2048
 
 
 class Series:
-    """Points of one metric, added in any order, in at most 64 KiB; values that are not finite are counted only."""
+    """Points of one metric, added in any order, in at most 80 KiB; values that are not finite are counted only."""
 
     def __init__(self) -> None:
         self.num_points = 0  #: added, including those that are not kept
@@ -468,6 +471,7 @@ class Series:
         self._steps = array("q")
         self._values = array("d")
         self._ends: list[tuple[int, float]] = []  #: the first and the last point
+        self._sample, self._spacing = array("d"), 1
 
     def add(self, step: int, value: float) -> None:
         self.num_points += 1
@@ -480,6 +484,10 @@ class Series:
         self._ends = [(step, value) if step < first[0] else first, (step, value) if step >= last[0] else last]
         self._steps.append(step)
         self._values.append(value)
+        if (self.num_points - 1) % self._spacing == 0:
+            self._sample.append(value)
+            if len(self._sample) == NUM_SAMPLED:
+                self._sample, self._spacing = self._sample[::2], 2 * self._spacing
         if len(self._steps) > MAX_POINTS:
             kept = thinned(sorted(zip(self._steps, self._values, strict=True)), NUM_BINS)
             self._steps = array("q", (step for step, _ in kept))
@@ -501,6 +509,11 @@ class Series:
     @property
     def highest(self) -> float | None:
         return max(self._values, default=None)
+
+    @property
+    def median(self) -> float | None:
+        """The median of all parts of the run; `points` has more of its end, and only the extremes of the rest."""
+        return statistics.median(self._sample) if self._sample else None
 
 
 def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:

@@ -296,6 +296,14 @@ def test_long_series_are_thinned_and_short_ones_exact() -> None:
     assert thinned([], 2) == []
 
 
+def test_median_of_a_long_series_counts_each_part_of_the_run_alike() -> None:
+    series = Series()
+    for step in range(6000):  # the last third is slower, and single steps stop
+        series.add(step, 500.0 if step >= 4000 else 1.0 if step % 10 == 3 else 1000.0)
+    assert series.median == 1000.0
+    assert Series().median is None
+
+
 def test_series_of_a_run_have_repeated_steps_once(tmp_path: Path) -> None:
     scene = ReportScene(tmp_path)
     scene.state(attempt=2)
