@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from hpcdist.config.launch_schema import (
+    GPU_BACKENDS,
     IS_PATH,
     MAX_RANKS,
     CheckpointConfig,
@@ -394,6 +395,11 @@ def cross_check(config: Config) -> list[str]:
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:
             problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
+    elif backend not in ("auto", "gloo", GPU_BACKENDS[config.launch.gpu_type]):
+        kind = next(kind for kind, name in GPU_BACKENDS.items() if name == backend)
+        problems.append(
+            f"launch.backend={backend} needs launch.device={kind}, got {config.launch.device}: use launch.backend=auto"
+        )
     elif backend not in ("auto", "gloo"):
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:

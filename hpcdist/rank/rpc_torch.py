@@ -167,7 +167,7 @@ def _order(received: list[Tensor], device: torch.device) -> AbstractContextManag
 
     torch receives them on this thread's stream, and would give their memory to others when only that has used them.
     """
-    if device.type == "cpu":
+    if device.type != "cuda":
         return nullcontext()
     default = torch.cuda.default_stream(device)
     default.wait_stream(torch.cuda.current_stream(device))

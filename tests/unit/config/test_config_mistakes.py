@@ -78,6 +78,8 @@ from hpcdist.errors import ConfigError, shown
             "launch: {device: cpu, backend: nccl}",
             "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo",
         ),
+        ("launch: {device: xpu, backend: nccl}", "launch.backend=nccl needs launch.device=cuda, got xpu: use launch."),
+        ("launch: {backend: xccl}", "launch.backend=xccl needs launch.device=xpu, got auto: use launch.backend=auto"),
         (
             "{launch: {device: cpu}, precision: {dtype: fp16}}",
             "precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16",
