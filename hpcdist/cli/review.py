@@ -178,7 +178,7 @@ def compare(
         if as_json:
             say(json.dumps({"sweep": sweep.name, "results": list(map(asdict, settings))}, indent=2))
         elif settings:
-            _print_results(sweep.name, settings)
+            _print_results(sweep.name, "setting", settings[0].run, settings)
         else:
             say(f"no cell of sweep {sweep.name} has a value yet")
         return
@@ -199,7 +199,7 @@ def compare(
         say(json.dumps({"runs": list(named), "results": list(map(asdict, results)), "differences": found}, indent=2))
         return
     if results:
-        _print_results("results", results)
+        _print_results("results", "run", next(iter(named)), results)
     if any(one.interval for one in results):
         say("unpaired: without results of single samples, a small difference on the same data counts as noise")
     for title, rows in found.items():
@@ -208,9 +208,8 @@ def compare(
         say("the runs do not differ")
 
 
-def _print_results(title: str, results: Sequence[ComparedValue]) -> None:
-    kind = "run" if title == "results" else "setting"
-    head = ("", kind, "value", f"Δ to {results[0].run}", "95 % interval", "verdict")
+def _print_results(title: str, kind: str, base: str, results: Sequence[ComparedValue]) -> None:
+    head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
     print_table(console(), head, [one.row for one in results], title=title)
 
 

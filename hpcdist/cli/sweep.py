@@ -81,7 +81,8 @@ def show_cells(sweep: SweepDir, cells: Sequence[tuple[str, RunDir]], best: str) 
     if settings := facts.settings:
         shown = [(one.label, one.text, str(one.num_cells)) for one in settings]
         title = "mean ± standard deviation (number of seeds)"
-        print_table(console(), ("setting", f"best {facts.monitor}".rstrip(), "cells"), shown, title=title)
+        value = f"{'best' if facts.is_best else 'last'} {facts.monitor}".rstrip()
+        print_table(console(), ("setting", value, "cells"), shown, title=title)
     counts = Counter(names)
     say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names

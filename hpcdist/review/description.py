@@ -483,6 +483,7 @@ class SweepFacts:
     monitor: str  #: the metric of the cells; empty if they have logged none
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
+    is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
 
     @property
     def settings(self) -> tuple[SettingFacts, ...]:
@@ -525,7 +526,8 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             )
         )
     metric, mode = monitor.monitor, str(monitor.monitor_mode)
-    if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
+    is_best = any(cell.metric is not None for cell in cells)
+    if not is_best:  # no evaluated checkpoints, as in runs of scripts
         beats = [last_beat(run) for run in runs]
         metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.monitor)
         mode = mode if metric == monitor.monitor else "min" if "loss" in metric else ""
@@ -533,7 +535,8 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
             for cell, beat in zip(cells, beats, strict=True)
         ]
-    return SweepFacts(state=state, keys=tuple(content["keys"]), monitor=metric, monitor_mode=mode, cells=tuple(cells))
+    keys = tuple(content["keys"])
+    return SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:

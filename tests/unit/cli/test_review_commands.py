@@ -107,7 +107,7 @@ def test_accounting_completes_the_starts_of_a_job(
 
 def test_compare_prints_the_differences_of_two_runs(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
     first = make("first", status="finished", attempt=1)
-    make("second", "optim.lr=0.5", status="failed", attempt=1)
+    second = make("second", "optim.lr=0.5", status="failed", attempt=1)
     result = hpcdist("compare", "first", "second")
     assert (result.code, result.err) == (0, "")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line]
@@ -118,6 +118,9 @@ def test_compare_prints_the_differences_of_two_runs(hpcdist: Cli, make: Make, tm
     assert document["runs"] == ["first", "second"]
     assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
     assert document["results"] == [], "no run has a best value or a speed"
+    (save := second.checkpoints / "step-00000007").mkdir()
+    (save / "manifest.json").write_text('{"step": 7, "metrics": {"eval/accuracy": 0.5}}')
+    assert "Δ to first" in hpcdist("compare", "first", "second").out, "the base is the first run, also without a value"
     expected = "only first is given: name a second run to compare it with"
     assert one_line(hpcdist("compare", "first", str(first.path))) == expected
     assert one_line(hpcdist("compare", "first", "none")).startswith("no run 'none' under ")
