@@ -142,7 +142,8 @@ def trainers(device: str, folder: Path) -> bool:
 
     with beside_each_other() as pool:
         good = dict(zip(wanted, pool.map(run, wanted), strict=True))
-    print(f"failed: {', '.join(name for name in good if not good[name])}", flush=True)
+    if failed := [name for name in good if not good[name]]:
+        print(f"failed: {', '.join(failed)}", flush=True)
     return all(good.values())
 
 
