@@ -20,7 +20,7 @@ from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import OWN_PLACE, OWN_RENDEZVOUS
 from hpcdist.config.written import secrets_of
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
@@ -85,6 +85,8 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
     """Start a supervisor that outlives this process and the terminal, wait for its first state, and return its id.
 
     Without the wait, a `status` or `follow` that comes next could see the run as before this start.
+
+    Raises RunFolderError if the supervisor ends before that, as when another process has taken the run.
     """
     before = run.read_state()
     with open(run.path / "supervisor.log", "ab") as log:
@@ -98,6 +100,9 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
         )
     while process.poll() is None and run.read_state() == before:
         time.sleep(0.05)
+    if process.poll() and run.read_state() == before:
+        log_file = run.path / "supervisor.log"
+        raise RunFolderError(f"the supervisor of {run.name} ended before it started the run: see {log_file}")
     return process.pid
 
 

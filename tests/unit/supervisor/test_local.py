@@ -438,3 +438,11 @@ def test_roles_on_cpu_need_no_gpu_and_get_the_malloc_variables() -> None:
     assert ["MALLOC_TRIM_THRESHOLD_" in env for env in envs] == [True, False, True, True]
     plan = planned_with_roles(2, {"agent": 1, "observer": 1})
     assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")
+
+
+def test_supervisor_that_ends_before_its_first_state_is_an_error(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.config.write_text("launch: {device: tpu}\n")
+    with pytest.raises(RunFolderError, match=r"^the supervisor of first ended before .*: see \S+/supervisor\.log$"):
+        local.detach(run, os.environ)
+    assert "launch.device must be one of" in (run.path / "supervisor.log").read_text()
