@@ -73,7 +73,7 @@ def main() -> None:
     found = json.loads(hpcdist("compare", "first", "second", "--json"))
     print("optim.lr:", dict(zip(found["runs"], found["differences"]["config"]["optim.lr"], strict=True)))
     second = next(result for result in found["results"] if result["run"] == "second")
-    print("second is better:", second["metric"], second["delta"], second["verdict"])
+    print("second against first:", second["metric"], second["delta"], second["verdict"])
 
     # A failure: explain names the fix; then the same run continues with the corrected code.
     script = Path("agent_script.py")

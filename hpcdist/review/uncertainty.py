@@ -16,6 +16,8 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
 _TRAINING = ("train", "training")
+#: Names of a split that mean the same data; `eval` may mean either.
+_SPLITS = (("test",), ("val", "valid", "validation", "dev"))
 MAX_SAMPLES = 10**15
 #: Larger values, of diverged runs, have no useful mean.
 LARGEST_VALUE = 1e75
@@ -32,8 +34,11 @@ def wilson(share: float, num: int, z: float) -> tuple[float, float]:
 def evaluated_on(metric: str, datasets: Iterable[DatasetRecord]) -> DatasetRecord | None:
     """Return the dataset of an evaluation: of the split that the metric names, else the only one besides training."""
     others = [one for one in datasets if one.split not in _TRAINING]
-    named = [one for one in others if one.split == re.split(r"[/_.]", metric)[0]]
-    found = named or others
+    word = re.split(r"[/_.]", metric)[0]
+    names = next((group for group in _SPLITS if word in group), ())
+    opposite = [name for group in _SPLITS for name in group if names and group != names]
+    named = [one for one in others if one.split in (word, *names)]
+    found = named or [one for one in others if one.split not in opposite]
     return found[0] if len(found) == 1 else None
 
 

@@ -79,7 +79,7 @@ def test_commands_of_the_page_for_agents_suffice_for_a_session(tmp_path: Path, e
     assert exit_code == 0, output
     for expected in (
         "optim.lr: {'first': '0.002', 'second': '0.01'}",
-        "second is better: best eval/accuracy ",
+        "second against first: best eval/accuracy ",
         "cause:    an exception in the training code",
     ):
         assert expected in output

@@ -20,6 +20,8 @@ VAL = DatasetRecord(name="digits", split="val", num_samples=100, digest="2b")
         ("accuracy", 1.0, (TRAIN, TEST), "1.000 ± 0.001"),
         ("eval/accuracy", 0.9, (DatasetRecord(name="big", split="test", num_samples=10**6),), "0.9000 ± 0.0003"),
         ("val/accuracy", 0.5, (TRAIN, TEST, VAL), "0.50 ± 0.05"),
+        ("validation_accuracy", 0.5, (TRAIN, TEST, VAL), "0.50 ± 0.05"),
+        ("val/accuracy", 0.5, (TRAIN, TEST), "0.5 alone"),  # the test data have another size
         ("eval/accuracy", 0.5, (TRAIN, TEST, VAL), "0.5 alone"),
         ("eval/accuracy", 0.5, (TRAIN,), "0.5 alone"),
         ("train/accuracy", 0.5, (TRAIN, TEST), "0.5 alone"),
