@@ -225,7 +225,8 @@ def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -
     generators are not changed. Call it after the restore: a forward pass ends the start-up time.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[] if model.device_type == "cpu" else model.device_ids):
+    devices = [] if model.device_type == "cpu" else model.device_ids
+    with torch.random.fork_rng(devices, device_type=model.device_type):
         for _ in range(_NUM_PASSES):
             torch.autograd.backward(loss())
             model.zero_grad(set_to_none=True)

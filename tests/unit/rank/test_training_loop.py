@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
@@ -21,7 +23,7 @@ from hpcdist.rank.elastic import (
     divide,
     micro_batch_seed,
 )
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, settle_buckets
 
 
 def test_the_meter_sums_and_its_time_leaves_out_pauses_also_when_it_is_restored(
@@ -295,3 +297,13 @@ def test_buffers_change_by_the_weighted_mean_of_the_micro_batches() -> None:
     assert found["inner.seen"].tolist() == [True, True, True]
     assert found["inner.limits"].tolist() == [0.0, float("-inf")]
     assert torch.equal(found["inner.phases"], torch.tensor([1 + 1j, 2 - 1j]) + 1j * mean[0])
+
+
+def test_settled_buckets_leave_the_random_numbers_of_any_gpu_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[tuple[Any, int]] = []
+    gpu = SimpleNamespace(get_rng_state=lambda device: 7, set_rng_state=lambda *state: states.append(state))
+    monkeypatch.setattr(torch, "xpu", gpu)
+    linear = nn.Linear(1, 1)
+    model = SimpleNamespace(device_type="xpu", device_ids=[1], buffers=linear.buffers, zero_grad=linear.zero_grad)
+    settle_buckets(cast(DistributedDataParallel, model), lambda: linear(torch.ones(1)).sum())
+    assert states == [(7, 1)]
