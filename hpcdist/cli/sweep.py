@@ -78,10 +78,10 @@ def show_cells(sweep: SweepDir, cells: Sequence[tuple[str, RunDir]], best: str) 
     head = ("cell", "status", "step", *([metric] if metric else []), "reason")
     print_table(console(), head, rows, title=sweep.name, num_whole=1)
     facts = read_sweep_facts(sweep, sweep.read_state())
-    if settings := facts.settings:
-        shown = [(one.label, one.text, str(one.num_cells)) for one in settings]
+    shown = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
+    if any(value for _, value, _ in shown):
         title = "mean ± standard deviation (number of seeds)"
-        value = f"{'best' if facts.is_best else 'last'} {facts.monitor}".rstrip()
+        value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
         print_table(console(), ("setting", value, "cells"), shown, title=title)
     counts = Counter(names)
     say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
