@@ -166,7 +166,7 @@ class Runs:
             "tracking.log_every_steps=2",
             "tracking.system_interval_s=1",
             "tracking.drain_timeout_s=200",
-            "launch.device=cpu",
+            "launch.device=" + os.environ.get("TEST_DEVICE", "cpu"),
             *([] if export else [f"launch.env.PYTHONPATH={os.pathsep.join(self._import_path())}"]),
             *overrides,
         ]
