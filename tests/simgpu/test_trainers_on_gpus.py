@@ -16,15 +16,16 @@ pytestmark = pytest.mark.processes
 
 DDP = "test_runs.py::test_run_"
 KILLED = "test_role_trainers.py::test_run_restarts_exactly_after_a_rank_is_killed"
-#: Number of GPUs, and tests whose ranks use one each. Each trainer once; the other faults are `slow`.
+#: Number of GPUs, and tests whose ranks use one each.
 CASES = [
     (2, [f"{DDP}stopped_in_the_middle_of_an_epoch_is_resumed"]),
-    (
+    pytest.param(
         4,
         [
             *(f"{KILLED}[{rank}]" for rank in ("rl-2-observer:1", "rnn-1-trainer:1", "hybrid-2-parameter_server:0")),
             f"{KILLED}[pipeline-1-stage:1]",
         ],
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         2,
