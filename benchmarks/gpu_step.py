@@ -42,7 +42,7 @@ from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, 
 from hpcdist.config.topology import Topology
 from hpcdist.data.loading import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import place
+from hpcdist.rank.device import bind_to_cpus, cpus_beside, place
 from hpcdist.rank.process_group import process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
@@ -112,6 +112,8 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
                 on_expiry=lambda: os._exit(1),
             )
         )
+        beside = (topology.node_rank, cpus_beside(device))
+        bind_to_cpus(beside[1], groups.all_gather(beside).count(beside), os.environ)
         records = RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid())
         stack.callback(records.close)
         try:
