@@ -114,7 +114,8 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
         value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
         if one is not known[0]:
             value = replace(value, delta=mean - found[0].value, verdict=NO_ERROR)
-            if interval := mean_interval(known[0].values, one.values):
+            # The best one is chosen among all: each pair of settings could have been the compared one.
+            if interval := mean_interval(known[0].values, one.values, math.comb(len(known), 2)):
                 value = replace(value, interval=interval, verdict=_verdict(interval))
         found.append(value)
     return found

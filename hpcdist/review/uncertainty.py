@@ -11,8 +11,6 @@ from hpcdist.run.records import DatasetRecord
 
 #: Quantile of the normal distribution for an interval of 95 %.
 Z_95 = 1.959964
-#: The same of Student's t distribution with 1, 2, 3 … degrees of freedom.
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
 _TRAINING = ("train", "training")
@@ -66,8 +64,32 @@ def difference_interval(first: float, num_first: int, second: float, num_second:
     return delta - math.hypot(second - low_2, high_1 - first), delta + math.hypot(high_2 - second, first - low_1)
 
 
-def mean_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
-    """Return Welch's interval of 95 % of the difference of two means; None if the values do not vary."""
+def student_t(freedom: int, error: float) -> float:
+    """Return the quantile of Student's t distribution that `error` of all values exceed on both sides (Hill 1970)."""
+    if freedom == 1:
+        return 1 / math.tan(error * math.pi / 2)
+    if freedom == 2:
+        return math.sqrt(2 / (error * (2 - error)) - 2)
+    a = 1 / (freedom - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
+    y = (d * error) ** (2 / freedom)
+    if y > 0.05 + a:
+        x = statistics.NormalDist().inv_cdf(error / 2)
+        c += 0.3 * (freedom - 4.5) * (x + 0.6) * (freedom < 5)
+        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
+        y = (((((0.4 * x**2 + 6.3) * x**2 + 36) * x**2 + 94.5) / c - x**2 - 3) / b + 1) * x
+        return math.sqrt(freedom * math.expm1(a * y**2))
+    tail = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
+    return math.sqrt(freedom * ((tail * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y))
+
+
+def mean_interval(first: Sequence[float], second: Sequence[float], num_pairs: int = 1) -> tuple[float, float] | None:
+    """Return Welch's interval of the difference of two means; None if the values do not vary.
+
+    95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
+    """
     if min(len(first), len(second)) < 2:
         return None
     variances = [statistics.variance(values) / len(values) for values in (first, second)]
@@ -76,8 +98,8 @@ def mean_interval(first: Sequence[float], second: Sequence[float]) -> tuple[floa
     # Of shares: squares of tiny variances would be 0.
     shares = [variance / total for variance in variances]
     freedom = int(1 / (shares[0] ** 2 / (len(first) - 1) + shares[1] ** 2 / (len(second) - 1)) + 1e-9)
-    quantile = _T_95[freedom - 1] if freedom <= len(_T_95) else Z_95 + 2.5 / freedom
-    delta, half = statistics.fmean(second) - statistics.fmean(first), quantile * math.sqrt(total)
+    half = student_t(freedom, 0.05 / num_pairs) * math.sqrt(total)
+    delta = statistics.fmean(second) - statistics.fmean(first)
     return delta - half, delta + half
 
 

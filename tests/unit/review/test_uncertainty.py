@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from hpcdist.review.uncertainty import difference_interval, error_of, is_other_data, mean_interval, with_error
+from hpcdist.review.uncertainty import (
+    difference_interval,
+    error_of,
+    is_other_data,
+    mean_interval,
+    student_t,
+    with_error,
+)
 from hpcdist.run.records import DatasetRecord
 
 TRAIN = DatasetRecord(name="digits", num_samples=1433)
@@ -64,6 +71,23 @@ def test_of_equal_settings_at_most_five_in_a_hundred_differ_clearly(num_seeds: i
     assert sum(not one[0] <= 0 <= one[1] for one in found if one) <= 0.05 * NUM_PAIRS
     better = [mean_interval(first, [value + 1.0 for value in second]) for first, second in pairs]
     assert sum(one is not None and one[0] > 0 for one in better) > 0.9 * NUM_PAIRS
+
+
+def test_the_best_of_many_equal_settings_is_clearly_better_in_at_most_five_of_a_hundred_sweeps() -> None:
+    num_clear = 0
+    for sweep in numpy.random.default_rng(5).normal(0.9, 0.01, size=(400, 6, 5)).tolist():
+        best, *others = sorted(sweep, key=sum, reverse=True)
+        intervals = [mean_interval(best, one, 15) for one in others]
+        num_clear += any(interval is not None and interval[1] < 0 for interval in intervals)
+    assert num_clear <= 0.05 * 400
+
+
+@pytest.mark.parametrize(
+    ("freedom", "error", "quantile"),
+    [(1, 0.05, 12.706), (2, 0.05, 4.303), (4, 0.05, 2.776), (4, 0.005, 5.598), (8, 0.001, 5.041), (30, 0.05, 2.042)],
+)
+def test_quantiles_are_those_of_the_tables(freedom: int, error: float, quantile: float) -> None:
+    assert student_t(freedom, error) == pytest.approx(quantile, abs=6e-4)
 
 
 def test_interval_of_means_is_that_of_welch() -> None:
