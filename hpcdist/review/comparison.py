@@ -109,13 +109,14 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     """Return the mean of each setting of a sweep over seeds, against that of the best one."""
     found: list[ComparedValue] = []
     known = [one for one in facts.settings if one.values]
+    num_pairs = math.comb(sum(len(one.values) > 1 for one in known), 2)
     for one in known:
         mean = statistics.fmean(one.values)
         value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
         if one is not known[0]:
             value = replace(value, delta=mean - found[0].value, verdict=NO_ERROR)
             # The best one is chosen among all: each pair of settings could have been the compared one.
-            if interval := mean_interval(known[0].values, one.values, math.comb(len(known), 2)):
+            if interval := mean_interval(known[0].values, one.values, num_pairs):
                 value = replace(value, interval=interval, verdict=_verdict(interval))
         found.append(value)
     return found
