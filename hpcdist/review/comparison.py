@@ -105,6 +105,10 @@ def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str
     return found
 
 
+#: Keys that choose the samples of an evaluation.
+_DATA_KEYS = {"data.name", "data.root", "data.num_samples", "data.num_classes"}
+
+
 def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     """Return the mean of each setting of a sweep over seeds, against that of the best one."""
     found: list[ComparedValue] = []
@@ -115,8 +119,10 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
         value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
         if one is not known[0]:
             value = replace(value, delta=mean - found[0].value, verdict=NO_ERROR)
+            if _DATA_KEYS & {*facts.keys}:
+                value = replace(value, verdict=OTHER_DATA)
             # The best one is chosen among all: each pair of settings could have been the compared one.
-            if interval := mean_interval(known[0].values, one.values, num_pairs):
+            elif interval := mean_interval(known[0].values, one.values, num_pairs):
                 value = replace(value, interval=interval, verdict=_verdict(interval))
         found.append(value)
     return found

@@ -369,6 +369,8 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
         ("lr=0.1", "0.94 ± 0.05 (3)", "-0.01", "-0.13 to +0.11", "within noise"),
         ("lr=0.3", "0.5 (1)", "-0.45", "", "error unknown"),
     ]
+    on_other_data = compare_settings(replace(facts, keys=("seed", "data.name")))
+    assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
     diverged = replace(facts, cells=(*cells, *(replace(cells[0], metric=one) for one in (math.nan, math.inf, 1e300))))
     assert [(one.text, one.num_cells) for one in diverged.settings[:2]] == [
         ("0.95 ± 0.01 (3)", 3),
