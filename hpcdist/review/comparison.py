@@ -105,24 +105,19 @@ def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str
     return found
 
 
-#: Keys that choose the samples of an evaluation.
-_DATA_KEYS = {"data.name", "data.root", "data.num_samples", "data.num_classes"}
-
-
 def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     """Return the mean of each setting of a sweep over seeds, against that of the best one."""
     found: list[ComparedValue] = []
     known = [one for one in facts.settings if one.values]
     num_pairs = math.comb(sum(len(one.values) > 1 for one in known), 2)
+    other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*facts.keys})
     for one in known:
         mean = statistics.fmean(one.values)
         value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
         if one is not known[0]:
-            value = replace(value, delta=mean - found[0].value, verdict=NO_ERROR)
-            if _DATA_KEYS & {*facts.keys}:
-                value = replace(value, verdict=OTHER_DATA)
+            value = replace(value, delta=mean - found[0].value, verdict=OTHER_DATA if other_data else NO_ERROR)
             # The best one is chosen among all: each pair of settings could have been the compared one.
-            elif interval := mean_interval(known[0].values, one.values, num_pairs):
+            if not other_data and (interval := mean_interval(known[0].values, one.values, num_pairs)):
                 value = replace(value, interval=interval, verdict=_verdict(interval))
         found.append(value)
     return found
@@ -263,12 +258,7 @@ def is_measured(key: str) -> bool:
 
 
 def compare_values(
-    before: Values,
-    after: Values,
-    *,
-    until: int | None = None,
-    exact: bool = True,
-    tolerance: float = 0.0,
+    before: Values, after: Values, *, until: int | None = None, exact: bool = True, tolerance: float = 0.0
 ) -> ValueComparison:
     """Compare the values of a run with those of an earlier run of the same training.
 
