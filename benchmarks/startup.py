@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +49,10 @@ def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str
         def measure(env: Mapping[str, str]) -> float:
             out.unlink(missing_ok=True)
             began = time.time()
-            call(command, project, env)
+            done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False)
+            # Whatever happens after it: torch's ranks may abort when gloo's threads end (torch 2.15, seen once in ten).
+            if not out.exists():
+                sys.exit(f"{' '.join(command)} made no step:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
             return float(out.read_text()) - began
 
         return measure
