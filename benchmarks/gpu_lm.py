@@ -12,7 +12,6 @@ figure is known.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -140,7 +139,7 @@ def main() -> int:
         (folder / "lm.yaml").write_text("experiment: lm\ntrainer: gpu_lm:train\nlaunch: {max_restarts: 0}\n")
         options = [f"launch.device={device}", f"params.out={out}", f"runs_dir={folder}/runs", "tracking.uri=''"]
         command = [sys.executable, "-m", "hpcdist", "run", "lm.yaml", *options]
-        done = subprocess.run(command, cwd=folder, env={**os.environ}, check=False)
+        done = subprocess.run(command, cwd=folder, check=False)
         if done.returncode == 0:
             print(out.read_text(), flush=True)
     return done.returncode

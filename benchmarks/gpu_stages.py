@@ -81,7 +81,7 @@ STAGES = (
 )  # fmt: skip
 
 Row = tuple[str, str, str]
-#: NVIDIA's published rates of one SXM GPU for ResNet-50 with AMP, which include the decoding of images.
+#: Published rates of one SXM GPU for ResNet-50 with AMP, whose input may be images from files; ours is synthetic.
 RESNET50 = "others: 2,790 on an H100, 3,079 on an H200"
 #: Of dense models with 1 B parameters on an H100, and of a bf16 product of 8,192³ there.
 LM = {"mfu": "others: 0.41 to 0.42", "matmul_tflops": "others: 794"}

@@ -305,8 +305,7 @@ def main() -> None:
     result: dict[str, object] = {"benchmark": "gpu_step", "device": gpu, "num_ranks": plan.num_ranks}
     if arguments.check_sync:
         _, syncs = measure(plan, config, "ours", passed_on)
-        num_logs = arguments.steps // config.tracking.log_every_steps
-        print(f"waits for the device in the last two thirds of {arguments.steps} steps with {num_logs} log records:")
+        print(f"waits for the device in the last two thirds of {arguments.steps} training steps:")
         for place, count in syncs.items():
             print(f"    {count:6}  {place}")
         # Waits that occur once per epoch, such as the copy of its indices to the device, are not part of a step.

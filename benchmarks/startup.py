@@ -50,7 +50,7 @@ def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str
             out.unlink(missing_ok=True)
             began = time.time()
             done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False)
-            # Whatever happens after it: torch's ranks may abort when gloo's threads end (torch 2.15, seen once in ten).
+            # Whatever happens after it: torch's ranks may abort when gloo's threads end (torch 2.15, sometimes).
             if not out.exists():
                 sys.exit(f"{' '.join(command)} made no step:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
             return float(out.read_text()) - began

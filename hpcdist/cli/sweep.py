@@ -80,7 +80,7 @@ def show_cells(sweep: SweepDir, cells: Sequence[tuple[str, RunDir]], best: str) 
     facts = read_sweep_facts(sweep, sweep.read_state())
     shown = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
     if any(value for _, value, _ in shown):
-        title = "mean ± standard deviation (number of seeds)"
+        title = "mean ± s.d. (number of seeds)"
         value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
         print_table(console(), ("setting", value, "cells"), shown, title=title)
     counts = Counter(names)

@@ -82,7 +82,7 @@ def supervise_locally(
 
 
 def detach(run: RunDir, env: Mapping[str, str]) -> int:
-    """Start a supervisor that outlives this process and the terminal, wait for its first state, and return its id.
+    """Start a supervisor that outlives this process and the terminal, and wait for its first state. Returns its pid.
 
     Without the wait, a `status` or `follow` that comes next could see the run as before this start.
 
