@@ -28,7 +28,8 @@ from hpcdist.host.machine import Check, Level, container_runtime, note, ok, warn
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name
-from hpcdist.run.status import RunStatus, job_of, job_starts, status_of
+from hpcdist.run.records import job_starts
+from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words

@@ -511,8 +511,7 @@ def show_config(
 
         say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     elif schema:
-        from hpcdist.config.describe import describe
-        from hpcdist.config.written import describe_trainer
+        from hpcdist.config.describe import describe, describe_trainer
 
         entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
         keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]

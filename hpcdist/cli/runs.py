@@ -165,11 +165,16 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.host.files import require_mine
     from hpcdist.run.lookup import resolve
     from hpcdist.run.status import end
-    from hpcdist.run.sweeps import SweepDir, end_sweep
+    from hpcdist.run.sweeps import SweepDir
 
     found = resolve(name, runs_dir)
     require_mine(found.path, action)
-    say("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
+    if isinstance(found, SweepDir):
+        from hpcdist.cli.sweep import end_sweep
+
+        say("\n".join(end_sweep(found, action)))
+    else:
+        say(end(found, action))
 
 
 #: Interval in which `save` and `profile` look for the answer of the ranks.

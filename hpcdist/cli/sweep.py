@@ -9,21 +9,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpcdist.cli.options import console, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import require_trusted, short_path
+from hpcdist.host.files import require_mine, require_trusted, short_path, write_json
 from hpcdist.host.log_files import say
 from hpcdist.run import create, snapshot
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.folder import ENDED, RunDir, State, StopRequest
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.records import Origin, change_config, load_origin
-from hpcdist.run.status import RunStatus, StatusWatch, keep_job, query_jobs, status_of
+from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 
@@ -397,3 +397,28 @@ def prepare(
         for run in made:
             shutil.rmtree(run.path)
         raise
+
+
+def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
+    """Stop or cancel all cells of a sweep, and start no more. Returns a message for each cell that had not ended."""
+    active = holder(sweep) is not None
+    if active:
+        # Before the request to the running cell: its end would start the next one.
+        write_json(sweep.request, asdict(StopRequest(action=action, cause="user", by=author_of(action))))
+    messages = []
+    for cell in sweep.cells():
+        if not os.path.lexists(cell.path / "state.json"):
+            continue
+        try:
+            if cell.read_state().status in ENDED:
+                continue
+            if holder(cell) is None and not cell.slurm.exists():
+                messages += [f"{cell.name} will not be started"] * active
+                continue
+            require_mine(cell.path, action)
+            messages.append(end(cell, action))
+        except UserMistake as mistake:
+            messages.append(str(mistake))
+    if not messages:
+        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+    return messages

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import Field, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -64,6 +64,10 @@ def convert_section(kind: type[S], tree: object, key: str, mistakes: list[Mistak
     except ValueError as error:
         mistakes += [f"{key}.{line}" for line in str(error).splitlines()]
         return kind()
+
+
+def default_of(key: Field[Any]) -> Any:
+    return key.default_factory() if callable(key.default_factory) else key.default
 
 
 def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,16 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from hpcdist.config.conversion import default_of
 from hpcdist.config.document import NODE_RANGE, SHORT_FORMS, TYPED_GPUS
 from hpcdist.config.launch_schema import RoleRequest
-from hpcdist.config.schema import Config, trainer_sections
+from hpcdist.config.schema import Config, trainer_sections, unused_sections
+from hpcdist.config.written import declaration
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
@@ -33,10 +36,6 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
         yield prefix + key.name, section, key
         if key.type == f"dict[str, {RoleRequest.__name__}]":
             yield from all_keys(RoleRequest, f"{prefix}{key.name}.ROLE.")
-
-
-def default_of(key: Field[Any]) -> Any:
-    return key.default_factory() if callable(key.default_factory) else key.default
 
 
 def describe() -> list[tuple[str, str, Any, str]]:
@@ -60,6 +59,20 @@ def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
             text = str(following.value.value) if is_text else ""  # type: ignore[attr-defined]
             found[statement.target.id] = ast.unparse(statement.annotation), text
     return found
+
+
+def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, str]]:
+    """Return the keys that the trainer of a config reads, its own first, like `describe`."""
+    unused = unused_sections("" if config.trainer.script else config.trainer.target)
+    shared = [row for row in describe() if row[0].partition(".")[0] not in unused]
+    if (found := declaration(config.trainer, folder)) is None:
+        return shared
+    texts, own = documented(found[1]), []
+    for one in fields(cast(Any, found[0])):
+        default = default_of(one)
+        kind, text = texts[one.name]
+        own.append((f"params.{one.name}", kind, "required" if default is MISSING else default, text))
+    return own + [row for row in shared if row[0] != "params"]
 
 
 # The JSON Schema of a config file, with which editors complete and check keys (`hpcdist config --json-schema`).

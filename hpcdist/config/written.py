@@ -19,8 +19,7 @@ from typing import Any, cast, get_origin, get_type_hints
 import yaml
 
 import hpcdist
-from hpcdist.config.conversion import Mistake, convert, convert_section
-from hpcdist.config.describe import default_of, describe, documented
+from hpcdist.config.conversion import Mistake, convert, convert_section, default_of
 from hpcdist.config.document import (
     StrictLoader,
     expand_short_forms,
@@ -32,7 +31,7 @@ from hpcdist.config.document import (
     read_text,
 )
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
-from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree, unused_sections
+from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
 
@@ -211,20 +210,6 @@ def with_params(config: Config, folder: Path, source: str) -> Config:
         return config
     values = dataclasses.asdict(build(found[0], config.params, source))
     return dataclasses.replace(config, params=json.loads(json.dumps(values, default=str)))
-
-
-def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, str]]:
-    """Return the keys that the trainer of a config reads, its own first, like `describe`."""
-    unused = unused_sections("" if config.trainer.script else config.trainer.target)
-    shared = [row for row in describe() if row[0].partition(".")[0] not in unused]
-    if (found := declaration(config.trainer, folder)) is None:
-        return shared
-    texts, own = documented(found[1]), []
-    for one in dataclasses.fields(cast(Any, found[0])):
-        default = default_of(one)
-        kind, text = texts[one.name]
-        own.append((f"params.{one.name}", kind, "required" if default is dataclasses.MISSING else default, text))
-    return own + [row for row in shared if row[0] != "params"]
 
 
 def arguments_of(train: Callable[..., Any], params: Mapping[str, Any]) -> list[Any]:

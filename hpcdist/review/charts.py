@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from hpcdist.review.facts import Series, thinned
+from hpcdist.review.facts import ATTEMPT, Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.text import duration
@@ -255,16 +255,10 @@ def _matrix(matrix: Matrix) -> Markup:
     return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
 
 
-#: Limit of the metrics that a report reads and draws, to bound its size and the memory of its writer.
-MAX_SERIES = 600
 MAX_CHARTS = 24
 MAX_LINES = 8
 #: Points of a line are thinned to the lowest and highest of each of these columns.
 _COLUMNS = 240
-#: Parts of names that tell apart the same metric on different data.
-_SPLITS = ("train", "eval", "val", "valid", "validation", "test")
-_SYSTEM, _ATTEMPT = "system/", "attempt"
-_STEP_TIMES = "seconds per step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,16 +266,6 @@ class Chart:
     title: str
     figure: Markup
     note: str = ""  #: about points that it cannot show
-
-
-def is_read(key: str) -> bool:
-    """Return whether reports show a metric: all but system metrics and the times of each node."""
-    return not key.startswith(_SYSTEM) and (key.count("/") < 2 or not key.startswith("time/"))
-
-
-def is_hidden(key: str) -> bool:
-    """Return whether a metric has no chart of its own: the marks of attempts, which are lines in the others."""
-    return key == _ATTEMPT
 
 
 def metric_charts(
@@ -295,9 +279,9 @@ def metric_charts(
     shown = {key for key in series if not is_hidden(key)} - {key for keys in own.values() for key in keys}
     groups: dict[str, list[str]] = {}
     for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
-        groups.setdefault(_group_of(key), []).append(key)
+        groups.setdefault(group_of(key), []).append(key)
     charts = [_chart(title, keys, series) for title, keys in own.items() if keys]
-    others = [_chart(title, groups[title], series) for title in ranked(groups, _group_of(monitor))[:MAX_CHARTS]]
+    others = [_chart(title, groups[title], series) for title in ranked(groups, group_of(monitor))[:MAX_CHARTS]]
     return [one for one in charts if one], [one for one in others if one]
 
 
@@ -306,7 +290,7 @@ def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Cha
     for key in keys[:MAX_LINES]:
         points = series[key].points
         lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
-    starts = series[_ATTEMPT].points if _ATTEMPT in series else []
+    starts = series[ATTEMPT].points if ATTEMPT in series else []
     marks: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
     figure = line_chart(lines, x_label="step", marks=marks)
     notes = [
@@ -321,20 +305,3 @@ def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Cha
         return None
     title = title if len(keys) > 1 else keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
-
-
-def _group_of(key: str) -> str:
-    split, slash, rest = key.partition("/")
-    return _STEP_TIMES if split == "time" else rest if slash and split in _SPLITS else key
-
-
-def ranked(names: Iterable[str], monitor: str) -> list[str]:
-    """Return names of metrics: losses first, then the monitored metric, throughput, step times and the rest."""
-
-    def rank(name: str) -> tuple[int, str]:
-        last = name.lower().rpartition("/")[2]
-        is_time = name.startswith(("time/", _STEP_TIMES))
-        tests = (last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time)
-        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
-
-    return sorted(names, key=rank)

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hpcdist.host.retry import retry
-from hpcdist.review.charts import is_hidden, number
+from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
-from hpcdist.review.facts import RunFacts, Series, read_facts
+from hpcdist.review.facts import RunFacts, Series, is_hidden, read_facts
 from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.report import read_environment, text_of
 from hpcdist.review.text import clock, duration

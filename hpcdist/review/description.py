@@ -16,8 +16,17 @@ from urllib.parse import quote
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.host.files import read_json
-from hpcdist.review.charts import is_hidden, is_read, ranked
-from hpcdist.review.facts import Progress, RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
+from hpcdist.review.facts import (
+    Progress,
+    RunFacts,
+    best_checkpoint,
+    is_hidden,
+    is_read,
+    last_beat,
+    ranked,
+    read_checkpoints,
+    readable,
+)
 from hpcdist.review.ledger import Ledger, hours_text, percent
 from hpcdist.review.text import (
     PATCH,

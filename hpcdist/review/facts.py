@@ -26,9 +26,11 @@ from hpcdist.run.records import (
     AttemptTimes,
     Cause,
     DatasetRecord,
+    JobStart,
     Override,
     RerunRecord,
     TrainingRecord,
+    all_job_starts,
     complete_checkpoints,
     devices_of,
     end_of,
@@ -40,7 +42,6 @@ from hpcdist.run.records import (
     read_training,
     script_files,
 )
-from hpcdist.run.status import JobStart, all_job_starts
 
 T = TypeVar("T")
 
@@ -527,3 +528,42 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
         own = list(group)
         kept += sorted({min(own, key=itemgetter(1)), max(own, key=itemgetter(1))})
     return kept
+
+
+# Names of metrics.
+
+#: Limit of the metrics that a report reads and draws, to bound its size and the memory of its writer.
+MAX_SERIES = 600
+#: Marks the begin of each attempt.
+ATTEMPT = "attempt"
+#: Parts of names that tell apart the same metric on different data.
+_SPLITS = ("train", "eval", "val", "valid", "validation", "test")
+_STEP_TIMES = "seconds per step"
+
+
+def is_read(key: str) -> bool:
+    """Return whether reports show a metric: all but system metrics and the times of each node."""
+    return not key.startswith("system/") and (key.count("/") < 2 or not key.startswith("time/"))
+
+
+def is_hidden(key: str) -> bool:
+    """Return whether a metric has no chart of its own: the marks of attempts, which are lines in the others."""
+    return key == ATTEMPT
+
+
+def group_of(key: str) -> str:
+    """Return the title of the chart that shows a metric, with the same metric on different data."""
+    split, slash, rest = key.partition("/")
+    return _STEP_TIMES if split == "time" else rest if slash and split in _SPLITS else key
+
+
+def ranked(names: Iterable[str], monitor: str) -> list[str]:
+    """Return names of metrics: losses first, then the monitored metric, throughput, step times and the rest."""
+
+    def rank(name: str) -> tuple[int, str]:
+        last = name.lower().rpartition("/")[2]
+        is_time = name.startswith(("time/", _STEP_TIMES))
+        tests = (last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time)
+        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
+
+    return sorted(names, key=rank)

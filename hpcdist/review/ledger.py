@@ -11,8 +11,7 @@ from typing import Any, Literal
 from hpcdist.host.files import LARGEST, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.records import CAUSES, AttemptTimes, Cause, end_of, read_times
-from hpcdist.run.status import JobStart, all_job_starts
+from hpcdist.run.records import CAUSES, AttemptTimes, Cause, JobStart, all_job_starts, end_of, read_times
 
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
 MEANINGS: dict[Cause, str] = {

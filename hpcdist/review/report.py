@@ -19,14 +19,13 @@ from hpcdist.host.files import read_json, read_regular, write_atomic
 from hpcdist.review.charts import (
     MAX_ATTEMPTS,
     draw,
-    is_hidden,
     metric_charts,
     number,
     timeline,
 )
 from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_command, run_again_command, setup_rows
 from hpcdist.review.explain import Finding, explain_attempt
-from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, read_facts
+from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, is_hidden, read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, percent, read_ledger
 from hpcdist.review.text import duration

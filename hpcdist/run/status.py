@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,20 +16,17 @@ from hpcdist.host import retry
 from hpcdist.host.files import LARGEST, fill, read_json, write_json
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, read_record, sentence_of
 from hpcdist.run.lease import hold, holder, user_name
-from hpcdist.run.records import script_of
+from hpcdist.run.records import JOB_ID, SAME_START_S, JobRecord, read_jobs, script_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, job_id_of
 from hpcdist.slurm.output import JobInfo
 
 # The Slurm job of a run: its id in `slurm.json`, and a record of its starts in `job.json`.
 
-#: Slurm's controller and its accounting report the begin of a job to the second.
-_SAME_S = 2.0
 #: After the end of a start, the nodes that are down are those that ended it only for a limited time.
 _RECENT_S = 3600.0
 #: States of a start in accounting after which Slurm may have started the job again.
 _STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
-_JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
 
 
 def job_of(run: RunDir) -> JobRef | None:
@@ -41,42 +37,16 @@ def job_of(run: RunDir) -> JobRef | None:
     facts = {"id": str(saved["job_id"]), "name": saved.get("job_name", ""), "cluster": saved.get("cluster", "")}
     job = fill(JobRef, facts, run.slurm)
     # The id becomes an argument of Slurm's commands, which must not take it for an option or a list of jobs.
-    if _JOB_ID.fullmatch(job.id) is None:
+    if JOB_ID.fullmatch(job.id) is None:
         raise RunFolderError(f"{run.slurm} is damaged: {job.id[:40]!r} is not a Slurm job id")
     return job
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobStart:
-    """One start of a job, as `job.json` records it. Times are seconds since the epoch."""
-
-    began: float
-    nodes: str = ""
-    queue_s: float = 0.0  #: time in the queue before this start
-    ended: float | None = None  #: None while the job runs, and until accounting has reported the end
-    cores: int = 0  #: number of allocated cores; 0 if accounting has not reported it
-    gpus: int = 0
-    energy_j: float | None = None
-    state: str = ""  #: of this start in accounting, such as PREEMPTED or NODE_FAIL; empty if it is not known
-    failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
-
-    def contains(self, moment: float) -> bool:
-        return self.began - _SAME_S <= moment and (self.ended is None or moment <= self.ended + _SAME_S)
-
-
-@dataclass(kw_only=True)
-class _Record:
-    """The content of `job.json`: the starts of all jobs of a run, by job id and restart count, without damaged ones."""
-
-    job_id: str = ""  #: the job that the run was last submitted as, or the one before it
-    jobs: dict[str, dict[str, dict[str, Any]]]
 
 
 def keep_job(run: RunDir) -> None:
     """Note the job of a run in `job.json`, before `slurm.json` gets another one: accounting can complete it later."""
     if (job := job_of(run)) is None:
         return
-    record = _read(run)
+    record = read_jobs(run)
     if job.id not in record.jobs:
         record.jobs[job.id] = {}
         _write(run, record)
@@ -88,7 +58,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
     facts = client.take_snapshot(JobRef(id=job_id)).info
     if facts is None or facts.started is None:
         return
-    record = _read(run)
+    record = read_jobs(run)
     start = {"nodes": facts.nodes, "queue_s": facts.queue_s(time.time()) or 0.0, "began": facts.started}
     starts = record.jobs.get(job_id, {}) | {str(facts.restarts): start}
     _write(run, replace(record, job_id=job_id, jobs={**record.jobs, job_id: _completed(starts, job_id)}))
@@ -97,7 +67,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
 def update_job_starts(run: RunDir) -> None:
     """Complete the records of all jobs of a run from Slurm's accounting; without an answer they remain as they are."""
     job = job_of(run)
-    record = _read(run)
+    record = read_jobs(run)
     job_id = record.job_id if job is None else job.id
     jobs = record.jobs | ({job_id: record.jobs.get(job_id, {})} if job is not None else {})
     completed = {
@@ -107,7 +77,7 @@ def update_job_starts(run: RunDir) -> None:
         for one, starts in jobs.items()
     }
     if completed != jobs:
-        _write(run, _Record(job_id=job_id, jobs=completed))
+        _write(run, JobRecord(job_id=job_id, jobs=completed))
 
 
 def _is_complete(starts: Mapping[str, dict[str, Any]]) -> bool:
@@ -130,7 +100,9 @@ def _completed(starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str 
         return dict(starts)
     known = [start for start in accounted if job_name in ("", start.name)]
     began = [start["began"] for start in starts.values()]
-    is_known = job_name or not began or any(abs(one.began - moment) <= _SAME_S for one in known for moment in began)
+    is_known = (
+        job_name or not began or any(abs(one.began - moment) <= SAME_START_S for one in known for moment in began)
+    )
     if not known or not is_known:
         return dict(starts)
     completed = {}
@@ -138,7 +110,7 @@ def _completed(starts: Mapping[str, dict[str, Any]], job_id: str, job_name: str 
         facts = {key: value for key, value in asdict(start).items() if key != "name" and value is not None}
         completed[str(number)] = facts | _failed_nodes(facts, starts.values())
     # Accounting learns of a start some seconds later.
-    late = [start for start in starts.values() if all(abs(start["began"] - one.began) > _SAME_S for one in known)]
+    late = [start for start in starts.values() if all(abs(start["began"] - one.began) > SAME_START_S for one in known)]
     return completed | {str(len(known) + index): start for index, start in enumerate(late)}
 
 
@@ -151,7 +123,7 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
     if record.get("state") != "NODE_FAIL" or not record.get("nodes"):
         return {}
     for one in earlier:
-        if "failed_nodes" in one and abs(one["began"] - record["began"]) <= _SAME_S:
+        if "failed_nodes" in one and abs(one["began"] - record["began"]) <= SAME_START_S:
             return {"failed_nodes": one["failed_nodes"]}
     if time.time() - (record.get("ended") or 0.0) > _RECENT_S:
         return {}
@@ -161,47 +133,10 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
         return {}
 
 
-def _write(run: RunDir, record: _Record) -> None:
+def _write(run: RunDir, record: JobRecord) -> None:
     earlier = {job_id: starts for job_id, starts in record.jobs.items() if job_id != record.job_id}
     starts = record.jobs.get(record.job_id, {})
     write_json(run.path / "job.json", {"job_id": record.job_id, "starts": starts, "earlier": earlier})
-
-
-def all_job_starts(run: RunDir) -> list[JobStart]:
-    starts = [start for starts in _read(run).jobs.values() for start in starts.values()]
-    return sorted((fill(JobStart, one, run.path / "job.json") for one in starts), key=lambda one: one.began)
-
-
-def job_starts(run: RunDir) -> list[dict[str, Any]]:
-    """Return the records of all starts of the run's current job, oldest first; see `record_job_start`."""
-    job = job_of(run)
-    starts = _read(run).jobs.get(job.id, {}) if job is not None else {}
-    return [starts[number] for number in sorted(starts, key=int)]
-
-
-def _read(run: RunDir) -> _Record:
-    noted = read_json(run.path / "job.json") or {}
-    earlier, job_id = noted.get("earlier"), noted.get("job_id")
-    jobs = dict(earlier) if isinstance(earlier, dict) else {}
-    if isinstance(job_id, str) and job_id:
-        jobs[job_id] = noted.get("starts")
-    return _Record(
-        job_id=job_id if isinstance(job_id, str) else "",
-        jobs={
-            one: {number: start for number, start in starts.items() if number.isdecimal() and _is_start(start)}
-            for one, starts in jobs.items()
-            # The id becomes an argument of Slurm's commands.
-            if isinstance(starts, dict) and _JOB_ID.fullmatch(one)
-        },
-    )
-
-
-def _is_start(start: object) -> bool:
-    try:
-        values = asdict(fill(JobStart, start, Path())).values() if isinstance(start, dict) else [-1]
-    except RunFolderError:
-        return False
-    return all(value >= 0 for value in values if isinstance(value, int | float))
 
 
 # The status of a run, derived from its state file, its lease and its job.

@@ -15,21 +15,19 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hpcdist.config.document import parse_value
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.written import flat_values, read_stored, redacted
-from hpcdist.errors import ConfigError, RunFolderError, UserMistake
-from hpcdist.host.files import fill, read_json, require_mine, require_trusted, write_json
-from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, claim_experiment, read_record, require_record
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.host.files import fill, read_json, require_trusted, write_json
+from hpcdist.run.folder import ENDED, RunDir, State, Status, claim_experiment, read_record, require_record
 from hpcdist.run.lease import holder
 from hpcdist.run.records import Origin
-from hpcdist.run.status import author_of, end, status_from
-from hpcdist.slurm.client import JobSnapshot
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
@@ -308,15 +306,14 @@ class SweepDir(RunDir):
         existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
         for run in existing:
             try:
-                on_slurm = run.slurm.exists()
-                found = status_from(run, JobSnapshot(error="not queried") if on_slurm else None)
+                is_held = holder(run) is not None  # a supervisor records the end before it releases the run
+                states.append(state := run.read_state())
             except RunFolderError:
                 num_unreadable += 1
                 continue
-            states.append(found.state)
             # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
-            waits = found.state.status == "running" or active or on_slurm
-            num_live += found.state.status not in ENDED and not found.final and waits
+            waits = is_held if state.status == "running" else active
+            num_live += state.status not in ENDED and (waits or run.slurm.exists())
         odd = ["missing"] * (len(cells) - len(existing)) + ["unreadable"] * num_unreadable
         counts = Counter([state.status for state in states] + odd)
         status: Status
@@ -398,28 +395,3 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     base = sweep.base | known.get("base", {})
     write_json(folder.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
     return folder
-
-
-def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
-    """Stop or cancel all cells of a sweep, and start no more. Returns a message for each cell that had not ended."""
-    active = holder(sweep) is not None
-    if active:
-        # Before the request to the running cell: its end would start the next one.
-        write_json(sweep.request, asdict(StopRequest(action=action, cause="user", by=author_of(action))))
-    messages = []
-    for cell in sweep.cells():
-        if not os.path.lexists(cell.path / "state.json"):
-            continue
-        try:
-            if cell.read_state().status in ENDED:
-                continue
-            if holder(cell) is None and not cell.slurm.exists():
-                messages += [f"{cell.name} will not be started"] * active
-                continue
-            require_mine(cell.path, action)
-            messages.append(end(cell, action))
-        except UserMistake as mistake:
-            messages.append(str(mistake))
-    if not messages:
-        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
-    return messages

@@ -33,13 +33,13 @@ from hpcdist.run.records import (
     DatasetRecord,
     devices_of,
     is_generated,
+    job_starts,
     overrides,
     parameters,
     read_origin,
     read_rerun,
     script_arguments,
 )
-from hpcdist.run.status import job_starts
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.mlflow_client import (

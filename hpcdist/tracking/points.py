@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.host.retry import retry
-from hpcdist.review.charts import MAX_SERIES, is_read
-from hpcdist.review.facts import Series
+from hpcdist.review.facts import MAX_SERIES, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking.journal import (
     ATTEMPT_METRIC,

@@ -13,7 +13,7 @@ import yaml
 from config_files import Write, problems
 
 import hpcdist
-from hpcdist.config.describe import describe
+from hpcdist.config.describe import describe, describe_trainer
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.redaction import (
     REDACTED,
@@ -31,7 +31,6 @@ from hpcdist.config.written import (
     arguments_of,
     build,
     declaration,
-    describe_trainer,
     read_stored,
     redacted_argument,
     run_yaml,

@@ -19,7 +19,8 @@ from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run import records
 from hpcdist.run.folder import RunDir, Status
-from hpcdist.run.status import all_job_starts, job_starts, keep_job, update_job_starts
+from hpcdist.run.records import all_job_starts, job_starts
+from hpcdist.run.status import keep_job, update_job_starts
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes

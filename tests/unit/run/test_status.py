@@ -22,14 +22,13 @@ from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import CHECKS_PER_S, WRITES_PER_S, RunDir, beat_interval_s, num_due_ranks, system_interval_s
 from hpcdist.run.lease import hold
+from hpcdist.run.records import all_job_starts, job_starts
 from hpcdist.run.snapshot import CodeState, find_code, take
 from hpcdist.run.status import (
     QUERY_EVERY_S,
     QUERY_UNAVAILABLE_S,
     StatusWatch,
-    all_job_starts,
     close_if_lost,
-    job_starts,
     query_jobs,
     record_job_start,
     status_from,
