@@ -342,7 +342,7 @@ class TrackingConfig(ConfigSection):
 
 
 #: Types of GPUs by torch's name, and the backend of collectives between them; AMD's GPUs have NVIDIA's names in torch.
-GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
+GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 NVIDIA = "cuda"
 
 
@@ -352,7 +352,7 @@ class LaunchConfig(ConfigSection):
 
     num_ranks: int = number(0, least=0, most=MAX_PER_NODE)
     """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device of the ranks; `auto` uses GPUs of NVIDIA or AMD (`cuda`) if there are any."""
     devices: dict[str, str] = field(default_factory=dict)
     """Device by role, if it is not launch.device: `parameter_server: cpu` leaves the GPUs to the other roles."""

@@ -34,7 +34,6 @@ from hpcdist.data.images import (
 )
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import pins_memory
 
 # Batches of one rank, from a tensor that holds the whole split or from single images.
 #
@@ -158,7 +157,7 @@ class PreloadedSplit:
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
     """Return the device for `images`: the given one if half of its free memory is enough, else the CPU."""
-    if not pins_memory(device):  # no memory of its own
+    if device.type == "cpu":
         return device
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
     return device if images.numel() <= free_bytes // 2 else torch.device("cpu")
@@ -199,7 +198,7 @@ class StreamingSplit:
             _EpochImages(self.source, self.augment_seed, epoch),
             batch_sampler=[part.tolist() for part in samples if len(part)],
             num_workers=self.num_workers,
-            pin_memory=pins_memory(device),
+            pin_memory=device.type != "cpu",
             generator=torch.Generator(),  # without it the loader draws a seed from the global generator
         )
         try:

@@ -52,10 +52,7 @@ class Device:
     def of(cls, device: torch.device, backend: str) -> Device:
         if device.type == "cpu":
             return cls(device=device, backend=backend)
-        module = torch.get_device_module(device)
-        if not hasattr(module, "get_device_properties"):  # MPS
-            return cls(device=device, backend=backend, name=device.type)
-        found: Any = module.get_device_properties(device)
+        found: Any = torch.get_device_module(device).get_device_properties(device)
         address = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
         return cls(
             device=device,
@@ -119,11 +116,6 @@ def collective_backend(device: torch.device) -> str:
     """Return torch's backend for tensors on a device; gloo if this torch is built without it."""
     backend = dist.get_default_backend_for_device(device)
     return backend if dist.is_backend_available(backend) else "gloo"
-
-
-def pins_memory(device: torch.device) -> bool:
-    """Return whether copies to a device are faster from pinned memory; MPS shares the host's."""
-    return device.type not in ("cpu", "mps")
 
 
 def initialized_device() -> torch.device:

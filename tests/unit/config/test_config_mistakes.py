@@ -97,7 +97,7 @@ from hpcdist.errors import ConfigError, shown
             "{roles: {a: 1, b: 1}, launch: {backend: nccl, devices: {b: cpu}}}",
             "launch.backend=nccl needs GPUs for all ranks, but b has none: use gloo",
         ),
-        ("launch: {devices: {trainer: gpu}}", "launch.devices.trainer must be auto, cpu, cuda, xpu or mps, got 'gpu'"),
+        ("launch: {devices: {trainer: gpu}}", "launch.devices.trainer must be auto, cpu, cuda or xpu, got 'gpu'"),
         ("cluster: {roles: {trainer: {nodez: 2}}}", "cluster.roles.trainer.nodez is not a key: did you mean 'cluster"),
         ("cluster: {roles: {trainer: {nodes: x}}}", "cluster.roles.trainer.nodes must be int | None, got 'x'"),
         ("cluster: {roles: {trainer: {nodes: 2}}}", "cluster.roles.trainer: `roles` is empty: set its number of ranks"),

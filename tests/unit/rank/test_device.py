@@ -78,7 +78,6 @@ def test_gpus_go_to_the_trainers_if_other_roles_use_the_cpu() -> None:
     [
         ("auto", "cuda", ("cuda:0", "nccl")),
         ("xpu", "xpu", ("xpu:0", "xccl")),
-        ("mps", "mps", ("mps:0", "gloo")),
         ("auto", "xpu", ("cpu", "gloo")),  # a local run has counted no GPU of NVIDIA
         ("cpu", "cuda", ("cpu", "gloo")),
     ],
