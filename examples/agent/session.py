@@ -1,7 +1,7 @@
 """A coding agent's session on a CPU: start, watch, stop, resume, compare and explain runs, by commands alone.
 
-It reads exit codes, JSON and the lines of `hpcdist explain`; docs/how-to/for-agents.md documents them. Runs and a
-script are written to the current folder:
+It reads exit codes and JSON; docs/how-to/for-agents.md documents them. Runs and a script are written to the current
+folder:
 
     python examples/agent/session.py
 """
@@ -80,7 +80,8 @@ def main() -> None:
     script.write_text("raise ValueError('bad batch')\n")
     start("name=third", *QUICK, "launch.max_restarts=0", str(script))
     hpcdist("follow", "third", expected=1)
-    print(*(line for line in hpcdist("explain", "third").splitlines() if line.startswith(("cause:", "fix:"))), sep="\n")
+    found = json.loads(hpcdist("explain", "third", "--json"))
+    print(f"cause: {found['cause']}", f"fix: {found['fix']}", sep="\n")
     script.write_text("print('good batch')\n")
     hpcdist("resume", "third", "--with-current-code", "--detach")
     hpcdist("follow", "third")

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,16 +35,24 @@ _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow",
 
 
 @app.command()
-def explain(run: OptionalRunName = None, runs_dir: RunsDir = RUNS) -> None:
+def explain(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Explain why a run failed or waits: cause, evidence and fix.
 
-    Example:  hpcdist explain
+    Examples:
+        hpcdist explain
+        hpcdist explain digits/first --json
     """
-    from hpcdist.config.redaction import redact_text
+    from hpcdist.config.redaction import redact_text, redact_tree
     from hpcdist.review.explain import explain
     from hpcdist.run.lookup import resolve_run
 
-    for line in explain(resolve_run(named(run, runs_dir), runs_dir)):
+    chosen = resolve_run(named(run, runs_dir), runs_dir)
+    found = explain(chosen)
+    if as_json:
+        document = {"run": f"{chosen.experiment}/{chosen.name}", "folder": str(chosen.path)} | asdict(found)
+        say(json.dumps(redact_tree(document), indent=2))
+        return
+    for line in found.lines:
         say(wrapped(console(), redact_text(line), _LABEL_WIDTH))
 
 
@@ -113,8 +122,6 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
 
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
     """Return a section without secrets, since reports are pasted into tickets."""
-    from dataclasses import replace
-
     from hpcdist.config.redaction import redact_text
 
     return title, [replace(check, text=redact_text(check.text), fix=redact_text(check.fix)) for check in checks]

@@ -168,17 +168,25 @@ def compare(
     """
     from hpcdist.review.comparison import compare, compare_results, compare_settings
     from hpcdist.review.description import read_sweep_facts
+    from hpcdist.review.facts import read_facts
     from hpcdist.run.lookup import resolve, resolve_run
     from hpcdist.run.sweeps import REPETITION, SweepDir
     from hpcdist.tracking.points import read_series
 
     sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
     if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
-        settings = compare_settings(read_sweep_facts(sweep, sweep.read_state()))
+        sweep_facts = read_sweep_facts(sweep, sweep.read_state())
+        settings = compare_settings(sweep_facts)
+        best = settings[0].run if settings and sweep_facts.monitor_mode else None
         if as_json:
-            say(json.dumps({"sweep": sweep.name, "results": list(map(asdict, settings))}, indent=2))
+            say(json.dumps({"sweep": sweep.name, "best": best, "results": list(map(asdict, settings))}, indent=2))
         elif settings:
             _print_results(sweep.name, "setting", settings[0].run, settings)
+            if best is None:
+                say(
+                    f"no setting can be called the best: it is unknown whether higher or lower {sweep_facts.monitor} is"
+                    " better (checkpoint.monitor, checkpoint.monitor_mode)"
+                )
         else:
             say(f"no cell of sweep {sweep.name} has a value yet")
         return
@@ -194,7 +202,8 @@ def compare(
         if len(named) == len(chosen):
             break
     series = {label: read_series(run) for label, run in named.items()}
-    found, results = compare(named, series), compare_results(named, series)
+    facts = {label: read_facts(run) for label, run in named.items()}
+    found, results = compare(facts, series), compare_results(facts, series)
     if as_json:
         say(json.dumps({"runs": list(named), "results": list(map(asdict, results)), "differences": found}, indent=2))
         return

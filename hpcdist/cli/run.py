@@ -77,7 +77,7 @@ def run(
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    if axes := with_repetitions(sweep, repeat):
+    if axes := with_repetitions(sweep, repeat, words):
         from hpcdist.cli import sweep as sweeps
 
         if engine is not None:
@@ -314,7 +314,7 @@ def submit(
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    axes = with_repetitions(sweep, repeat)
+    axes = with_repetitions(sweep, repeat, words)
     if array_parallelism is not None and not axes:
         raise UserMistake("--array-parallelism needs --sweep or --repeat")
     if axes:

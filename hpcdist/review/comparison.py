@@ -15,7 +15,7 @@ from typing import Any
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
-from hpcdist.review.facts import RunFacts, Series, is_hidden, read_facts
+from hpcdist.review.facts import RunFacts, Series, is_hidden
 from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.report import read_environment, text_of
 from hpcdist.review.text import clock, duration
@@ -37,11 +37,10 @@ _OWN_ENVIRONMENT = ("command", "code.", "git_", "slurm.")
 
 
 def compare(
-    runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]
+    facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]
 ) -> dict[str, dict[str, tuple[str, ...]]]:
     """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs."""
-    facts = {label: read_facts(run) for label, run in runs.items()}
-    compared = [_sections(run, facts[label], series[label]) for label, run in runs.items()]
+    compared = [_sections(RunDir(one.folder), one, series[label]) for label, one in facts.items()]
     # A key that one run has set is compared with the default of the other.
     keys = dict.fromkeys(key for one in facts.values() for key in one.parameters if key != "name")
     found = {}
@@ -83,9 +82,10 @@ class ComparedValue:
         return self.metric, self.run, self.text, delta, "", self.verdict
 
 
-def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
+def compare_results(
+    facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]
+) -> list[ComparedValue]:
     """Return the best values of the first run's monitored metric, and the median speeds."""
-    facts = {label: read_facts(run) for label, run in runs.items()}
     base, first = next(iter(facts.items()))
     found = []
     for label, one in facts.items():
@@ -106,7 +106,9 @@ def compare_results(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str
 
 
 def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
-    """Return the mean of each setting of a sweep over seeds, against that of the best one."""
+    """Return the mean of each setting of a sweep over seeds, against that of the best one; if it is unknown whether
+    higher or lower values are better, of the first one.
+    """
     found: list[ComparedValue] = []
     known = [one for one in facts.settings if one.values]
     num_pairs = math.comb(sum(len(one.values) > 1 for one in known), 2)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,24 +211,46 @@ class Finding:
     code: str = ""  #: the line of the user's code that failed, `FILE:LINE`
 
 
-def explain(run: RunDir) -> list[str]:
-    """Return a healthy run's one line, else status, cause, evidence, fix and Slurm's job state, and stragglers last."""
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a run failed or waits. What does not apply is empty; without a cause there is nothing to explain."""
+
+    status: str
+    sentence: str  #: status and reason
+    cause: str = ""
+    evidence: str = ""
+    fix: str = ""
+    code: str = ""  #: see `Finding`
+    slurm: str = ""  #: state of the job
+    ended_attempts: tuple[Mapping[str, Any], ...] = ()  #: those before the last one of a finished run
+    stragglers: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        named = {"cause": self.cause, "evidence": self.evidence, "fix": self.fix, "slurm": self.slurm}
+        rows = [("status" if self.cause else "", self.sentence), *(named.items() if self.cause else ())]
+        rows += [(str(one["attempt"]), quote(sentence_of(one["status"], one["cause"]))) for one in self.ended_attempts]
+        rows += [("slow", text) for text in self.stragglers]
+        return [f"{name + ':':<10}{text}" if name else text for name, text in rows if text]
+
+
+def explain(run: RunDir) -> Explanation:
     now = status_of(run, history=True)
     straggling = run.attempt(now.state.attempt).current_stragglers() if now.state.attempt else []
-    return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
+    return replace(_explain(run, now), stragglers=tuple(straggling))
 
 
-def _explain(run: RunDir, now: RunStatus) -> list[str]:
+def _explain(run: RunDir, now: RunStatus) -> Explanation:
     state = now.state
     if now.name == "finished":
         times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
         earlier = [one for one in read_attempts(run, state, read_checkpoints(run)) if one.status != "finished"]
-        return [
-            f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier),
-            *(f"{f'{one.number}:':<10}{quote(sentence_of(one.status, one.cause))}" for one in earlier[-MAX_ATTEMPTS:]),
-        ]
+        ended = [{"attempt": one.number, "status": one.status, "cause": one.cause} for one in earlier[-MAX_ATTEMPTS:]]
+        sentence = f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier)
+        return Explanation(status=now.name, sentence=sentence, ended_attempts=tuple(ended))
     if now.name == "created":
-        return [f"created, but never started; `hpcdist resume {run.name}` starts it"]
+        sentence = f"created, but never started; `hpcdist resume {run.name}` starts it"
+        return Explanation(status=now.name, sentence=sentence)
     finding = _finding(run, now)
     if finding is None:
         attempt, life = run.attempt(state.attempt), ""
@@ -238,15 +260,9 @@ def _explain(run: RunDir, now: RunStatus) -> list[str]:
         elif state.attempt and attempt.beat(0).is_file():
             ago = int(time.time() - attempt.beat(0).stat().st_mtime)
             life = f" (but rank 0 sent its last heartbeat {ago} s ago)" if ago > 60 else ""
-        return [f"{quote(now.sentence)}; nothing to explain{life}"]
-    lines = {
-        "status": quote(now.sentence),
-        "cause": finding.cause,
-        "evidence": finding.evidence,
-        "fix": finding.fix,
-        "slurm": now.facts.describe(time.time()) if now.facts else now.slurm_error,
-    }
-    return [f"{name + ':':<10}{text}" for name, text in lines.items() if text]
+        return Explanation(status=now.name, sentence=f"{quote(now.sentence)}; nothing to explain{life}")
+    slurm = now.facts.describe(time.time()) if now.facts else now.slurm_error
+    return Explanation(status=now.name, sentence=quote(now.sentence), slurm=slurm, **asdict(finding))
 
 
 def _finding(run: RunDir, now: RunStatus) -> Finding | None:

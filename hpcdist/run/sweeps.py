@@ -92,8 +92,12 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
     return axes
 
 
-def with_repetitions(axes: Sequence[str] | None, repeat: int | None) -> list[str]:
+def with_repetitions(axes: Sequence[str] | None, repeat: int | None, overrides: Sequence[str]) -> list[str]:
     """Return the arguments of `--sweep`, and the seeds 1 to `repeat` as one more axis."""
+    given = [*(f"--sweep {axis}" for axis in axes or []), *overrides]
+    for word in given if repeat else ():
+        if word.removeprefix("--sweep ").partition("=")[0] == REPETITION:
+            raise UserMistake(f"--repeat {repeat} and {word} both set the seed: remove one of them")
     seeds = [f"{REPETITION}={','.join(map(str, range(1, repeat + 1)))}"] if repeat else []
     return [*(axes or []), *seeds]
 

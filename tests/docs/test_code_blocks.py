@@ -80,7 +80,7 @@ def test_commands_of_the_page_for_agents_suffice_for_a_session(tmp_path: Path, e
     for expected in (
         "optim.lr: {'first': '0.002', 'second': '0.01'}",
         "second against first: best eval/accuracy ",
-        "cause:    an exception in the training code",
+        "cause: an exception in the training code",
     ):
         assert expected in output
     assert "{'digits/first': 'finished', 'digits/second': 'finished', 'agent_script/third': 'finished'}" in output

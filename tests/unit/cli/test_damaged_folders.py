@@ -260,7 +260,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         for act in (
             lambda: runs.status("half", runs_dir=runs_dir),
             lambda: runs.logs("half", 0, None, False, runs_dir),
-            lambda: cli_doctor.explain("half", runs_dir),
+            lambda: cli_doctor.explain("half", runs_dir=runs_dir),
         ):
             code, output = command(act)
             assert code in (0, 2), label

@@ -207,6 +207,16 @@ def made(make: Make) -> list[RunDir]:
     return found
 
 
+def test_explanation_as_json_has_cause_and_fix_without_passwords(hpcdist: Cli, made: list[RunDir]) -> None:
+    made[0].write_state(replace(made[0].read_state(), reason='no answer of "http://u:s3cret@h"'))
+    found = json.loads(hpcdist("explain", "zeta", "--json").out)
+    assert [found[key] for key in ("run", "status", "cause")] == ["exp/zeta", "failed", 'no answer of "http://u:***@h"']
+    assert found["sentence"] == f"failed: {found['cause']}"
+    found = json.loads(hpcdist("explain", "alpha", "--json").out)
+    assert (found["sentence"], found["cause"]) == ("finished: done; nothing to explain", "")
+    assert one_line(hpcdist("explain", "none", "--json")).startswith("no run 'none' under ")
+
+
 @pytest.mark.parametrize("command", ["status", "logs", "explain", "follow", "cost"])
 def test_newest_run_is_chosen_and_named_on_standard_error(hpcdist: Cli, made: list[RunDir], command: str) -> None:
     named = hpcdist(command, "alpha")

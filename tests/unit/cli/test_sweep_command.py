@@ -168,9 +168,17 @@ def test_repeat_is_short_for_seeds_and_settings_are_compared_by_their_means(hpcd
         ("lr=0.1", "0.92 ± 0.01 (3)"), ("lr=0.2", "0.92 ± 0.01 (3)"),
     ]  # fmt: skip
     assert re.search(r"lr=0.2 .* within noise", hpcdist("compare", "tune").out)
-    assert json.loads(hpcdist("compare", "tune", "--json").out)["results"][1]["verdict"] == "within noise"
-    message = one_line(hpcdist(*swept, "--sweep", "seed=4"))
-    assert message == "--sweep: seed is swept twice: write its values in one --sweep", message
+    found = json.loads(hpcdist("compare", "tune", "--json").out)
+    assert (found["best"], found["results"][1]["verdict"]) == ("lr=0.1", "within noise")
+    for word in ("--sweep seed=4", "seed=5"):
+        message = one_line(hpcdist(*swept, *word.split()))
+        assert message == f"--repeat 3 and {word} both set the seed: remove one of them", message
+    for run in SweepDir(Path("runs/digits/tune")).cells():
+        shutil.rmtree(run.checkpoints)
+        beat = {"time": 1.0, "step": 7, "total_steps": 9, "metrics": {"own/score": 1.0}}
+        write_json(run.new_attempt().beat(0), beat)
+    assert "no setting can be called the best: it is unknown whether" in hpcdist("compare", "tune").out
+    assert json.loads(hpcdist("compare", "tune", "--json").out)["best"] is None
     # Without seeds each cell is a run of its own.
     hpcdist("run", "ddp_digits", "name=plain", "--sweep", "optim.lr=0.1,0.2")
     assert json.loads(hpcdist("compare", "plain", "--json").out)["runs"] == ["plain-lr_0.1", "plain-lr_0.2"]

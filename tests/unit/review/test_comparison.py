@@ -21,6 +21,7 @@ from hpcdist.review.comparison import (
     is_measured,
     machine_differences,
 )
+from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Ledger
 from hpcdist.run.records import (
     AttemptTimes,
@@ -112,7 +113,8 @@ def test_data_versions_and_sources_that_differ_are_named() -> None:
 
 def compared(*scenes: ReportScene) -> dict[str, dict[str, tuple[str, ...]]]:
     runs = {scene.run.name: scene.run for scene in scenes}
-    return compare(runs, {name: read_series(run) for name, run in runs.items()})
+    facts = {name: read_facts(run) for name, run in runs.items()}
+    return compare(facts, {name: read_series(run) for name, run in runs.items()})
 
 
 @pytest.fixture
@@ -173,7 +175,8 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
         scene.log({"train/samples_per_s": speeds, "train/loss": [1.0]})
         rows.append(scene.run)
     runs = {run.name: run for run in rows}
-    found = compare_results(runs, {name: read_series(run) for name, run in runs.items()})
+    facts = {name: read_facts(run) for name, run in runs.items()}
+    found = compare_results(facts, {name: read_series(run) for name, run in runs.items()})
     assert [one.row for one in found] == [
         ("best eval/accuracy", "base", "0.90 ± 0.02", "", "", ""),
         ("best eval/accuracy", "same", "0.92 ± 0.01", "+0.020", "-0.020 to +0.060", "within noise"),
@@ -184,7 +187,7 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
         ("train/samples_per_s, median", "same", "90", "-10.0 %", "", ""),
     ]
     digests = "digits (test), 400 samples, digest 1a", "digits (test), 400 samples, digest 2b"
-    assert compare({name: runs[name] for name in ("base", "other")}, {"base": {}, "other": {}})["data"] == {
+    assert compare({name: facts[name] for name in ("base", "other")}, {"base": {}, "other": {}})["data"] == {
         "datasets": digests
     }
 

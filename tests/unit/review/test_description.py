@@ -369,6 +369,8 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
         ("lr=0.1", "0.94 ± 0.05 (3)", "-0.01", "-0.13 to +0.11", "within noise"),
         ("lr=0.3", "0.5 (1)", "-0.45", "", "error unknown"),
     ]
+    unknown = compare_settings(replace(facts, monitor_mode=""))
+    assert [one.run for one in unknown] == ["lr=0.1", "lr=0.2", "lr=0.3"], "in the order of the sweep"
     on_other_data = compare_settings(replace(facts, keys=("seed", "data.name")))
     assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
     diverged = replace(facts, cells=(*cells, *(replace(cells[0], metric=one) for one in (math.nan, math.inf, 1e300))))

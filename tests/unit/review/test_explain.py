@@ -64,27 +64,27 @@ def write_log(run: RunDir, rank: int, text: str) -> None:
 
 def explained(run: RunDir) -> dict[str, str]:
     """Return the lines of the explanation by their name."""
-    lines = explain(run)
+    lines = explain(run).lines
     assert len(lines) <= 5
     return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
 def test_healthy_run_has_one_line(run: RunDir) -> None:
     change_state(run, status="finished", reason="trained 9 steps")
-    assert explain(run) == ["finished: trained 9 steps; nothing to explain"]
+    assert explain(run).lines == ["finished: trained 9 steps; nothing to explain"]
     change_state(run, status="running", reason="")
     write_json(run.attempt(1).beat(0), {})
     with hold(run):
-        assert explain(run) == ["running; nothing to explain"]
+        assert explain(run).lines == ["running; nothing to explain"]
         os.utime(run.attempt(1).beat(0), (0, time.time() - 100))
-        assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
+        assert explain(run).sentence.startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
         run.attempt(1).silence.write_text("all ranks are in all_reduce")
-        assert explain(run) == [
+        assert explain(run).lines == [
             "running; nothing to explain (but once it made no progress for launch.hang_timeout_s; stacks:"
             " attempts/001/silence.txt)"
         ]
     change_state(run, status="created", attempt=0)
-    assert explain(run) == ["created, but never started; `hpcdist resume first` starts it"]
+    assert explain(run).lines == ["created, but never started; `hpcdist resume first` starts it"]
 
 
 def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
@@ -104,7 +104,7 @@ def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run
     for number in (2, 3):
         write_times(run.attempt(number), replace(times, status="finished", reason="trained 9 steps"))
     change_state(run, status="finished", reason="trained 9 steps")
-    assert explain(run) == ["finished after 1 restart: trained 9 steps", f"1:        failed: {killed}"]
+    assert explain(run).lines == ["finished after 1 restart: trained 9 steps", f"1:        failed: {killed}"]
     write_json(run.attempt(3).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": EARLY})
     change_state(run, status="failed", reason=f"rank 1 on n1 {EARLY} after step 5")
     found = explained(run)
@@ -121,7 +121,7 @@ def test_current_stragglers_come_last(run: RunDir) -> None:
     ]
     lines = "".join(json.dumps(line) + "\n" for line in events)
     run.attempt(1).stragglers.write_text(lines + '{"role": "tra')
-    assert explain(run) == ["finished: trained 9 steps; nothing to explain", "slow:     n3 is 60 % slower"]
+    assert explain(run).lines == ["finished: trained 9 steps; nothing to explain", "slow:     n3 is 60 % slower"]
 
 
 def test_exception_in_user_code_has_its_frame_and_log_line(run: RunDir) -> None:
