@@ -255,9 +255,9 @@ class Context:
         if self.is_main:
             self._heartbeat.doing = "exporting the final model"
             self._heartbeat.beat()
-            from hpcdist.checkpoint.export import export_model  # imports MLflow
+            with self.timer.account.phase("finish"):
+                from hpcdist.checkpoint.export import export_model  # imports MLflow
 
-            with self.timer.account.phase("checkpoint"):
                 export_model(module, example, self.run)
 
     def division(self, num_samples: int) -> Division:
@@ -598,12 +598,12 @@ class Context:
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
         self.timer.close()
+        self.timer.account.finish()
         self._commands.close()
-        with self.timer.account.phase("checkpoint"):
-            self._stop.close()
-            self._shard_writer.close()
-            self._saver.close()
-            self._records.journal.flush(durable=True)
+        self._stop.close()
+        self._shard_writer.close()
+        self._saver.close()
+        self._records.journal.flush(durable=True)
         self.timer.account.is_closed = True
         self._heartbeat.close()
         step, trainer = self._heartbeat.step, find_trainer(self.config.trainer.target)

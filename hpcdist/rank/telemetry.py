@@ -202,7 +202,7 @@ class TimeAccount:
         self._seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         #: Number of the last step that an earlier attempt had done.
         self.reached = 0
-        #: Whether the rank has done its work; its remaining time is then `idle`, otherwise `down`.
+        #: Whether the rank has ended well; its remaining time is then `finish`, otherwise `down`.
         self.is_closed = False
         #: Phases that have ended: cause, begin and end in seconds since the epoch.
         self.phases: list[tuple[Cause, float, float]] = []
@@ -234,7 +234,7 @@ class TimeAccount:
     @contextmanager
     def phase(self, cause: Cause) -> Iterator[None]:
         """Book the time inside the block to a cause. A phase inside another phase belongs to the outer one."""
-        if self.cause in ("checkpoint", "evaluation", "communication") or (
+        if self.cause in ("checkpoint", "evaluation", "communication", "finish") or (
             cause == "communication" and self.cause != "compute"
         ):
             yield
@@ -245,6 +245,10 @@ class TimeAccount:
             yield
         finally:
             self._switch(before, self._now())
+
+    def finish(self) -> None:
+        """Record that this rank has done its steps."""
+        self._switch("finish", self._now())
 
     def wait_for_work(self) -> None:
         """Record that this rank has no steps of its own: its time is `idle`, except for `work`."""
@@ -263,7 +267,7 @@ class TimeAccount:
         before, since = self.cause, self._since
         self._seconds[before] += now - since
         self._since, self.cause = now, cause
-        is_phase = before in ("start", "compile", "checkpoint", "evaluation") and before != cause
+        is_phase = before in ("start", "compile", "checkpoint", "evaluation", "finish") and before != cause
         if is_phase and len(self.phases) < MAX_PHASES:
             offset = self.began - self._first
             self.phases.append((before, offset + since, offset + now))

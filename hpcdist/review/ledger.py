@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hpcdist.host.files import LARGEST, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.records import CAUSES, AttemptTimes, Cause, JobStart, all_job_starts, end_of, read_times
+from hpcdist.run.records import CAUSES, AttemptTimes, Cause, JobStart, NodeShare, all_job_starts, end_of, read_times
 
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
 MEANINGS: dict[Cause, str] = {
@@ -20,17 +20,20 @@ MEANINGS: dict[Cause, str] = {
     "data": "waiting for the next batch",
     "compute": "training steps, or the whole running time of a script that reports none",
     "communication": "waiting for other ranks in training steps",
-    "checkpoint": "training blocked by saves, and export of the model",
+    "checkpoint": "training blocked by saves",
     "evaluation": "evaluation",
     "redone": "steps that were lost and done again",
-    "idle": "ranks without work, after attempts that did not fail, and the end of the job",
+    "finish": "after the last step: last save, export of the model, end of ranks and job",
+    "idle": "GPUs or cores without a rank, ranks without steps",
     "down": "no running ranks after a failure",
 }
 
 
-Phase = Literal["start", "compile", "train", "evaluate", "save", "down"]
+Phase = Literal["start", "compile", "train", "evaluate", "save", "finish", "down"]
 #: Names of recorded phases on the time axis of a run.
-PHASES: dict[str, Phase] = {"start": "start", "compile": "compile", "evaluation": "evaluate", "checkpoint": "save"}
+PHASES: dict[str, Phase] = {
+    "start": "start", "compile": "compile", "evaluation": "evaluate", "checkpoint": "save", "finish": "finish",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +60,27 @@ class TimedAttempt:
         return {node: share.allocated for node, share in self.times.shares.items()}
 
 
-def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
+def read_accounts(timed: TimedAttempt, shares: Iterable[NodeShare]) -> dict[int, RankAccount | None]:
+    """Return the accounts by rank; those of a plain script, which may report steps on rank 0 only, have that one's."""
+    first = None if timed.times.measured else read_account(timed.attempt, 0)
+    return {rank: read_account(timed.attempt, rank) or first for share in shares for rank in share.ranks}
+
+
+def last_step_of(timed: TimedAttempt, accounts: Iterable[RankAccount | None]) -> float:
+    """Return when the last rank had done its steps; the end of the attempt if one has not ended well."""
+    ends = [one.until - one.seconds.get("finish", 0.0) if one and one.closed else timed.ended for one in accounts]
+    return min(max(ends, default=timed.ended), timed.ended)
+
+
+def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: float) -> dict[Cause, float]:
     """Return the seconds of a rank by cause; they add up to the duration of the attempt.
 
-    Time before the first account is `start`. Time after the last one is `idle` if the rank had done its work, and
-    otherwise `down`: the rank was killed, or did not answer any more. A plain script may report steps on rank 0 only,
-    and continues after its last report.
+    Time before the first account is `start`. A rank that has ended well is `idle` until `last_step`, when the last one
+    has done its steps, and then `finish`. Another rank without further accounts is `down`: it was killed, or did not
+    answer any more. A plain script continues after its last report.
     """
     began, ended = timed.began, timed.ended
     is_script = not timed.times.measured
-    account = read_account(timed.attempt, rank) or (read_account(timed.attempt, 0) if is_script else None)
     if account is None:
         return {"compute" if is_script else "start": ended - began}
     # Clocks of nodes differ, and an account must not contain more time than the attempt.
@@ -76,9 +90,11 @@ def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
     scale = (last - first) / known if known > 0 else 0.0
     sums = {cause: seconds * scale for cause, seconds in account.seconds.items()}
     sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
-    goes_on = timed.is_live or (is_script and not account.closed)
-    after: Cause = account.cause if goes_on else "idle" if account.closed else "down"
-    sums[after] = sums.get(after, 0.0) + ended - last
+    over = min(max(last, last_step), ended) if account.closed else last
+    goes_on = not account.closed and (timed.is_live or is_script)
+    after: Cause = account.cause if goes_on else "finish" if account.closed else "down"
+    sums["idle"] = sums.get("idle", 0.0) + over - last
+    sums[after] = sums.get(after, 0.0) + ended - over
     return sums
 
 
@@ -270,11 +286,14 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
             yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
     for timed in allocation.attempts:
         sums: dict[tuple[str, Cause], float] = {}
-        for node, share in timed.times.shares.items():
+        shares = timed.times.shares
+        accounts = read_accounts(timed, shares.values())
+        last_step = last_step_of(timed, accounts.values())
+        for node, share in shares.items():
             unused = share.allocated - share.share * len(share.ranks)
             sums[node, "idle"] = max(0.0, unused) * (timed.ended - timed.began)
             for rank in share.ranks:
-                for cause, seconds in rank_seconds(timed, rank).items():
+                for cause, seconds in rank_seconds(timed, accounts[rank], last_step).items():
                     sums[node, cause] = sums.get((node, cause), 0.0) + seconds * share.share
         for (node, cause), seconds in sorted(sums.items()):
             if seconds > 0:
@@ -282,7 +301,7 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
 
 
 def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
-    """Yield times outside of attempts: `start` before the first, `down` after a failed one, `idle` after others."""
+    """Yield times outside of attempts: `start` before the first, `down` after a failed one, `finish` after others."""
     cause: Cause = "start"
     at = allocation.began
     for timed in allocation.attempts:
@@ -290,7 +309,7 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
             yield cause, at, timed.began
         at = max(at, timed.ended)
         was_killed = timed.times.ended is None and not timed.is_live
-        cause = "down" if timed.times.failed or was_killed else "idle"
+        cause = "down" if timed.times.failed or was_killed else "finish"
     if allocation.ended > at:
         yield cause, at, allocation.ended
 
@@ -301,8 +320,8 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
         began = allocation.began - allocation.queue_s
         yield Interval(phase="queue", attempt=first, began=began, ended=allocation.began)
     for cause, began, ended in _gaps(allocation):
-        if cause in ("start", "down"):
-            yield Interval(phase="start" if cause == "start" else "down", attempt=0, began=began, ended=ended)
+        if cause in ("start", "finish", "down"):
+            yield Interval(phase=cause, attempt=0, began=began, ended=ended)
     for timed in allocation.attempts:
         yield from _attempt_intervals(timed)
 
@@ -331,7 +350,10 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
             add(phase, began, ended)
             between = between if phase == "start" else "train"
             at = ended
-    add(between, at, last)
-    is_down = not timed.is_live and not (account is not None and account.closed)
-    add("start" if account is None else "down" if is_down else "train", last, timed.ended)
+    is_over = account is not None and account.closed
+    over = max(at, last - account.seconds.get("finish", 0.0)) if account is not None else last
+    add(between, at, over)
+    add("finish", over, last)
+    after: Phase = "start" if account is None else "finish" if is_over else "train" if timed.is_live else "down"
+    add(after, last, timed.ended)
     return found

@@ -54,7 +54,8 @@ class Resources:
 
 #: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
 Cause = Literal[
-    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "idle", "down"
+    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "finish", "idle",
+    "down",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

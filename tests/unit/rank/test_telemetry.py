@@ -591,6 +591,17 @@ def test_rank_without_steps_is_idle_except_for_its_work(rank: TimedTrainer) -> N
     assert rank.timer.report() == {"steps": 0, "step_s": 0, "own_steps": 2, "data_s": 0, "compute_s": 104}
 
 
+def test_end_of_a_rank_is_finish_with_all_that_it_waits_for(rank: TimedTrainer) -> None:
+    rank.train()
+    with rank.account.phase("finish"):  # the export of the model
+        rank.wait(3)
+    rank.account.finish()
+    with rank.account.phase("checkpoint"), rank.timer.waiting():
+        rank.wait(4)
+    assert rank.seconds == {"start": 1, "compile": 15, "finish": 7}
+    assert [cause for cause, *_ in rank.account.phases] == ["start", "compile", "finish"]
+
+
 def test_updates_of_an_optimizer_end_the_exchange(rank: TimedTrainer) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -38,7 +38,7 @@ def test_every_second_of_a_local_run_has_one_cause(run: RunDir) -> None:
         "start": 50.0,  # 3 ranks for 10 s, and one for 20 s
         "data": 4.0,
         "compute": 79 + 89 + 79 + 89,
-        "idle": 10 + 100.0,  # rank 0 after its end, and the core of n1 without a rank
+        "idle": 10 + 100.0,  # rank 0 until the last step of the others, and the core of n1 without a rank
     }
     assert ledger.allocated_s == pytest.approx(101 * 5)
     assert sum(entry.seconds for entry in ledger.entries if entry.node == "n1") == pytest.approx(303.0)
@@ -122,8 +122,27 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
         ("train", 6, 10),
         ("evaluate", 10, 12),
         ("save", 12, 13),
-        ("train", 13, 31),
+        ("train", 13, 29),
+        ("finish", 29, 31),
     ]
+
+
+def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_idle_until_then(run: RunDir) -> None:
+    """The last steps end at 31, 41, 21 and 41 s. The first rank exports the model until 51 s, the attempt ends at 61."""
+    first, second = ({"data": 1.0, "compute": end - 2.0, "finish": 51.0 - end} for end in (31, 41))
+    ends = [account(1, 51, seconds=first), account(1, 51, seconds=second), account(1, 21)]
+    add_attempt(run, 1, 61, [*ends, account(1, 51, seconds=second)], supervised=1)
+    unused = 60.0
+    assert sums(read_ledger(run)) == {
+        "data": 4.0,
+        "compute": 29 + 39 + 19 + 39,
+        "finish": 30 + 20 + 20 + 20,
+        "idle": 20 + unused,
+    }
+    (last,) = [i for i in read_ledger(run).intervals if i.phase == "finish"]
+    assert (last.began - BEGAN, last.ended - BEGAN) == (31, 61)
+    add_attempt(run, 1001, 1061, [account(1001, 1051, closed=False), *[account(1001, 1021)] * 3], failed=True)
+    assert sums(read_ledger(run), 2) == {"data": 4.0, "compute": 49 + 3 * 19, "idle": 3 * 40 + unused, "down": 10.0}
 
 
 def write_starts(run: RunDir, *starts: dict[str, Any], **more: Any) -> None:
@@ -149,7 +168,7 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
     assert ledger.allocated_s == pytest.approx(50 * 5 + 10 * 6 + 60 * 5)
     assert sums(ledger, 0) == {
         "start": 5 * 5 + 10 * 6 + 5 * 5,
-        "idle": 10 * 5 + 5 * 5,  # after attempts that ended as they should
+        "finish": 10 * 5 + 5 * 5,  # after attempts that ended as they should
         "down": 10 * 5,
     }
     assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
