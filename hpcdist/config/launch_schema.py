@@ -20,6 +20,7 @@ _FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]+")
 _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 #: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
 MAX_RANKS, MAX_PER_NODE = 262_144, 1024
+_PRICE = re.compile(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -53,6 +54,15 @@ class ConfigSection:
     def problems(self) -> list[str]:
         """Return the mistakes besides numbers beyond their bounds."""
         return []
+
+
+def read_price(text: str) -> tuple[str, float, str] | None:
+    """Return the text before a price, the price and the text after it; None unless there is one price and a currency.
+
+    With commas it would be uncertain what they separate.
+    """
+    found = _PRICE.fullmatch(text.strip())
+    return (found[1], float(found[2]), found[3]) if found and (found[1] + found[3]).strip() else None
 
 
 def variables(section: object, name: str) -> list[str]:
@@ -230,6 +240,12 @@ class ClusterConfig(ConfigSection):
     """Additional options of srun, in the same form."""
     fork: bool = False
     """Import torch once per node, in a process that forks its ranks in all attempts (not for scripts or containers)."""
+    price_per_gpu_hour: str | None = None
+    """Price of an hour of a GPU with its currency, `2.50 EUR` or `$2.50`; the cost of runs then shows money."""
+    price_per_core_hour: str | None = None
+    """Price of an hour of a core, in the same form, for runs without GPUs."""
+    co2_g_per_kwh: float | None = number(None, least=0)
+    """Grams of CO₂ per kWh of electricity; the cost of runs whose energy was measured then shows CO₂."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the job and its ranks. Secrets are not written to the batch script."""
     setup: list[str] = field(default_factory=list)
@@ -239,6 +255,11 @@ class ClusterConfig(ConfigSection):
     def problems(self) -> list[str]:
         problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
         problems += flags(self, "sbatch", "srun") + variables(self, "env") + gpu_type(self)
+        problems += [
+            f"{key} must be one price with its currency, such as '2.50 EUR' or '$2.50', got {shown(price)}"
+            for key in ("price_per_gpu_hour", "price_per_core_hour")
+            if (price := getattr(self, key)) is not None and (read_price(price) is None or _CONTROL.search(price))
+        ]
         if self.fewest_nodes > self.nodes:
             problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
         return problems

@@ -182,7 +182,8 @@ def shortened(text: str, length: int) -> str:
 
 
 PHASE_COLOURS = {
-    phase: number for number, phase in enumerate(("queue", "start", "compile", "train", "evaluate", "save", "down", "finish"))
+    phase: number
+    for number, phase in enumerate(("queue", "start", "compile", "train", "evaluate", "save", "down", "finish"))
 }
 #: Attempts with a row of their own in the timeline.
 MAX_ATTEMPTS = 40

@@ -16,7 +16,7 @@ from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden
-from hpcdist.review.ledger import percent, read_ledger
+from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.report import read_environment, text_of
 from hpcdist.review.text import clock, duration
 from hpcdist.review.uncertainty import (
@@ -82,9 +82,7 @@ class ComparedValue:
         return self.metric, self.run, self.text, delta, "", self.verdict
 
 
-def compare_results(
-    facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]
-) -> list[ComparedValue]:
+def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
     """Return the best values of the first run's monitored metric, and the median speeds."""
     base, first = next(iter(facts.items()))
     found = []
@@ -181,11 +179,11 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     if facts.best_value is not None and facts.best is not None:
         found[f"best {facts.monitor}"] = f"{facts.best_text(number(facts.best_value))} at step {facts.best.step}"
     if ledger.allocated_s:
-        found[f"{ledger.unit}-hours"] = number(ledger.allocated_s / 3600)
-        found["goodput"] = percent(ledger.goodput, 1)
+        found[f"{ledger.unit}-hours"] = hours_text(ledger.allocated_s)
+        found["goodput"] = ledger.goodput_text
         found["in the queue"] = duration(ledger.queue_s)
-    if ledger.energy_kwh is not None:
-        found["energy"] = f"{number(ledger.energy_kwh)} kWh ({ledger.energy_of})"
+    if ledger.energy_text:
+        found["energy"] = ledger.energy_text
     return found
 
 

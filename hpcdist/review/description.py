@@ -27,7 +27,7 @@ from hpcdist.review.facts import (
     read_checkpoints,
     readable,
 )
-from hpcdist.review.ledger import Ledger, hours_text, percent
+from hpcdist.review.ledger import SHORT_RUN, Ledger, hours_text, percent
 from hpcdist.review.text import (
     PATCH,
     TRAINING_PAGES,
@@ -289,7 +289,7 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
     if facts.attempts:
         yield "### Attempts\n\n" + _attempts(facts, num_attempts)
     if ledger.entries:
-        yield "### Cost\n\n" + _cost(ledger)
+        yield "### Cost\n\n" + _cost(facts, ledger)
     yield from _load(facts)
     if command := run_again_command(facts):
         secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
@@ -329,7 +329,7 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
         number = len(facts.attempts)
         words.append(f"{number} attempt{'s' * (number != 1)}")
     if ledger.entries:
-        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {percent(ledger.goodput)}")
+        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {ledger.goodput_text}")
     return ", ".join(words)
 
 
@@ -440,15 +440,16 @@ def _load(facts: RunFacts) -> Iterator[str]:
         yield f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
 
 
-def _cost(ledger: Ledger) -> str:
+def _cost(facts: RunFacts, ledger: Ledger) -> str:
     useful = "goodput not measured, since the script reports no steps"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
+        useful += f"; {SHORT_RUN}: start and end dominate the shares" if ledger.is_short else ""
     words = [f"**{hours_text(ledger.allocated_s)} {ledger.unit}-hours** allocated, {useful}"]
     if ledger.queue_s:
         words.append(f"{duration(ledger.queue_s)} in the queue")
-    if ledger.energy_kwh is not None:
-        words.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
+    words += [ledger.energy_text] if ledger.energy_text else []
+    words += [f"{name} {text}" for name, text in ledger.costs(facts.stored.config.cluster).items()]
     return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from hpcdist.config.launch_schema import ClusterConfig, read_price
 from hpcdist.host.files import LARGEST, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
@@ -28,6 +29,10 @@ MEANINGS: dict[Cause, str] = {
     "down": "no running ranks after a failure",
 }
 
+
+#: Wall time below which a run is named short beside the shares of its causes.
+SHORT_S = 60.0
+SHORT_RUN = "short run"
 
 Phase = Literal["start", "compile", "train", "evaluate", "save", "finish", "down"]
 #: Names of recorded phases on the time axis of a run.
@@ -226,13 +231,44 @@ class Ledger:
             return None
         return self.seconds.get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
 
+    @property
+    def goodput_text(self) -> str:
+        return percent(self.goodput) + f" ({SHORT_RUN})" * (self.goodput is not None and self.is_short)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether start and end dominate the shares of the causes."""
+        return 0 < self.running_s < SHORT_S
+
+    @property
+    def energy_text(self) -> str:
+        """The measured energy; empty without a sensor."""
+        return "" if self.energy_kwh is None else f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
+
+    def price(self, site: ClusterConfig) -> tuple[str, float, str] | None:
+        """Return the price with the text before and after it, such as the currency; None without the site's price."""
+        text = site.price_per_gpu_hour if self.unit == "GPU" else site.price_per_core_hour
+        if text is None or (found := read_price(text)) is None:
+            return None
+        return found[0], found[1] * self.allocated_s / 3600, found[2]
+
+    def costs(self, site: ClusterConfig) -> dict[str, str]:
+        """Return the price, and the CO₂ of measured energy, by name; without a key of the site neither."""
+        found = {}
+        if (price := self.price(site)) is not None:
+            found["price"] = money(*price)
+        if site.co2_g_per_kwh is not None and self.energy_kwh is not None:
+            grams = site.co2_g_per_kwh * self.energy_kwh
+            found["CO₂"] = f"{amount(grams)} g" if grams < 1000 else f"{amount(grams / 1000)} kg"
+        return found
+
     def rows(self) -> list[tuple[str, str, str, str]]:
         total = self.allocated_s
         rows = [
-            (cause, hours_text(seconds), percent(seconds / total, 1), MEANINGS[cause])
+            (cause, hours_text(seconds), percent(seconds / total), MEANINGS[cause])
             for cause, seconds in self.seconds.items()
         ]
-        return [*rows, ("allocated", hours_text(total), percent(1.0, 1), "")]
+        return [*rows, ("allocated", hours_text(total), percent(1.0), "")]
 
 
 def read_ledger(run: RunDir) -> Ledger:
@@ -269,13 +305,24 @@ def read_ledger(run: RunDir) -> Ledger:
     )
 
 
-def percent(share: float | None, digits: int = 0) -> str:
-    return "not measured" if share is None else f"{100 * share:.{digits}f} %"
+def amount(value: float) -> str:
+    """Return hours, kWh, money or percent with two significant digits, and from ten on as a whole number."""
+    if value >= 9.95:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if value >= 0.001 or value == 0 else "<0.001"
+
+
+def money(before: str, value: float, after: str) -> str:
+    text = amount(value)
+    return "<" * text.startswith("<") + f"{before}{text.removeprefix('<')}{after}"
+
+
+def percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{amount(100 * share)} %"
 
 
 def hours_text(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:.3g}" if hours >= 0.001 or hours == 0 else "<0.001"
+    return amount(seconds / 3600)
 
 
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:

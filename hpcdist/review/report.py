@@ -27,7 +27,7 @@ from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_comm
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, is_hidden, read_facts
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import Ledger, percent, read_ledger
+from hpcdist.review.ledger import Ledger, hours_text, read_ledger
 from hpcdist.review.text import duration
 from hpcdist.run.folder import RunDir
 
@@ -105,7 +105,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters.update(command=redact_text, duration=duration, number=number, marked=marked_code, text=text_of)
-    found.filters["percent"] = lambda share: percent(share, 1)
+    found.filters["hours"] = hours_text
     found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
     found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command)
     found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, draw=draw)
@@ -149,10 +149,12 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     declared = stored.trainer.charts if stored.trainer else {}
     trainer_charts, charts = metric_charts(series, declared, stored.config.checkpoint.monitor)
     figures, no_figures = read_figures(run.artifacts)
+    ledger = part(read_ledger) or Ledger()
     content: dict[str, Any] = {
         "run": run,
         "facts": part(read_facts),
-        "ledger": part(read_ledger) or Ledger(),
+        "ledger": ledger,
+        "costs": ledger.costs(stored.config.cluster),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
         "charts": charts,
         "trainer_charts": trainer_charts,

@@ -342,9 +342,8 @@ class Uploads:
 LEDGER_INTERVAL_S = 60.0
 #: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
 LEDGER_PREFIX = "usage/"
-#: Digits after the point. MLflow's list of runs shows all digits of a number; 1e-6 hours are 3.6 ms, less than the
-#: differences between the clocks of nodes, and Slurm's accounting has whole seconds.
-_DIGITS = 6
+#: Significant digits: MLflow's list of runs shows all digits of a number.
+_DIGITS = 4
 
 
 class LedgerMetrics:
@@ -400,7 +399,7 @@ def _ledger_values(ledger: Ledger) -> dict[str, float]:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
-    return {LEDGER_PREFIX + name: round(value, _DIGITS) for name, value in values.items()}
+    return {LEDGER_PREFIX + name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
 
 
 # What the code of the ranks has logged with MLflow, besides metrics and artifacts.

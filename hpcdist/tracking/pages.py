@@ -25,7 +25,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingEr
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
-from hpcdist.review.ledger import Ledger, percent, read_ledger
+from hpcdist.review.ledger import Ledger, hours_text, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
     CAUSES,
@@ -246,8 +246,7 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     if facts.best is not None and facts.best_value is not None:
         tags["hpcdist.best"] = f"{facts.best_value:.6g} at step {facts.best.step:,}"
     if ledger.entries:
-        hours = ledger.allocated_s / 3600
-        tags["hpcdist.cost"] = f"{hours:.3g} {ledger.unit}-hours, goodput {percent(ledger.goodput)}"
+        tags["hpcdist.cost"] = f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {ledger.goodput_text}"
     if causes := interruptions(facts.attempts, MAX_TAG):
         tags["hpcdist.interruptions"] = causes
     if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:

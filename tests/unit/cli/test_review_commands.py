@@ -21,7 +21,7 @@ from report_scene import BEGAN, account, add_attempt, sample
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
@@ -56,18 +56,37 @@ def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
     result = hpcdist("cost", "second")
     assert (result.code, result.err) == (0, "")
     assert "core-hours" in result.out
-    assert "goodput: 40.0 %" in result.out
+    assert "goodput: 40 %" in result.out
+    assert "short run" not in result.out
     cells = [re.findall(r"[\w.%]+", line) for line in result.out.splitlines()]
-    assert ["down", "4", "40.0", "%"] in cells
+    assert ["down", "4", "40", "%"] in cells
     assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "data", "compute", "idle", "down"]
     result = hpcdist("cost", "exp")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
-    assert "down 40%, idle 20%" in result.out, "the largest losses"
+    assert "down 40 %, idle 20 %" in result.out, "the largest losses"
     assert "together: 15 core-hours, 2 GPU-hours\n" in result.out
     make_sweep(runs[0].path.parent, "first", "gpu")
     assert "together: 5 core-hours, 2 GPU-hours\n" in hpcdist("cost", "grid").out, "of its cells"
     assert hpcdist("cost", "old").out == "no runs with a ledger\n"
+
+
+def test_cost_shows_money_by_the_price_of_the_site_and_names_a_short_run(hpcdist: Cli, make: Make) -> None:
+    site = ("cluster.price_per_gpu_hour=2.50 EUR", "cluster.price_per_core_hour=$0.01", "cluster.co2_g_per_kwh=400")
+    gpus = Resources(unit="GPU", nodes={"g1": NodeShare(allocated=2, share=1, ranks=[0, 1])})
+    add_attempt(run := make("gpu", *site), 1, 3601, [account(1, 3601)] * 2, gpus, supervised=1)
+    for name in ("cores", "more"):
+        add_attempt(make(name, *site), 1, 42, [account(1, 42)] * 4)
+    assert hpcdist("cost", "gpu").out.endswith("goodput: 100 %, in the queue: 0 h, price: 5 EUR\n"), "nothing measured"
+    beat = read_json(run.attempt(1).beat(0)) or {}
+    write_json(run.attempt(1).beat(0), {**beat, "energy_j": {"GPU-a": 9e6}})
+    assert hpcdist("cost", "gpu").out.endswith("energy: 2.5 kWh (GPUs), price: 5 EUR, CO₂: 1 kg\n")
+    short = hpcdist("cost", "cores").out
+    assert short.endswith("price: <$0.001\nshort run (42 s): its start and end dominate the shares\n")
+    result = hpcdist("cost", "exp").out
+    assert re.search(r"goodput .*kWh . +price . +CO₂", result), result
+    assert "76 % (short run)" in result
+    assert result.endswith("together: 0.12 core-hours, 2 GPU-hours, $0.0012, 5 EUR\n"), result
 
 
 def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: list[RunDir]) -> None:
@@ -97,8 +116,8 @@ def test_accounting_completes_the_starts_of_a_job(
     write_json(runs[1].path / "job.json", {"job_id": "41", "starts": {"0": {"nodes": "n[1-2]", "began": BEGAN - 20.0}}})
     for _ in range(2):
         result = hpcdist("cost", "second")
-        assert re.search(r"allocated . +10.2 ", result.out), "5 cores for 7320 s"
-        assert result.out.endswith("in the queue: 1 h, energy: 2 kWh\n")
+        assert re.search(r"allocated . +10 ", result.out), "5 cores for 7320 s"
+        assert result.out.endswith("in the queue: 1 h, energy: 2 kWh (nodes)\n")
     assert asked == ["41"], "complete records are not queried again"
 
 

@@ -108,6 +108,15 @@ from hpcdist.errors import ConfigError, shown
         ("cluster: {nodes: 0-2}", "cluster.min_nodes must be >= 1, got 0"),
         *(
             (
+                f"cluster: {{price_per_core_hour: {price!r}}}",
+                "cluster.price_per_core_hour must be one price with its currency, such as '2.50 EUR' or '$2.50', got"
+                f" {price!r}",
+            )
+            for price in ("2.5", "EUR", "2,50 EUR", "1 EUR or 2 USD", "-1 EUR")
+        ),
+        ("cluster: {co2_g_per_kwh: -1}", "cluster.co2_g_per_kwh must be >= 0, got -1.0"),
+        *(
+            (
                 f"cluster: {{gpus_per_node: {value}}}",
                 f"cluster.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {got}",
             )

@@ -142,7 +142,7 @@ def test_rows_show_each_difference_and_nothing_else(
             "state": ("finished", "failed"),
             "reason": ("trained 90 steps", "rank 1 failed"),
             "running": ("1 min 4 s", MISSING),
-            "core-hours": ("0.07778", MISSING),
+            "core-hours": ("0.078", MISSING),
             "goodput": ("7.1 %", MISSING),
             "in the queue": ("9 s", MISSING),
             "energy": ("0.25 kWh (nodes)", MISSING),

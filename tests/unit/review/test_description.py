@@ -150,11 +150,11 @@ def test_description_of_a_finished_run() -> None:
     assert "2 GPU-hours, goodput 75 %" in text.partition("### Setup")[0]
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert (
-        "| data | &lt;0.001 | 0.0 % | waiting for the next batch |\n"
-        "| compute | 1.5 | 75.0 % | training steps, or the whole running time of a script that reports none |\n"
-        "| down | 0.5 | 25.0 % |" in text
+        "| data | &lt;0.001 | 0.0069 % | waiting for the next batch |\n"
+        "| compute | 1.5 | 75 % | training steps, or the whole running time of a script that reports none |\n"
+        "| down | 0.5 | 25 % |" in text
     )
-    assert "after a failure |\n| allocated | 2 | 100.0 % |  |\n" in text
+    assert "after a failure |\n| allocated | 2 | 100 % |  |\n" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best?workflowType=machine_learning)" in text
     assert "Progress" not in text
 

@@ -81,7 +81,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
     assert "n2 is 100 % slower" in found.text
-    assert re.search(r"core-hours\s*0.07778", found.text)
+    assert re.search(r"core-hours\s*0.078", found.text)
     assert "7.1 %" in found.text, "the goodput"
     assert "once upon a time" in found.text
     assert '<td class="n h8">9</td><td class="n h0">1</td>' in page, "shaded by the share of the row"

@@ -128,7 +128,7 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
 
 
 def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_idle_until_then(run: RunDir) -> None:
-    """The last steps end at 31, 41, 21 and 41 s. The first rank exports the model until 51 s, the attempt ends at 61."""
+    """The last steps end at 31, 41, 21 and 41 s; the first rank exports the model until 51 s, and all end at 61 s."""
     first, second = ({"data": 1.0, "compute": end - 2.0, "finish": 51.0 - end} for end in (31, 41))
     ends = [account(1, 51, seconds=first), account(1, 51, seconds=second), account(1, 21)]
     add_attempt(run, 1, 61, [*ends, account(1, 51, seconds=second)], supervised=1)
