@@ -22,8 +22,9 @@ T = TypeVar("T")
 SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
 #: A range of numbers of nodes: `cluster.nodes: 2-8`.
 NODE_RANGE = "^[0-9]{1,9}-[0-9]{1,9}$"
-#: GPUs of one type: `cluster.gpus_per_node: a100:4`. In `gpu:4` of `--gres`, `gpu` is no type.
-TYPED_GPUS = "^(?!gpu:)([A-Za-z0-9][A-Za-z0-9_.+-]*):([0-9]{1,9})$"
+#: GPUs of one type: `cluster.gpus_per_node: a100:4`; both may be interpolations. In `gpu:4` of `--gres`, `gpu` is no
+#: type.
+TYPED_GPUS = r"^(?!gpu:)([A-Za-z0-9][A-Za-z0-9_.+-]*|\$\{[^{}]+\}):([0-9]{1,9}|\$\{[^{}]+\})$"
 #: Limit of a config file that a user writes.
 MAX_BYTES = 1 << 20
 #: Limit of a document, and of an override's key and value together. A few thousand levels overflow the stack of
@@ -253,11 +254,17 @@ def expand_short_forms(tree: dict[str, Any]) -> None:
 
 
 def split_gpus(cluster: object) -> None:
-    """Write typed GPUs in a section `cluster` as number and type, so that another number keeps the type."""
+    """Write typed GPUs in a section `cluster` as number and type, so that another number keeps the type.
+
+    If the section has another type as well, the text of both stays as a value that is refused.
+    """
     roles = cluster.get("roles") if isinstance(cluster, dict) else None
     for section in (cluster, *(roles.values() if isinstance(roles, dict) else ())):
         if isinstance(section, dict) and (typed := re.fullmatch(TYPED_GPUS, str(section.get("gpus_per_node")))):
-            section["gpu_type"], section["gpus_per_node"] = typed[1], int(typed[2])
+            kind, number = typed[1], int(typed[2]) if typed[2].isdecimal() else typed[2]
+            if (other := section.get("gpu_type")) is not None and str(other) != kind:
+                number = f"{typed[0]} beside gpu_type={other}"
+            section |= {"gpu_type": kind, "gpus_per_node": number}
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

@@ -20,6 +20,7 @@ from hpcdist.config.conversion import as_written, convert, exact
 from hpcdist.config.describe import all_keys
 from hpcdist.config.document import (
     MAX_DEPTH,
+    TYPED_GPUS,
     escaped,
     expand_short_forms,
     find_config,
@@ -78,7 +79,8 @@ def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
     """Add the values of a site's profile that a config does not set itself. Returns their dotted keys."""
     added: list[str] = []
-    split_gpus(profile)
+    for section in (tree.get("cluster"), profile):
+        split_gpus(section)
 
     def with_theirs(section: str, mine: Any, theirs: Any) -> Any:
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -185,7 +187,9 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
         raise ConfigError([*problems, *unfit], source)
     merged = _overlay(_defaults(), tree)
     secret_texts: SecretTexts = {}
-    config, mistakes = convert(_interpolated(merged, problems, secret_texts))
+    resolved = _interpolated(merged, problems, secret_texts)
+    split_gpus(resolved.get("cluster"))
+    config, mistakes = convert(resolved)
     for mistake in mistakes:
         problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
     if problems:
@@ -215,6 +219,9 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
         else:
             created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
             origins[".".join(path[:created])] = _COMMAND_LINE
+            if path[-1] == "gpus_per_node" and (typed := re.fullmatch(TYPED_GPUS, raw)):
+                insert(tree, [*path[:-1], "gpu_type"], typed[1])
+                raw = typed[2]
             if not insert(tree, path, _override_value(path, raw)):
                 problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}

@@ -30,6 +30,7 @@ from hpcdist.config.schema import (
     role_device,
 )
 from hpcdist.config.written import to_yaml
+from hpcdist.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -224,6 +225,10 @@ def test_edited_config_of_a_run_folder_loads(write: Write, tmp_path: Path) -> No
         ("gpus_per_node: a100:4", ["cluster.gpus_per_node=1g.5gb:7"], ("1g.5gb:7", "1g.5gb:7", "1g.5gb:7")),
         ("gpus_per_node: a100:4", ["cluster.gpu_type=null"], ("4", "4", "4")),
         ("gpus_per_node: 4, gpu_type: 100", [], ("100:4", "100:4", "100:4")),
+        ("gpus_per_node: a100:4, gpu_type: a100", ["cluster.gpu_type=h100"], ("h100:4", "h100:4", "h100:4")),
+        ("gpus_per_node: 'a100:${params.n}'", [], ("a100:3", "a100:3", "a100:3")),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=${params.kind}:${params.n}"], ("v1:3", "v1:3", "v1:3")),
+        ("gpus_per_node: '${params.gpus}'", [], ("v1:2", "v1:2", "v1:2")),
         ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: h100:2}, b: {gpus_per_node: 1}}", [],
          ("a100:4", "h100:2", "a100:1")),
         ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: 0}, b: {}}", ["cluster.roles.b.gpus_per_node=v100:1"],
@@ -233,7 +238,8 @@ def test_edited_config_of_a_run_folder_loads(write: Write, tmp_path: Path) -> No
 def test_typed_gpus_set_number_and_type(
     tmp_path: Path, text: str, overrides: list[str], requests: tuple[str | None, ...], is_stored: bool
 ) -> None:
-    (tmp_path / "config.yaml").write_text(f"trainer: {{script: [x.py]}}\nroles: {{a: 1, b: 1}}\ncluster: {{{text}}}\n")
+    params = "params: {n: 3, kind: v1, gpus: 'v1:2'}"
+    (tmp_path / "config.yaml").write_text(f"trainer: x:y\nroles: {{a: 1, b: 1}}\n{params}\ncluster: {{{text}}}\n")
     if is_stored:
         (tmp_path / "stored.yaml").write_text(to_yaml(load_config(tmp_path / "config.yaml")))
         config = load_run_config(tmp_path / "stored.yaml", overrides, {})
@@ -246,6 +252,15 @@ def test_typed_gpus_set_number_and_type(
         values = {name: value for name, value in own.items() if value is not None}
         found.append(dataclasses.replace(config.cluster, **values).gpu_request)
     assert (config.cluster.gpu_request, *found) == requests
+
+
+def test_type_of_gpus_that_contradicts_another_is_a_mistake(tmp_path: Path) -> None:
+    text = "{gpus_per_node: a100:4, gpu_type: h100, roles: {a: {gpus_per_node: v100:1, gpu_type: a100}}}"
+    (tmp_path / "config.yaml").write_text(f"trainer: {{script: [x.py]}}\nroles: {{a: 1}}\ncluster: {text}\n")
+    form = "must be a number, or TYPE:NUMBER such as a100:4 without spaces, got"
+    with pytest.raises(ConfigError, match=f"cluster.gpus_per_node {form} 'a100:4 beside gpu_type=h100'") as caught:
+        load_config(tmp_path / "config.yaml")
+    assert f"cluster.roles.a.gpus_per_node {form} 'v100:1 beside gpu_type=a100'" in str(caught.value)
 
 
 def test_number_of_gpus_in_a_config_keeps_the_type_of_the_sites_profile(tmp_path: Path) -> None:
