@@ -118,12 +118,12 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
             value = replace(value, delta=mean - found[0].value, verdict=OTHER_DATA if other_data else NO_ERROR)
             # The best one is chosen among all: each pair of settings could have been the compared one.
             if not other_data and (interval := mean_interval(known[0].values, one.values, num_pairs)):
-                value = replace(value, interval=interval, verdict=_verdict(interval))
+                value = replace(value, interval=interval, verdict=verdict_of(interval))
         found.append(value)
     return found
 
 
-def _verdict(interval: tuple[float, float]) -> str:
+def verdict_of(interval: tuple[float, float]) -> str:
     return NOISE if interval[0] <= 0 <= interval[1] else CLEAR
 
 
@@ -138,7 +138,7 @@ def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedVal
     if num_first is None or num is None:
         return value
     interval = difference_interval(first.best_value, num_first, value.value, num)
-    return replace(value, interval=interval, verdict=_verdict(interval))
+    return replace(value, interval=interval, verdict=verdict_of(interval))
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
@@ -206,7 +206,7 @@ Values = Mapping[str, Mapping[int, float]]
 #: Metrics that a sentence names.
 _SHOWN = 6
 #: Metrics that measure the machine or the time, which no run repeats exactly.
-_MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
+_MEASURED = ("attempt", "hpcdist.*", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
 _MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
 
 

@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import quote
 
 from hpcdist.config.launch_schema import GPU_BACKENDS
@@ -40,10 +41,13 @@ from hpcdist.review.text import (
     run_page,
     table,
 )
-from hpcdist.review.uncertainty import LARGEST_VALUE, with_error
+from hpcdist.review.uncertainty import LARGEST_VALUE, signed, with_error
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
-from hpcdist.run.records import PLAIN_SCRIPT
+from hpcdist.run.records import PLAIN_SCRIPT, Standing
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
+
+if TYPE_CHECKING:
+    from hpcdist.review.explain import Finding
 
 #: Items of a list beyond these are counted.
 _MAX_NODES = 8
@@ -251,10 +255,16 @@ _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
 _SILENT_S = 120.0
 
 
-def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | None = None) -> str:
-    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first."""
+def describe(
+    facts: RunFacts, ledger: Ledger, finding: Finding | None = None, *, max_chars: int, now: float | None = None
+) -> str:
+    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first.
+
+    Args:
+        finding: cause and fix of a failed run.
+    """
     when = time.time() if now is None else now
-    return _shortened(lambda num_kept: _sections(facts, ledger, num_kept, when), _KEPT_ATTEMPTS, max_chars)
+    return _shortened(lambda num_kept: _sections(facts, ledger, finding, num_kept, when), _KEPT_ATTEMPTS, max_chars)
 
 
 def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
@@ -264,14 +274,67 @@ def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], ma
     return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
 
 
+#: Counts of attempts in the headline, by the kind of their failure or by their status; any other is a failed attempt.
+_FAILURES = {
+    "killed": ("rank killed", "ranks killed"),
+    "hung": ("hang", "hangs"),
+    "lost": ("node lost", "nodes lost"),
+    "stopped": ("interruption", "interruptions"),
+    "cancelled": ("interruption", "interruptions"),
+}
+
+
+def headline(facts: RunFacts, ledger: Ledger) -> str:
+    """Return the result of a run in one line, not escaped: best value, rank, cost, interruptions.
+
+    Facts that a run does not have are left out; without any the line is empty.
+    """
+    words = []
+    if facts.best_value is not None:
+        so_far = " so far" * facts.is_live
+        words.append(f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}{so_far}")
+    if facts.standing is not None:
+        words.append(_rank(facts.standing, facts.experiment))
+    if ledger.entries:
+        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours")
+    ended_early = [one for one in facts.attempts if one.status not in ("running", "finished")]
+    counts = Counter(
+        _FAILURES.get(one.failure or one.status, ("failed attempt", "failed attempts")) for one in ended_early
+    )
+    losses = [f"{number} {names[number > 1]}" for names, number in counts.items()]
+    if lost := sum(one.steps_lost or 0 for one in facts.attempts):
+        losses.append(f"{lost:,} step{'s' * (lost != 1)} lost")
+    return " · ".join([*words, *([", ".join(losses)] if losses else [])])
+
+
+def _rank(standing: Standing, experiment: str) -> str:
+    seeds = f" (mean of {standing.num_values} seeds)" if standing.num_values > 1 else ""
+    whose = f"setting {standing.setting}{seeds}: " if standing.setting else ""
+    if standing.before_value is None or standing.difference is None:
+        first = "no comparable run" if standing.num_others else "first result"
+        return f"{whose}{first} in {experiment} when it ended"
+    newest = " newest results" * standing.is_partial
+    delta = "equal to" if standing.difference == 0 else f"{signed(standing.difference, standing.interval)} against"
+    return (
+        f"{whose}rank {standing.rank} of {standing.number}{newest} in {experiment} when it ended,"
+        f" {delta} the best before ({standing.verdict})"
+    )
+
+
 def _status(state: State) -> str:
     return escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
 
 
-def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) -> Iterator[str]:
-    yield _status(facts.state)
-    if summary := _summary(facts, ledger):
-        yield summary
+def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_attempts: int, now: float) -> Iterator[str]:
+    # MLflow shows only the first lines until a click: those with the result, or with the cause of a bad end.
+    if finding is not None:
+        place = f" · {finding.code}" if finding.code and finding.code not in finding.cause else ""
+        fix = f" · {finding.fix}" if finding.fix else ""
+        yield f"**{facts.state.status}**: {escaped(finding.cause + place + fix, 1000)}"
+    first, _, rest = headline(facts, ledger).partition(" · ")
+    lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
+    lines.insert(0 if facts.state.status in ("failed", "stopped", "cancelled") else len(lines), _status(facts.state))
+    yield from lines
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)
     elif facts.is_live:
@@ -313,24 +376,6 @@ def _block(text: str, language: str) -> str:
     text = redact_text(text)  # passwords first: they are not found in divided words
     text = wrapped(text) if language == "bash" else text
     return f"```{language}\n{text.replace('```', chr(39) * 3)}\n```"
-
-
-def _summary(facts: RunFacts, ledger: Ledger) -> str:
-    """Return the most important facts in one line: MLflow shows the first lines of a description only."""
-    words = []
-    if facts.best is not None and facts.best_value is not None:
-        value = facts.best_text(f"{facts.best_value:.6g}")
-        words.append(f"**{escaped(facts.monitor)} = {value}** at step {facts.best.step:,}")
-    if facts.config_name:
-        words.append(f"config {escaped(facts.config_name)}")
-    if facts.datasets:
-        words.append(f"data {escaped(facts.datasets[0].name)}")
-    if facts.attempts:
-        number = len(facts.attempts)
-        words.append(f"{number} attempt{'s' * (number != 1)}")
-    if ledger.entries:
-        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {ledger.goodput_text}")
-    return ", ".join(words)
 
 
 def _progress(facts: RunFacts, progress: Progress, now: float) -> str:
@@ -509,6 +554,18 @@ class SweepFacts:
         ]
         sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
         return tuple(sorted(found, key=lambda one: (not one.values, sign * statistics.fmean(one.values or (0.0,)))))
+
+    @property
+    def best(self) -> tuple[str, float, str] | None:
+        """The best setting, or without seeds the best cell: its label, value and text; None if it is unknown."""
+        if self.settings and self.settings[0].values and self.monitor_mode:
+            first = self.settings[0]
+            return first.label, statistics.fmean(first.values), first.text
+        known = [(cell.metric, cell.label) for cell in self.cells if _is_usable(cell.metric)]
+        if self.settings or not known or not self.monitor_mode:
+            return None
+        value, label = (min if self.monitor_mode == "min" else max)(known, key=itemgetter(0))
+        return label, value, f"{value:.6g}"
 
 
 def _is_usable(value: float | None) -> TypeGuard[float]:

@@ -29,6 +29,7 @@ from hpcdist.run.records import (
     JobStart,
     Override,
     RerunRecord,
+    Standing,
     TrainingRecord,
     all_job_starts,
     complete_checkpoints,
@@ -38,6 +39,7 @@ from hpcdist.run.records import (
     parameters,
     read_origin,
     read_rerun,
+    read_standing,
     read_times,
     read_training,
     script_files,
@@ -127,6 +129,7 @@ class AttemptFacts:
     first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
     last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
+    failure: str = ""  #: kind of the first failure, see `Failure`; empty if the attempt did not fail
 
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
@@ -213,6 +216,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         first_step=training.first_step if training and training.began else None,
         last_step=last_step,
         steps_lost=steps_lost,
+        failure=_text(_read(attempt.failure).get("kind")),
     )
 
 
@@ -306,6 +310,7 @@ class RunFacts:
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
+    standing: Standing | None = None  #: rank in the experiment at the end of the run; None if it is unknown
 
     @property
     def is_live(self) -> bool:
@@ -373,6 +378,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
         progress=_progress(run, attempts) if state.status == "running" else None,
+        standing=read_standing(run, state),
     )
 
 

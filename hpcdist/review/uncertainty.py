@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from hpcdist.run.records import DatasetRecord
 
-#: Quantile of the normal distribution for an interval of 95 %.
-Z_95 = 1.959964
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")
 _TRAINING = ("train", "training")
@@ -50,16 +48,26 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
 
 def error_of(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> float | None:
     """Return the standard error of a proportion, half the width of Wilson's interval; None of any other metric."""
-    if (num := num_evaluated(metric, value, datasets)) is None:
+    return share_error(value, num_evaluated(metric, value, datasets))
+
+
+def share_error(value: float, num: int | None) -> float | None:
+    if num is None:
         return None
     low, high = wilson(value, num, 1.0)
     return (high - low) / 2
 
 
-def difference_interval(first: float, num_first: int, second: float, num_second: int) -> tuple[float, float]:
-    """Return Newcombe's interval of 95 % of `second - first`, proportions of so many independent samples."""
-    low_1, high_1 = wilson(first, num_first, Z_95)
-    low_2, high_2 = wilson(second, num_second, Z_95)
+def difference_interval(
+    first: float, num_first: int, second: float, num_second: int, num_pairs: int = 1
+) -> tuple[float, float]:
+    """Return Newcombe's interval of `second - first`, proportions of so many independent samples.
+
+    95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
+    """
+    z = statistics.NormalDist().inv_cdf(1 - 0.025 / num_pairs)
+    low_1, high_1 = wilson(first, num_first, z)
+    low_2, high_2 = wilson(second, num_second, z)
     delta = second - first
     return delta - math.hypot(second - low_2, high_1 - first), delta + math.hypot(high_2 - second, first - low_1)
 
@@ -120,6 +128,11 @@ def with_error(value: float, error: float | None, without: str) -> str:
         return f"{value:.6g} ± {error:.1g}"
     digits = num_digits(error)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def signed(delta: float, interval: Sequence[float] | None) -> str:
+    """Return a difference with its sign, rounded to the second digit of the width of its interval if that is known."""
+    return f"{delta:+.{num_digits(interval[1] - interval[0]) + 1}f}" if interval else f"{delta:+.4g}"
 
 
 def num_digits(error: float) -> int:

@@ -10,6 +10,7 @@
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
         rerun.json                               the run that this run repeats, and the result of the comparison
+        standing.json                            the rank of the run in its experiment when it ended
         container.json                           runtime, image, digest and versions of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
@@ -22,6 +23,7 @@
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
+        leaderboard.html                         the runs of the experiment when this run ended, the best first
         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
         attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
@@ -342,6 +344,8 @@ class RunDir:
         self.model = path / "model"
         self.logged_models = path / "logged_models"
         self.report = path / "report.html"
+        self.leaderboard = path / "leaderboard.html"
+        self.standing = path / "standing.json"
         self.artifacts = path / "artifacts"
 
     def snapshot_of(self, path: Path) -> Path | None:

@@ -52,7 +52,7 @@ def is_own_name(path: str) -> bool:
     """Return whether hpcdist uploads artifacts of its own at or below this path."""
     first, _, rest = path.partition("/")
     folders = ("logs", "checkpoints", "model")
-    files = ("config.yaml", PATCH, "environment.json", "network.json", "report.html")
+    files = ("config.yaml", PATCH, "environment.json", "network.json", "report.html", "leaderboard.html")
     return first in folders or (not rest and (first in files or first.startswith("preflight.")))
 
 
@@ -76,8 +76,8 @@ def leaves_folder(source: Path, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Yield the config, the code, the environment, the report, and the newest checks of the nodes."""
-    for path in (run.config, run.path / "code.patch", run.environment, run.report):
+    """Yield the config, the code, the environment, report and leaderboard, and the newest checks of the nodes."""
+    for path in (run.config, run.path / "code.patch", run.environment, run.report, run.leaderboard):
         yield Artifact(path, PATCH if path.name == "code.patch" else path.name, fingerprint(path))
     newest_first = run.attempts()[::-1]
     for name in ("preflight.json", "preflight.txt", "network.json"):

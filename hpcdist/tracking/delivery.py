@@ -18,7 +18,7 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
-from hpcdist.run.records import CAUSES, reached_step
+from hpcdist.run.records import CAUSES, reached_step, read_standing
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.journal import (
@@ -110,12 +110,6 @@ class Delivery:
                     self._command = CommandTag(self.run)
                 self._command.update(mlflow, config.tracking.commands, state)
         num_points = self.ship_records(state)
-        last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
-        try:
-            self._sent.page = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), last)
-        finally:
-            if self._sent.page != last:
-                self._sent.save(self.run.journal)
         tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
@@ -124,6 +118,13 @@ class Delivery:
             mlflow.set_tags(changed)
             self._sent.tags = tags
             self._sent.save(self.run.journal)
+        self._rank(state)
+        last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
+        try:
+            self._sent.page = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), last)
+        finally:
+            if self._sent.page != last:
+                self._sent.save(self.run.journal)
         # At the end once more: another run may have removed columns by writing at the same time.
         if self._views_written != (phase := "ended" if state.status in ENDED else "live"):
             self._views_written = phase
@@ -142,6 +143,17 @@ class Delivery:
             self._sent.complete = mark_of(state)
             self._sent.save(self.run.journal)
         return num_points
+
+    def _rank(self, state: State) -> None:
+        """Rank a run that has ended, once. Without a rank, the rest of its page is still uploaded."""
+        if state.status not in ENDED or read_standing(self.run, state) is not None:
+            return
+        from hpcdist.tracking import leaderboard  # with the modules of the report
+
+        try:
+            leaderboard.update(self.open_run(), self.run, state)
+        except (TrackingError, RunFolderError, OSError) as error:
+            log.warning("%s is not ranked in its experiment: %s", self.run.name, error)
 
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mlflow import __version__ as installed
 
@@ -24,7 +25,7 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
-from hpcdist.review.facts import RunFacts, interruptions, read_facts
+from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable
 from hpcdist.review.ledger import Ledger, hours_text, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
@@ -41,7 +42,7 @@ from hpcdist.run.records import (
     script_arguments,
 )
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
-from hpcdist.tracking.journal import clean_name
+from hpcdist.tracking.journal import clean_metric_name, clean_name
 from hpcdist.tracking.mlflow_client import (
     MAX_TAG,
     MlflowRun,
@@ -49,7 +50,11 @@ from hpcdist.tracking.mlflow_client import (
     server_version,
     translated,
 )
+from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import VIEWS, is_server
+
+if TYPE_CHECKING:
+    from hpcdist.review.explain import Finding
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +172,8 @@ MARK = "<!-- hpcdist: text above this line is kept -->"
 MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
 #: Minimum time between two changes of the description, unless the state of the run changes.
 INTERVAL_S = 60.0
+#: Metric with the best value of the primary metric, whose name follows.
+BEST_PREFIX = "hpcdist.best/"
 _CONTEXT_TAG = "mlflow.data.context"
 #: Limits of MLflow for the name and the digest of a dataset.
 _MAX_NAME = 500
@@ -193,7 +200,8 @@ class RunPage:
         with _readable():
             facts = read_facts(self._run, state)
             ledger = read_ledger(self._run)
-            text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
+            finding = _cause(self._run, state)
+            text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION - len(own_note))
         tags = view_tags(facts, ledger)
         shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags])
         digest = hashlib.sha256(shown.encode()).hexdigest()
@@ -203,8 +211,29 @@ class RunPage:
                 with translated(opened.uri):
                     opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
             opened.set_tags(tags)
+            if facts.best is not None and facts.best_value is not None:
+                time_ms = int(1000 * (facts.best.created or 0.0))  # the same in each request: it is stored once
+                opened.log_points([Point(best_metric(facts.monitor), facts.best_value, time_ms, facts.best.step)])
         self._shown, self._next = status, now + INTERVAL_S
         return digest
+
+
+def best_metric(monitor: str) -> str:
+    """Return the metric with the best value, by which MLflow can sort runs: its other metrics are last values."""
+    return clean_metric_name(f"{BEST_PREFIX}{monitor}")
+
+
+def _cause(run: RunDir, state: State) -> Finding | None:
+    """Return cause and fix of the last failure of a failed run."""
+    if state.status != "failed":
+        return None
+    from hpcdist.review.report import read_faults  # other commands that import this module draw nothing
+
+    try:
+        return next((one.finding for one in reversed(read_faults(run)) if one.attempt == state.attempt), None)
+    except Exception:  # a damaged file of a rank must not stop the upload of the metrics
+        log.warning("the failure of %s cannot be explained", run.name, exc_info=True)
+        return None
 
 
 @contextmanager
@@ -217,11 +246,17 @@ def _readable() -> Iterator[None]:
 
 def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
     """Set the description of an MLflow run below the text of its user: what is there in MLflow, else `own_note`."""
-    current = opened.current().data.tags.get(NOTE_TAG, "")
+    whole = below_text_of_user(opened.current().data.tags.get(NOTE_TAG, ""), own_note, text)
+    with translated(opened.uri):
+        opened.client.set_tag(opened.run_id, NOTE_TAG, whole)
+
+
+def below_text_of_user(current: str, own_note: str, text: str) -> str:
+    """Return a description below the text of its user: what precedes the mark in MLflow, else `own_note`."""
     above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
-    with translated(opened.uri):  # a long text of the user is kept unchanged, and the end of the description left out
-        opened.client.set_tag(opened.run_id, NOTE_TAG, whole.encode(errors="replace").decode()[:MAX_TAG])
+    # A long text of the user is kept unchanged, and the end of the description left out.
+    return whole.encode(errors="replace").decode()[:MAX_TAG]
 
 
 def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
@@ -244,10 +279,11 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     """Return the columns of the prepared views: rounded numbers, which MLflow's metrics are not, and their causes."""
     tags = {}
     if facts.best is not None and facts.best_value is not None:
-        tags["hpcdist.best"] = f"{facts.best_value:.6g} at step {facts.best.step:,}"
+        tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
     if ledger.entries:
         tags["hpcdist.cost"] = f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {ledger.goodput_text}"
-    if causes := interruptions(facts.attempts, MAX_TAG):
+    # A run may fail before its first attempt.
+    if causes := interruptions(facts.attempts, MAX_TAG) or facts.state.reason * (facts.state.status == "failed"):
         tags["hpcdist.interruptions"] = causes
     if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
         tags["hpcdist.lost_steps"] = str(sum(known))
@@ -256,7 +292,7 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
 
 # The MLflow parent run of a sweep, which the shippers of its cells keep up to date, several of them at once.
 
-_PARENT_TAG = "mlflow.parentRunId"
+PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.
 _SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
 
@@ -278,7 +314,7 @@ class ParentRun:
         """Return the tags that make the MLflow run of the cell a child run, named by its values."""
         cell = read_json(self._cell.path / "cell.json") or {}
         return {
-            _PARENT_TAG: self._open().run_id,
+            PARENT_TAG: self._open().run_id,
             "mlflow.runName": str(cell.get("label", self._cell.name))[:MAX_RUN_NAME],
             "hpcdist.run.sweep": self._sweep.name,
             "hpcdist.setting": self._setting(cell.get("values")),
@@ -316,9 +352,15 @@ class ParentRun:
             state = self._sweep.read_state()
         while True:
             with _readable():
-                text = describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
-            set_note(opened, text)
-            opened.set_tags({"hpcdist.state": state.status, "hpcdist.reason": state.reason})
+                facts = read_sweep_facts(self._sweep, state)
+                tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason} | self._cost()
+            set_note(opened, describe_sweep(facts, max_chars=MAX_DESCRIPTION))
+            if facts.is_best and facts.best is not None:
+                label, value, text = facts.best
+                tags["hpcdist.best"] = f"{text} by {label}"
+                num_values = sum(cell.metric is not None for cell in facts.cells)
+                opened.log_points([Point(best_metric(facts.monitor), value, int(time.time() * 1000), num_values)])
+            opened.set_tags(tags)
             status = MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
@@ -326,6 +368,14 @@ class ParentRun:
                 before, state = state, self._sweep.read_state()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
+
+    def _cost(self) -> dict[str, str]:
+        ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell))) is not None]
+        seconds: dict[str, float] = {}
+        for one in ledgers:
+            seconds[one.unit] = seconds.get(one.unit, 0.0) + one.allocated_s
+        texts = [f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total]
+        return {"hpcdist.cost": ", ".join(texts)} if texts else {}
 
 
 # Prepared views of an experiment, stored like views that users save in MLflow's UI.
@@ -389,17 +439,20 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
         axes: Keys that sweeps vary. Without any there is no view of sweeps.
     """
     state, nodes = _tag("hpcdist.state"), _tag("hpcdist.nodes")
-    primary = [_metric(key) for key in monitors]
+    primary, bests = [_metric(key) for key in monitors], [_metric(best_metric(key)) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
     loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated"), _tag("hpcdist.cost")
     causes = [_metric(f"usage/{cause}") for cause in (*CAUSES, "queue")]
     dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
     lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
-    measured = dict.fromkeys([*primary, loss, *throughput], _NUMBER_PX)
+    measured = dict.fromkeys([*bests, *primary, loss, *throughput], _NUMBER_PX)
+    best, mode = [("train/loss", "min"), *((best_metric(key), mode) for key, mode in monitors.items())][-1]
     views = {
         "hpcdist-overview": _view(
             *(state, _tag("hpcdist.best"), _DURATION, cost, *primary, loss, *throughput),
             *(nodes, ranks, dataset),
+            order_by=_metric(best),
+            ascending=mode == "min",
             widths=measured | _widths(best=200, cost=250) | {dataset: 300},
         ),
         "hpcdist-failures": _view(
@@ -407,6 +460,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
+            search="tags.hpcdist.interruptions LIKE '%'",
             widths=_widths(reason=400, interruptions=600),
         ),
         "hpcdist-cost": _view(
@@ -416,9 +470,8 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
         ),
     }
     if keys := list(axes):
-        best, mode = [("train/loss", "min"), *monitors.items()][-1]
         views["hpcdist-sweep"] = _view(
-            *(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
+            *(*(f"params.`{key}`" for key in keys), *bests, *primary, loss, state, _DURATION),
             order_by=_metric(best),
             ascending=mode == "min",
             group_by_tag="hpcdist.setting",  # the name of the sweep, unless it repeats settings with several seeds

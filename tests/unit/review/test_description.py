@@ -83,7 +83,7 @@ def described(facts: RunFacts, ledger: Ledger | None = None, max_chars: int = 80
 def test_description_of_a_live_run() -> None:
     text = described(FACTS)
     assert text.startswith(
-        "**running**\n\n**eval/loss = 0.25** at step 100, config mine.yaml, data digits, 2 attempts\n\n"
+        "**eval/loss 0.25 so far** · 1 failed attempt, 20 steps lost\n\n**running**\n\n"
         "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); last heartbeat 0 s before;"
         " ends in about 6 min 40 s (1970-01-01 00:45 UTC);"
         " last save at step 100 (1970-01-01 00:25 UTC); time limit in 1 h (1970-01-01 01:38 UTC).\n"
@@ -112,7 +112,7 @@ def test_description_of_a_live_run() -> None:
     best = replace(BEST, metrics={"eval/accuracy": 356 / 364})
     data = (DatasetRecord(name="digits", split="test", num_samples=364),)
     accurate = described(replace(FACTS, monitor="eval/accuracy", best=best, datasets=data))
-    assert accurate.startswith("**running**\n\n**eval/accuracy = 0.978 ± 0.008** at step 100, config mine.yaml")
+    assert accurate.startswith("**eval/accuracy 0.978 ± 0.008 so far** · 1 failed attempt")
     for devices, shown in (
         ("2 × NVIDIA A100, 2 × CPU", "4 on 2 × NVIDIA A100, 2 × CPU"),
         ("CPU", "4 on the CPU"),
@@ -146,8 +146,8 @@ def test_description_of_a_finished_run() -> None:
         Entry(cause="data", attempt=1, node="n1", seconds=0.5),
     )
     text = described(FINISHED, Ledger(unit="GPU", entries=entries, queue_s=90.0))
-    assert text.startswith("**finished**: trained 400 steps\n")
-    assert "2 GPU-hours, goodput 75 %" in text.partition("### Setup")[0]
+    first = "**eval/loss 0.25** · 2 GPU-hours · 1 failed attempt, 20 steps lost\n"
+    assert text.startswith(f"{first}\n**finished**: trained 400 steps\n")
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert (
         "| data | &lt;0.001 | 0.0069 % | waiting for the next batch |\n"

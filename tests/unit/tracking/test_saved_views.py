@@ -102,13 +102,16 @@ def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     as_cell(scene, "seed")
     scene.shipper().ship_once()
     sweep = view(scene, "sweep")
-    assert sweep["state"]["selectedColumns"][:4] == [
+    assert sweep["state"]["selectedColumns"][:6] == [
         "params.`optim.lr`",
         "params.`seed`",
+        "metrics.`hpcdist.best/eval/accuracy`",
+        "metrics.`hpcdist.best/eval/perplexity`",
         "metrics.`eval/accuracy`",
         "metrics.`eval/perplexity`",
     ]
-    assert (sweep["state"]["orderByKey"], sweep["state"]["orderByAsc"]) == ("metrics.`eval/perplexity`", True)
+    for state in (sweep["state"], view(scene, "overview")["state"]):
+        assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`hpcdist.best/eval/perplexity`", True)
     assert sweep["createdAt"] == json.loads(before[f"{TAG}hpcdist-sweep"])["createdAt"] < sweep["updatedAt"]
     assert tags(scene)[f"{TAG}hpcdist-failures"] == before[f"{TAG}hpcdist-failures"]
     # A run that is not part of a sweep removes no axis.

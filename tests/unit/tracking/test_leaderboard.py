@@ -1,0 +1,149 @@
+"""The rank of a run when it ends, and the leaderboard in the description of its MLflow experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tracking_scene import CONFIG, Scene
+
+from hpcdist.host.files import write_json
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.records import DatasetRecord, Standing, TrainingRecord, read_standing, write_training
+from hpcdist.tracking import leaderboard
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.pages import MARK, NOTE_TAG
+
+End = Callable[..., RunDir]
+
+
+@pytest.fixture
+def end(scene: Scene) -> End:
+    """Return a function that uploads a run of the experiment that ended with a best value of its primary metric."""
+
+    def make(name: str, value: float, ended: float, *, size: int = 1000, seed: int = 0, **checkpoint: str) -> RunDir:
+        run = RunDir.create(scene.run.path.with_name(name))
+        run.config.write_text(yaml.safe_dump(CONFIG | {"checkpoint": CONFIG["checkpoint"] | checkpoint}))
+        data = DatasetRecord(name="digits", split="test", num_samples=size, digest=f"d{size}")
+        write_training(run.new_attempt(), TrainingRecord(began=1.0, datasets=(data,)))
+        metrics = {checkpoint.get("monitor", "eval/accuracy"): value}
+        saved = run.checkpoints / "step-00000010"
+        saved.mkdir()
+        write_json(saved / "manifest.json", {"step": 10, "created": 5.0, "metrics": metrics})
+        if seed:
+            values = {"optim.lr": 0.1, "seed": seed}
+            write_json(run.path / "cell.json", {"sweep": "tune", "label": f"lr=0.1 seed={seed}", "values": values})
+        run.write_state(State(status="finished", attempt=1, created=1.0, ended=ended))
+        Delivery(run, scene.uri).ship_once()
+        return run
+
+    return make
+
+
+def standing(run: RunDir) -> Standing:
+    found = read_standing(run, run.read_state())
+    assert found is not None
+    return found
+
+
+def note_of_experiment(scene: Scene) -> str:
+    return str(scene.client.get_experiment_by_name("exp").tags[NOTE_TAG])
+
+
+def first_line(scene: Scene, run: RunDir) -> str:
+    text = scene.client.get_run(standing(run).run_id).data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n")
+    return text.partition("\n")[0].replace("\\", "")
+
+
+def test_first_line_has_the_rank_at_the_end_of_the_run(scene: Scene, end: End) -> None:
+    first = end("a", 0.95, 10.0)
+    assert first_line(scene, first).startswith("**eval/accuracy 0.950 ± 0.007** · first result in exp when it ended")
+    second, other = end("b", 0.955, 20.0), end("c", 0.99, 30.0, size=50)
+    assert "rank 1 of 2 in exp when it ended, +0.005 against the best before (within noise)" in first_line(
+        scene, second
+    )
+    found = standing(second)
+    assert (found.before, found.before_run_id, found.before_value) == ("a", standing(first).run_id, 0.95)
+    assert found.before_folder == str(first.path)
+    assert "no comparable run in exp when it ended" in first_line(scene, other), "it has other data"
+    worse = end("d", 0.9, 40.0)
+    assert "rank 3 of 3 in exp when it ended, -0.055 against the best before (clear)" in first_line(scene, worse)
+    loss = end("e", 0.9, 50.0, monitor="eval/loss", monitor_mode="min")
+    assert standing(loss).num_others == 4
+    # A rank is that of the end of its run, also if the run is uploaded, or uploaded again, after later ones.
+    Delivery(second, scene.uri).ship_once()
+    late = end("f", 0.96, 15.0)
+    assert standing(second).rank == 1
+    assert (standing(late).rank, standing(late).number) == (1, 2)
+
+
+def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
+    names = [f"tune-{seed}" for seed in (1, 2, 3)]
+    cells = [{"name": name, "label": name, "values": {"optim.lr": 0.1, "seed": 1}} for name in names]
+    sweep: dict[str, Any] = {"uid": "u", "created": 0.0, "keys": ["optim.lr", "seed"], "base": {}, "cells": cells}
+    Path(scene.run.path.parent, "tune").mkdir()
+    write_json(scene.run.path.parent / "tune" / "sweep.json", sweep)
+    end("single", 0.97, 5.0)
+    runs = [
+        end(name, value, seed, seed=seed)
+        for name, value, seed in zip(names, (0.94, 0.96, 0.98), (6, 7, 8), strict=True)
+    ]
+    found = standing(runs[-1])
+    assert (found.setting, found.num_values, found.rank, found.number) == ("tune lr=0.1", 3, 2, 2)
+    assert (found.value, found.verdict) == (pytest.approx(0.96), "error unknown")
+    text = "setting tune lr=0.1 (mean of 3 seeds): rank 2 of 2 in exp when it ended, -0.01 against"
+    assert text in first_line(scene, runs[-1])
+    assert "0.96 ± 0.02 (3) &ensp;| 3 &ensp;|" in note_of_experiment(scene).replace("\\", "")
+
+
+def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
+    scene: Scene, end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "_MAX_ROWS", 2)
+    end("first*", 0.95, 10.0)
+    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
+    end("<b>", 0.97, 20.0)
+    text = note_of_experiment(scene)
+    assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n### Leaderboard")
+    assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
+    page = end("worse", 0.9, 30.0).leaderboard.read_text()
+    text = note_of_experiment(scene)
+    assert text.count("\n| ") == 4, "a head, its rule, and two rows"
+    assert "\n\n1 more in [leaderboard" in text
+    assert (page.count("<tr>"), page.count("&lt;b&gt;</td>")) == (4, 1)
+
+
+def test_runs_that_end_at_once_are_all_on_the_leaderboard(scene: Scene, end: End) -> None:
+    end("a", 0.9, 1.0)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: end(f"r{number}", 0.8 + number / 100, 2.0), range(4)))
+    assert note_of_experiment(scene).count("\n| ") == 7
+
+
+def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
+    run = end("a", 0.9, 1.0)
+    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    for text in ("", "[]", "{", '{"metric": 1}', '{"metric": "eval/accuracy", "mode": "max", "value": NaN}'):
+        scene.client.set_tag(scene.client.create_run(experiment).info.run_id, "hpcdist.result", text)
+    run = end("b", 0.9, 2.0)
+    assert (standing(run).number, standing(run).difference) == (2, 0.0)
+    assert "rank 1 of 2 in exp when it ended, equal to the best before" in first_line(scene, run)
+
+
+def test_run_without_a_search_has_no_rank(scene: Scene, end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr("hpcdist.tracking.leaderboard.all_pages", fail)
+    run = end("a", 0.9, 1.0)
+    assert read_standing(run, run.read_state()) is None
+    monkeypatch.undo()
+    Delivery(run, scene.uri).ship_once()
+    assert first_line(scene, run).startswith("**eval/accuracy 0.900 ± 0.009** · first result"), "sync ranks it later"
+    run.write_state(State(status="running", attempt=2))
+    assert read_standing(run, run.read_state()) is None, "a resumed run has no rank yet"
