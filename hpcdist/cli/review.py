@@ -74,20 +74,20 @@ def ui(
 
 @app.command()
 def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = options.RUNS) -> None:
-    """Write the report of a run, one HTML page, as of now, and print its path.
+    """Write the report of a run or sweep, one HTML page, as of now, and print its path.
 
     Example:  hpcdist report digits/first
     """
     from hpcdist.host.files import is_mine, short_path
     from hpcdist.review.report import write_report
-    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.lookup import resolve
     from hpcdist.tracking.points import read_series
 
-    found = resolve_run(named(run, runs_dir), runs_dir)
+    found = resolve(named(run, runs_dir), runs_dir)
     if is_mine(found.path):
-        write_report(found, read_series(found))
+        write_report(found, read_series)
     elif not found.report.is_file():
-        raise UserMistake(f"{found.report} does not exist, and only the owner of the run can write it")
+        raise UserMistake(f"{found.report} does not exist, and only the owner of the {found.kind} can write it")
     say(short_path(found.report))
 
 

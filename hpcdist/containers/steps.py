@@ -462,7 +462,7 @@ class ContainerSteps(NoContainers):
                 "runtime": self._spec.runtime,
                 "image": self._spec.image,
                 "image_digest": image_digest(self._spec, self._env),
-                **{key: facts[key] for key in ("hpcdist", "python", "torch", "cuda") if key in facts},
+                **{key: facts[key] for key in ("hpcdist", "python", "torch", "cuda", "driver") if key in facts},
             },
         )
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from hpcdist.review.facts import ATTEMPT, Series, group_of, is_hidden, ranked, thinned
+from hpcdist.review.facts import ATTEMPT, RunFacts, Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.text import duration
@@ -32,7 +32,7 @@ NUM_COLOURS, NUM_SHADES = 12, 9
 class Bar(NamedTuple):
     begin: float
     end: float
-    colour: int
+    colour: str
     title: str  #: shown by a browser under the pointer
 
 
@@ -54,6 +54,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step * (1 + 1e-12)) + 1)]
 
 
+def powers(low: float, high: float) -> list[float]:
+    """Return round numbers between two powers of ten, given by their exponents."""
+    step = max(1, math.ceil((high - low) / 6))
+    exponents = range(math.floor(low / step) * step, math.ceil(high) + 1, step)
+    found = [factor * 10.0**one for one in exponents for factor in ((1, 2, 5) if high - low < 3 else (1,))]
+    return [one for one in found if low <= math.log10(one) <= high]
+
+
 def _tag(name: str, content: str = "", **attributes: object) -> Markup:
     """Return an element; names of attributes have `_` instead of `-`, and at the end after a keyword of Python."""
     words = [
@@ -65,9 +73,8 @@ def _tag(name: str, content: str = "", **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(words), content)
 
 
-def _rect(colour: int, title: str, x: float, y: float, width: float, height: float) -> Markup:
-    style = f"fill:{_colour(colour)}"
-    return _tag("rect", _tag("title", title), style=style, x=x, y=y, width=width, height=height)
+def _rect(colour: str, title: str, x: float, y: float, width: float, height: float) -> Markup:
+    return _tag("rect", _tag("title", title), style=f"fill:{colour}", x=x, y=y, width=width, height=height)
 
 
 def _text(kind: str, text: str, x: float, y: float) -> Markup:
@@ -83,20 +90,22 @@ class _Frame:
     """The coordinates of a chart: a range of values on each axis."""
 
     x: Point
-    y: Point
+    y: Point  #: on a logarithmic axis their logarithms
+    is_log: bool = False
 
     def left(self, x: float) -> float:
         return _LEFT + _share(x, self.x) * (_RIGHT - _LEFT)
 
     def top(self, y: float) -> float:
-        return _BOTTOM - _share(y, self.y) * (_BOTTOM - _TOP)
+        return _BOTTOM - _share(math.log10(y) if self.is_log else y, self.y) * (_BOTTOM - _TOP)
 
     def axes(self, x_label: str, y_label: str) -> list[Markup]:
-        grid = "".join(f"M{_LEFT} {self.top(y):.1f}H{_RIGHT}" for y in ticks(*self.y))
+        y_ticks = powers(*self.y) if self.is_log else ticks(*self.y)
+        grid = "".join(f"M{_LEFT} {self.top(y):.1f}H{_RIGHT}" for y in y_ticks)
         label = f"translate(12 {(_TOP + _BOTTOM) / 2:.1f}) rotate(-90)"
         return [
             _tag("path", class_="grid", d=grid),
-            *(_text("tick", number(y), _LEFT - 5, self.top(y) + 3.5) for y in ticks(*self.y)),
+            *(_text("tick", number(y), _LEFT - 5, self.top(y) + 3.5) for y in y_ticks),
             *(_text("tick mid", number(x), self.left(x), _BOTTOM + 14) for x in ticks(*self.x, 8)),
             _tag("path", class_="axis", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}"),
             _text("label mid", x_label, (_LEFT + _RIGHT) / 2, HEIGHT - 6),
@@ -112,45 +121,71 @@ def _svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
     return _tag("svg", Markup("").join(parts), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
-def legend(colours: Mapping[str, int]) -> Markup:
-    items = [
-        _tag("span", _tag("i", style=f"background:{_colour(index)}") + name, class_="key")
-        for name, index in colours.items()
-    ]
+def legend(colours: Mapping[str, str], dot: str = "") -> Markup:
+    items = [_tag("span", swatch(colour) + name) for name, colour in colours.items()]
+    items += [_tag("span", _tag("i", class_="dot") + dot)] if dot else []
     return _tag("div", Markup("").join(items), class_="legend")
 
 
+def swatch(colour: str) -> Markup:
+    return _tag("i", style=f"background:{colour}")
+
+
 def line_chart(
-    lines: Mapping[str, Sequence[Point]], *, x_label: str, y_label: str = "", marks: Mapping[float, str] | None = None
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    x_label: str,
+    y_label: str = "",
+    starts: Mapping[float, str] | None = None,
+    grey: str = "",
+    dot: tuple[Point, str] | None = None,
 ) -> Markup:
-    """Return a chart of lines, empty without any point; `marks` are vertical lines with their titles, by x."""
+    """Return a chart of lines, empty without any point; losses that span a power of ten have a logarithmic axis.
+
+    Args:
+        starts: names of attempts, by the step at which each begins.
+        grey: the name of a line that is shown as background.
+        dot: a point to mark, and its title.
+    """
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
-    xs, ys = zip(*(point for points in lines.values() for point in points), strict=True)
+    shown = [point for points in lines.values() for point in points] + ([dot[0]] if dot else [])
+    xs, ys = zip(*shown, strict=True)
+    if is_log := all("loss" in name.lower() for name in lines if name != grey) and 0 < 10 * min(ys) <= max(ys):
+        ys = tuple(map(math.log10, ys))
     margin = 0.04 * (max(ys) - min(ys))
-    frame = _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin))
-    parts = frame.axes(x_label, y_label)
-    parts += [
-        _tag("path", _tag("title", title), class_="mark", d=f"M{frame.left(x):.1f} {_TOP}V{_BOTTOM}")
-        for x, title in (marks or {}).items()
-        if frame.x[0] < x <= frame.x[1]
-    ]
-    for index, (name, points) in enumerate(lines.items()):
+    frame = _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin), is_log)
+    parts = _bands(frame, starts or {}) + frame.axes(x_label, y_label)
+    colours = {name: "var(--muted)" if name == grey else _colour(index) for index, name in enumerate(lines)}
+    for name, points in sorted(lines.items(), key=lambda line: line[0] != grey):
         if len(points) == 1:
             x, y = points[0]
-            title, style = _tag("title", f"{name}: {number(y)}"), f"fill:{_colour(index)}"
+            title, style = _tag("title", f"{name}: {number(y)}"), f"fill:{colours[name]}"
             parts.append(_tag("circle", title, style=style, cx=frame.left(x), cy=frame.top(y), r=3))
         else:
             places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
-            title, style = _tag("title", name), f"stroke:{_colour(index)}"
+            title, style = _tag("title", name), f"stroke:{colours[name]}"
             parts.append(_tag("polyline", title, class_="line", style=style, points=places))
+    if dot:
+        (x, y), text = dot
+        parts.append(_tag("circle", _tag("title", text), class_="dot", cx=frame.left(x), cy=frame.top(y), r=4.5))
     chart = _svg(HEIGHT, parts, ", ".join(lines))
-    return chart + legend({name: index for index, name in enumerate(lines)}) if len(lines) > 1 else chart
+    return chart + legend(colours, dot[1] if dot else "") if len(lines) > 1 or dot else chart
+
+
+def _bands(frame: _Frame, starts: Mapping[float, str]) -> list[Markup]:
+    """Return the attempts as bands, every second one shaded, with the names of those that are wide enough."""
+    shown = {x: name for x, name in starts.items() if frame.x[0] < x <= frame.x[1]}
+    ends = [*map(frame.left, shown), _RIGHT]
+    bands = list(zip(("attempt 1", *shown.values()), [_LEFT, *ends], ends, strict=False)) if shown else []
+    shaded = "".join(f"M{a:.1f} {_TOP}H{b:.1f}V{_BOTTOM}H{a:.1f}Z" for _, a, b in bands[1::2])
+    names = [_text("tick mid", name, (a + b) / 2, _TOP - 2) for name, a, b in bands if b - a > 80]
+    return [_tag("path", class_="band", d=shaded), *names] if bands else []
 
 
 def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
-    """Return a row of bars for each name over a common axis, such as the phases of each attempt."""
+    """Return a row of bars for each name over a common axis, such as the time of each attempt."""
     bars = [bar for row in rows.values() for bar in row]
     low, high = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
@@ -171,8 +206,8 @@ def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
     return _svg(bottom + 34, parts, x_label)
 
 
-def _shade(share: float) -> int:
-    return min(NUM_SHADES - 1, int(share * NUM_SHADES))
+def shade(share: float) -> str:
+    return f"h{min(NUM_SHADES - 1, int(share * NUM_SHADES))}"
 
 
 def shortened(text: str, length: int) -> str:
@@ -181,13 +216,9 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-PHASE_COLOURS = {
-    phase: number
-    for number, phase in enumerate(("queue", "start", "compile", "train", "evaluate", "save", "down", "finish"))
-}
 #: Attempts with a row of their own in the timeline.
 MAX_ATTEMPTS = 40
-#: Intervals of an attempt that are drawn; of more, those of the same phase with a short gap are joined.
+#: Intervals of an attempt that are drawn; of more, those of the same cause with a short gap are joined.
 MAX_INTERVALS = 300
 
 
@@ -203,25 +234,25 @@ def timeline(ledger: Ledger) -> Markup:
             Bar(
                 (interval.began - began) / scale,
                 (interval.ended - began) / scale,
-                PHASE_COLOURS[interval.phase],
-                f"{interval.phase}: {duration(interval.ended - interval.began)}",
+                f"var(--{interval.cause})",
+                f"{interval.cause}: {duration(interval.ended - interval.began)}",
             )
             for interval in joined(own, seconds / MAX_INTERVALS)
         ]
-    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(PHASE_COLOURS)
+    return bar_rows(rows, x_label=f"{unit} since the beginning")
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
-    """Join intervals of the same phase that follow each other within `gap_s`, if there are too many to draw."""
+    """Join intervals of the same cause that follow each other within `gap_s`, if there are too many to draw."""
     if len(intervals) <= MAX_INTERVALS:
         return list(intervals)
     found: dict[str, list[Interval]] = {}
     for interval in intervals:
-        own = found.setdefault(interval.phase, [])
+        own = found.setdefault(interval.cause, [])
         if own and interval.began - own[-1].ended <= gap_s:
             interval = replace(own[-1], ended=max(own.pop().ended, interval.ended))
         own.append(interval)
-    # Long phases first, so that short ones are drawn over them.
+    # Long ones first, so that short ones are drawn over them.
     flat = [interval for own in found.values() for interval in own]
     return sorted(flat, key=lambda interval: interval.began - interval.ended)
 
@@ -239,7 +270,8 @@ def draw(figure: Figure) -> Markup:
             for (begin, end), count in zip(pairwise(edges), counts, strict=True):
                 left, top = frame.left(begin), frame.top(count)
                 title = f"{number(begin)} to {number(end)}: {number(count)}"
-                parts.append(_rect(0, title, left + 0.5, top, max(0.5, frame.left(end) - left - 1), _BOTTOM - top))
+                width = max(0.5, frame.left(end) - left - 1)
+                parts.append(_rect(_colour(0), title, left + 0.5, top, width, _BOTTOM - top))
             return _svg(HEIGHT, parts, figure.y_label)
         case Text(text=text):
             return Markup("<pre>{}</pre>").format(text)
@@ -250,7 +282,7 @@ def _matrix(matrix: Matrix) -> Markup:
     rows = [_tag("tr", Markup("<th></th>") + Markup("").join(_tag("th", name) for name in matrix.names))]
     for name, values in zip(matrix.names, matrix.values, strict=True):
         total = sum(map(abs, values)) or 1.0
-        cells = [_tag("td", number(value), class_=f"n h{_shade(abs(value) / total)}") for value in values]
+        cells = [_tag("td", number(value), class_=f"n {shade(abs(value) / total)}") for value in values]
         rows.append(_tag("tr", _tag("th", name) + Markup("").join(cells)))
     caption = _tag("caption", f"rows: {matrix.row_label}, columns: {matrix.column_label}")
     return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
@@ -282,18 +314,19 @@ def metric_charts(
     for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)
     charts = [_chart(title, keys, series) for title, keys in own.items() if keys]
-    others = [_chart(title, groups[title], series) for title in ranked(groups, group_of(monitor))[:MAX_CHARTS]]
+    titles = [one for one in ranked(groups, group_of(monitor)) if groups[one] != [monitor]]  # it has its own place
+    others = [_chart(title, groups[title], series) for title in titles[:MAX_CHARTS]]
     return [one for one in charts if one], [one for one in others if one]
 
 
-def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
+def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series], **options: Any) -> Chart | None:
     lines = {}
     for key in keys[:MAX_LINES]:
         points = series[key].points
         lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
     starts = series[ATTEMPT].points if ATTEMPT in series else []
-    marks: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
-    figure = line_chart(lines, x_label="step", marks=marks)
+    named: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
+    figure = line_chart(lines, x_label="step", starts=named, **options)
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
         f" {found.first_not_finite}"
@@ -306,3 +339,16 @@ def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Cha
         return None
     title = title if len(keys) > 1 else keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
+
+
+def primary_chart(facts: RunFacts, series: Mapping[str, Series], before: Mapping[str, Series]) -> Chart | None:
+    """Return the curve of the monitored metric over that of the best earlier run; None if nothing was logged."""
+    key, grey, dot = facts.monitor, "best earlier run", None
+    if key not in series:
+        return None
+    if facts.best is not None and facts.best_value is not None:
+        text = f"best checkpoint: {facts.best_text(number(facts.best_value))} at step {facts.best.step:,}"
+        dot = (facts.best.step, facts.best_value), text
+    if key not in before:
+        return _chart(key, [key], series, dot=dot)
+    return _chart(key, [key, grey], {**series, grey: before[key]}, grey=grey, dot=dot)

@@ -15,10 +15,9 @@ from typing import Any
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
-from hpcdist.review.facts import RunFacts, Series, is_hidden
+from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
-from hpcdist.review.report import read_environment, text_of
-from hpcdist.review.text import clock, duration
+from hpcdist.review.text import clock, duration, text_of
 from hpcdist.review.uncertainty import (
     difference_interval,
     evaluated_on,

@@ -151,7 +151,7 @@ def _image(facts: RunFacts) -> str:
 
 def _versions(facts: RunFacts) -> str:
     def listed(versions: Mapping[str, str]) -> str:
-        names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
+        names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA", "driver": "NVIDIA driver"}
         return ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
 
     own, inside = listed(facts.versions), listed(facts.rank_versions)
@@ -503,6 +503,7 @@ _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class CellFacts:
+    name: str = ""  #: of the run
     values: dict[str, Any]  #: by swept key
     label: str
     status: str  #: that of its state file; `missing` or `unreadable` without one
@@ -520,11 +521,14 @@ class SettingFacts:
     num_cells: int
 
     @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
     def text(self) -> str:
         """The mean, the standard deviation and, in brackets, the number of values."""
-        if not self.values:
+        if (mean := self.mean) is None:
             return ""
-        mean = statistics.fmean(self.values)
         deviation = statistics.stdev(self.values) if len(self.values) > 1 else None
         return f"{with_error(mean, deviation, f'{mean:.6g}')} ({len(self.values)})"
 
@@ -541,19 +545,33 @@ class SweepFacts:
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
 
     @property
-    def settings(self) -> tuple[SettingFacts, ...]:
-        """The settings, the best one first; empty without seeds, where each cell is a setting."""
-        if REPETITION not in self.keys:
-            return ()
+    def by_setting(self) -> dict[str, SettingFacts]:
+        """The settings by label; without seeds, each cell is a setting."""
         groups: dict[str, list[float | None]] = {}
         for cell in self.cells:
             groups.setdefault(setting_of(cell.values), []).append(cell.metric)
-        found = [
-            SettingFacts(label=label, values=tuple(filter(_is_usable, own)), num_cells=len(own))
+        return {
+            label: SettingFacts(label=label, values=tuple(filter(_is_usable, own)), num_cells=len(own))
             for label, own in groups.items()
-        ]
-        sign = {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
-        return tuple(sorted(found, key=lambda one: (not one.values, sign * statistics.fmean(one.values or (0.0,)))))
+        }
+
+    @property
+    def settings(self) -> tuple[SettingFacts, ...]:
+        """The settings, the best one first; empty without seeds."""
+        if REPETITION not in self.keys:
+            return ()
+        found = self.by_setting.values()
+        return tuple(sorted(found, key=lambda one: (one.mean is None, self.sign * (one.mean or 0.0))))
+
+    @property
+    def ranked_cells(self) -> list[CellFacts]:
+        """The cells from the best to the worst if that is known, those without a value last."""
+        return sorted(self.cells, key=lambda cell: (cell.metric is None, self.sign * (cell.metric or 0.0)))
+
+    @property
+    def sign(self) -> float:
+        """The factor by which lower values are better; 0 if that is unknown."""
+        return {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
 
     @property
     def best(self) -> tuple[str, float, str] | None:
@@ -584,6 +602,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
         known = "unreadable" if (run.path / "state.json").exists() else "missing"
         cells.append(
             CellFacts(
+                name=run.name,
                 values=cell["values"],
                 label=cell["label"],
                 status=known if own_state is None else own_state.status,
@@ -620,9 +639,7 @@ def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
 
 def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     yield _status(facts.state)
-    # From the best to the worst if that is known, those without a value last.
-    sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
-    cells = sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
+    cells = facts.ranked_cells
     titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
     settings = facts.settings if facts.monitor else ()
     if settings and settings[0].values:

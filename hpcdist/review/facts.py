@@ -14,11 +14,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from hpcdist.config.document import flat
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import read_account
+from hpcdist.review.text import text_of
 from hpcdist.review.uncertainty import error_of, with_error
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.records import (
@@ -412,7 +414,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         job_id=_text(_read(run.slurm).get("job_id")),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
         rank_python=rank_python,
-        rank_versions=_texts({name: inside.get(name) for name in ("python", "torch", "cuda", "hpcdist")}),
+        rank_versions=_texts({name: inside.get(name) for name in ("python", "torch", "cuda", "driver", "hpcdist")}),
         git_dirty=environment.get("git_dirty") is True,
         has_patch=any(path.stat().st_size for path in run.path.glob("code.patch")),
         num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
@@ -443,6 +445,21 @@ def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | Non
         steps_per_s=speed,
         time_limit=current.time_limit,
     )
+
+
+def read_environment(run: RunDir) -> dict[str, str]:
+    found = {
+        "": read_json(run.environment) or {},
+        "container.": read_json(run.container) or {},
+        "rank_environment.": read_json(run.rank_environment) or {},
+        "slurm.": read_json(run.slurm) or {},
+    }
+    texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}
+    return {key: text for key, text in texts.items() if text != "null"}
+
+
+def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {key: text_of(value) for key, value in flat(tree).items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

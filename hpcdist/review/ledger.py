@@ -33,12 +33,8 @@ MEANINGS: dict[Cause, str] = {
 #: Wall time below which a run is named short beside the shares of its causes.
 SHORT_S = 60.0
 SHORT_RUN = "short run"
-
-Phase = Literal["start", "compile", "train", "evaluate", "save", "finish", "down"]
-#: Names of recorded phases on the time axis of a run.
-PHASES: dict[str, Phase] = {
-    "start": "start", "compile": "compile", "evaluation": "evaluate", "checkpoint": "save", "finish": "finish",
-}  # fmt: skip
+#: Causes of rank 0 whose times are recorded (`phases.jsonl`).
+PHASES: tuple[Cause, ...] = ("start", "compile", "evaluation", "checkpoint", "finish")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +81,9 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     answer any more. A plain script continues after its last report.
     """
     began, ended = timed.began, timed.ended
-    is_script = not timed.times.measured
+    after = _cause_after(timed, account)
     if account is None:
-        return {"compute" if is_script else "start": ended - began}
+        return {after: ended - began}
     # Clocks of nodes differ, and an account must not contain more time than the attempt.
     first = min(max(account.began, began), ended)
     last = min(max(account.until, first), ended)
@@ -96,11 +92,17 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     sums = {cause: seconds * scale for cause, seconds in account.seconds.items()}
     sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
     over = min(max(last, last_step), ended) if account.closed else last
-    goes_on = not account.closed and (timed.is_live or is_script)
-    after: Cause = account.cause if goes_on else "finish" if account.closed else "down"
     sums["idle"] = sums.get("idle", 0.0) + over - last
     sums[after] = sums.get(after, 0.0) + ended - over
     return sums
+
+
+def _cause_after(timed: TimedAttempt, account: RankAccount | None) -> Cause:
+    """Return the cause of the time of a rank after its last account, and after the last step of all ranks."""
+    is_script = not timed.times.measured
+    if account is None:
+        return "compute" if is_script else "start"
+    return "finish" if account.closed else account.cause if timed.is_live or is_script else "down"
 
 
 def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
@@ -191,8 +193,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    phase: Literal["queue"] | Phase
-    attempt: int
+    """A part of the time axis of a run: of rank 0, or of an allocation outside of attempts."""
+
+    cause: Literal["queue"] | Cause
+    attempt: int  #: 0 outside of all attempts
     began: float
     ended: float
 
@@ -317,6 +321,14 @@ def money(before: str, value: float, after: str) -> str:
     return "<" * text.startswith("<") + f"{before}{text.removeprefix('<')}{after}"
 
 
+def cost_of(ledgers: Iterable[Ledger]) -> str:
+    """Return the sum of several ledgers; GPU-hours and core-hours cannot be added."""
+    seconds: dict[str, float] = {}
+    for one in ledgers:
+        seconds[one.unit] = seconds.get(one.unit, 0.0) + one.allocated_s
+    return ", ".join(f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total)
+
+
 def percent(share: float | None) -> str:
     return "not measured" if share is None else f"{amount(100 * share)} %"
 
@@ -365,10 +377,9 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
     first = allocation.attempts[0].attempt.number if allocation.attempts else 0
     if allocation.queue_s > 0:
         began = allocation.began - allocation.queue_s
-        yield Interval(phase="queue", attempt=first, began=began, ended=allocation.began)
+        yield Interval(cause="queue", attempt=first, began=began, ended=allocation.began)
     for cause, began, ended in _gaps(allocation):
-        if cause in ("start", "finish", "down"):
-            yield Interval(phase=cause, attempt=0, began=began, ended=ended)
+        yield Interval(cause=cause, attempt=0, began=began, ended=ended)
     for timed in allocation.attempts:
         yield from _attempt_intervals(timed)
 
@@ -377,30 +388,34 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     account = read_account(timed.attempt, 0)
     last = timed.began if account is None else min(max(account.until, timed.began), timed.ended)
     found: list[Interval] = []
+    redone_s = 0.0 if account is None else account.seconds.get("redone", 0.0)  # of the first steps
 
-    def add(phase: Phase, began: float, ended: float) -> None:
+    def add(cause: Cause, began: float, ended: float) -> None:
+        nonlocal redone_s
+        if cause == "compute" and redone_s > 0:
+            redone_s, before = redone_s - (ended - began), min(ended, began + redone_s)
+            add("redone", began, before)
+            began = before
         if ended > began:
-            first = found.pop().began if found and found[-1].phase == phase else began
-            found.append(Interval(phase=phase, attempt=timed.attempt.number, began=first, ended=ended))
+            first = found.pop().began if found and found[-1].cause == cause else began
+            found.append(Interval(cause=cause, attempt=timed.attempt.number, began=first, ended=ended))
 
     phases = []
     for record in read_json_lines(timed.attempt.phases):  # some may be damaged
         began, ended = record.get("began", -1.0), record.get("ended", -1.0)
         if record.get("cause") in PHASES and _is_time(began) and _is_time(ended) and began <= ended:
-            phases.append((PHASES[record["cause"]], began, ended))
+            phases.append((record["cause"], began, ended))
     at = timed.began
-    between: Phase = "start"
-    for phase, began, ended in sorted(phases, key=lambda phase: phase[1]):
+    between: Cause = "start"
+    for cause, began, ended in sorted(phases, key=lambda phase: phase[1]):
         began, ended = max(at, min(began, last)), min(ended, last)
         if ended > at:
             add(between, at, began)
-            add(phase, began, ended)
-            between = between if phase == "start" else "train"
+            add(cause, began, ended)
+            between = between if cause == "start" else "compute"
             at = ended
-    is_over = account is not None and account.closed
     over = max(at, last - account.seconds.get("finish", 0.0)) if account is not None else last
     add(between, at, over)
     add("finish", over, last)
-    after: Phase = "start" if account is None else "finish" if is_over else "train" if timed.is_live else "down"
-    add(after, last, timed.ended)
+    add(_cause_after(timed, account), last, timed.ended)
     return found

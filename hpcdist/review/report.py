@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import jinja2
 from markupsafe import Markup, escape
 
-from hpcdist.config.document import flat
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
@@ -21,21 +22,48 @@ from hpcdist.review.charts import (
     draw,
     metric_charts,
     number,
+    primary_chart,
+    shade,
+    swatch,
     timeline,
 )
-from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_command, run_again_command, setup_rows
+from hpcdist.review.comparison import compare, compare_results
+from hpcdist.review.description import (
+    ATTEMPT_COLUMNS,
+    SettingFacts,
+    SweepFacts,
+    attempt_rows,
+    headline,
+    read_sweep_facts,
+    rerun_command,
+    run_again_command,
+    setup_rows,
+)
 from hpcdist.review.explain import Finding, explain_attempt
-from hpcdist.review.facts import JOB_ENDS, Series, ends_by_slurm, is_hidden, read_facts
+from hpcdist.review.facts import (
+    JOB_ENDS,
+    RunFacts,
+    Series,
+    ends_by_slurm,
+    flat_texts,
+    is_hidden,
+    read_environment,
+    read_facts,
+    readable,
+)
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import Ledger, hours_text, read_ledger
-from hpcdist.review.text import duration
+from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.review.text import duration, text_of
 from hpcdist.run.folder import RunDir
+from hpcdist.run.records import Standing, read_times
+from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
+from hpcdist.run.sweeps import text_of as config_text
 
+ReadSeries = Callable[[RunDir], Mapping[str, Series]]
 T = TypeVar("T")
 
 #: Limits of the rows of a table.
 MAX_ROWS = 200
-MAX_TEXT = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,30 +98,6 @@ def read_faults(run: RunDir) -> list[Fault]:
     return found[-MAX_ROWS:]
 
 
-def read_environment(run: RunDir) -> dict[str, str]:
-    found = {
-        "": read_json(run.environment) or {},
-        "container.": read_json(run.container) or {},
-        "rank_environment.": read_json(run.rank_environment) or {},
-        "slurm.": read_json(run.slurm) or {},
-    }
-    texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}
-    return {key: text for key, text in texts.items() if text != "null"}
-
-
-def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
-    return {key: text_of(value) for key, value in flat(tree).items()}
-
-
-def text_of(value: Any) -> str:
-    """Return a value as text of at most MAX_TEXT characters, without passwords in addresses."""
-    if value is None:
-        return "null"
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = redact_text(text.encode(errors="replace").decode())
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
-
-
 @functools.cache
 def environment() -> jinja2.Environment:
     # The page needs no network and no scripts, for MLflow's artifact viewer and for mail.
@@ -105,10 +109,10 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters.update(command=redact_text, duration=duration, number=number, marked=marked_code, text=text_of)
-    found.filters["hours"] = hours_text
+    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command, cost_of=cost_of)
+    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, draw=draw, swatch=swatch, headline=headline)
     found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
-    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command)
-    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, draw=draw)
+    found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
 
 
@@ -121,9 +125,56 @@ def marked_code(text: str) -> Markup:
     return Markup("").join(tags[index % 2].format(part) for index, part in enumerate(parts))
 
 
-def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
-    """Write `report.html` into the run folder. Returns whether its content has changed. Raises OSError."""
-    text = render_report(run, series)
+#: Rows of `setup_rows` that are shown as environment.
+_ENVIRONMENT = ("Ranks", "Versions", "Image")
+
+
+def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Return what the run used, in words, for a reader who does not know the keys of `read_environment`."""
+    rows = [row for row in setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
+    times = [found for attempt in run.attempts() if (found := read_times(attempt)) is not None]
+    if times and (shares := times[-1].shares.values()):
+        total = sum(share.allocated for share in shares)
+        rows.append(("Allocated", [f"{times[-1].unit}s: {number(total)}, nodes: {len(shares)}"]))
+    cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
+    return [*rows, ("Created on", [", ".join(filter(None, (facts.host, recorded.get("platform"), cores)))])]
+
+
+def best_earlier(run: RunDir, standing: Standing) -> RunDir | None:
+    """Return the best earlier run of the experiment, if its folder is beside that of `run`."""
+    found = RunDir(run.path.parent / Path(standing.before_folder).name)
+    is_same = standing.before_run_id and (read_json(found.mlflow) or {}).get("run_id") == standing.before_run_id
+    return found if is_same else None
+
+
+def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, Series]]) -> list[tuple[str, ...]]:
+    """Return the results of a run and of an earlier one, and what differs in code, data and config."""
+    both, standing = {before.name: read_facts(before), facts.name: facts}, facts.standing
+    results = compare_results(both, logged)
+    earlier = {one.metric: one.text for one in results if one.run == before.name}
+    rows: list[tuple[str, ...]] = []
+    for one in results:
+        if one.run != facts.name or one.delta is None:
+            continue
+        if standing is not None and one.metric == f"best {standing.metric}":
+            if standing.setting:  # ranked by the mean of its seeds
+                continue
+            interval = (standing.interval[0], standing.interval[1]) if standing.interval else None
+            one = replace(one, interval=interval, verdict=standing.verdict)
+        metric, _, text, delta, between, verdict = one.row
+        rows.append((metric, earlier[metric], text, ", ".join(filter(None, (f"Δ {delta}", between, verdict)))))
+    found = compare(both, logged)
+    differing = [row for title in ("code", "data", "config") for row in found.get(title, {}).items()]
+    return [*rows, *((key, *pair, "") for key, pair in differing if key not in ("folder", "command"))][:MAX_ROWS]
+
+
+def write_report(run: RunDir, read: ReadSeries) -> bool:
+    """Write `report.html` into the folder of a run or sweep. Returns whether its content has changed. Raises OSError.
+
+    Args:
+        read: returns the logged metrics of a run.
+    """
+    text = render_sweep(run) if isinstance(run, SweepDir) else render_report(run, read)
     try:
         if read_regular(run.report, len(text.encode())) == text.encode():
             return False
@@ -133,13 +184,40 @@ def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
     return True
 
 
-def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
+def render_sweep(sweep: SweepDir) -> str:
+    """Return the report of a sweep as HTML."""
+    facts, runs = read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+    spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
+    pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
+
+    def cost(setting: str = "") -> str:
+        return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
+
+    page = environment().get_template("sweep.html")
+    return page.render(
+        run=sweep, facts=facts, spent=spent, pages=pages, cost=cost, heat_map=heat_map(facts), repetition=REPETITION
+    )
+
+
+def heat_map(facts: SweepFacts) -> dict[str, dict[str, tuple[SettingFacts, str]]]:
+    """Return the settings of a sweep over two keys with their shades, by their values; empty for other sweeps."""
+    keys, settings = [key for key in facts.keys if key != REPETITION], facts.by_setting
+    known = [one.mean for one in settings.values() if one.mean is not None]
+    found: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
+    for cell in facts.cells if len(keys) == 2 and known else ():
+        one, (row, column) = settings[setting_of(cell.values)], [config_text(cell.values.get(key)) for key in keys]
+        share = 0.0 if one.mean is None else (one.mean - min(known)) / (max(known) - min(known) or 1.0)
+        found.setdefault(row, {})[column] = one, shade(1 - share if facts.sign > 0 else share)
+    return found
+
+
+def render_report(run: RunDir, read: ReadSeries) -> str:
     """Return the report of a run as HTML, without the parts whose files are damaged; it names the problems."""
     problems: list[str] = []
 
-    def part(read: Callable[[RunDir], T]) -> T | None:
+    def part(read: Callable[[RunDir], T], of: RunDir = run) -> T | None:
         try:
-            return read(run)
+            return read(of)
         except (HpcdistError, OSError, ValueError) as error:
             problems.append(text_of(str(error)))
             return None
@@ -147,12 +225,16 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     stored = part(lambda run: read_stored(run.config)) or StoredConfig()
     problems += [text_of(stored.problem)] if stored.problem else []
     declared = stored.trainer.charts if stored.trainer else {}
+    facts, series = part(read_facts), part(read) or {}
     trainer_charts, charts = metric_charts(series, declared, stored.config.checkpoint.monitor)
     figures, no_figures = read_figures(run.artifacts)
     ledger = part(read_ledger) or Ledger()
+    standing = facts.standing if facts else None
+    earlier = part(lambda run: best_earlier(run, standing)) if standing else None
+    before = (part(read, earlier) if earlier else None) or {}
     content: dict[str, Any] = {
         "run": run,
-        "facts": part(read_facts),
+        "facts": facts,
         "ledger": ledger,
         "costs": ledger.costs(stored.config.cluster),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
@@ -165,6 +247,11 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "faults": part(read_faults),
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
+        "curve": primary_chart(facts, series, before) if facts else None,
+        "earlier": earlier,
+        "changes": part(lambda run: changes(earlier, facts, {earlier.name: before, run.name: series}))
+        if facts and earlier
+        else [],
     }
     problems += no_figures
-    return environment().get_template("report.html").render(content, problems=problems)
+    return environment().get_template("report.html").render(content, problems=list(dict.fromkeys(problems)))

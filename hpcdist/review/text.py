@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 from urllib.parse import quote
 
 from hpcdist.config.redaction import redact_text
@@ -19,6 +21,9 @@ TRAINING_PAGES = "workflowType=machine_learning"
 #: Artifact with the uncommitted changes, `code.patch` in the run folder. MLflow's viewer shows no file `*.patch`.
 PATCH = "code.patch.txt"
 
+#: Characters of a value in a report.
+MAX_TEXT = 600
+
 
 class Markdown(str):
     """Text that is Markdown already; `table` escapes any other."""
@@ -30,6 +35,15 @@ def one_line(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text as one line, without passwords."""
     line = " ".join(redact_text(text).split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text of at most MAX_TEXT characters, without passwords in addresses."""
+    if value is None:
+        return "null"
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = redact_text(text.encode(errors="replace").decode())
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
 def escaped(text: str, limit: int = 300) -> Markdown:

@@ -432,7 +432,7 @@ def machine_facts() -> dict[str, Any]:
     from importlib import metadata  # slow to import, and not needed in jobs
 
     installed = machine.versions()  # of torch with its build, such as `2.11.0+cu130`, which its metadata may lack
-    versions: dict[str, str] = {name: installed[name] for name in ("hpcdist", "torch") if name in installed}
+    versions: dict[str, str] = {name: installed[name] for name in ("hpcdist", "torch", "driver") if name in installed}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)

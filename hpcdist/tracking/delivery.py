@@ -506,7 +506,7 @@ class ReportWriter:
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 
-            write_report(self._run, read_series(self._run))
+            write_report(self._run, read_series)
         except Exception:  # a report must not stop the upload of the metrics
             log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
             return False

@@ -26,7 +26,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingEr
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable
-from hpcdist.review.ledger import Ledger, hours_text, read_ledger
+from hpcdist.review.ledger import Ledger, cost_of, hours_text, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
     CAUSES,
@@ -371,11 +371,7 @@ class ParentRun:
 
     def _cost(self) -> dict[str, str]:
         ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell))) is not None]
-        seconds: dict[str, float] = {}
-        for one in ledgers:
-            seconds[one.unit] = seconds.get(one.unit, 0.0) + one.allocated_s
-        texts = [f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total]
-        return {"hpcdist.cost": ", ".join(texts)} if texts else {}
+        return {"hpcdist.cost": text} if (text := cost_of(ledgers)) else {}
 
 
 # Prepared views of an experiment, stored like views that users save in MLflow's UI.

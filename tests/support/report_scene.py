@@ -17,7 +17,7 @@ from hpcdist.host.files import write_json
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.review.ledger import Entry, Interval, Ledger
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import AttemptTimes, NodeShare, Resources, begin
+from hpcdist.run.records import CAUSES, AttemptTimes, NodeShare, Resources, begin
 from hpcdist.trainers.comm.results import CheckResult, Pair, RankPlace, Results, Row
 
 CONFIG: dict[str, Any] = {
@@ -81,12 +81,11 @@ def some_ledger() -> Ledger:
         Entry(cause=cause, attempt=1 + number % 2, node=f"n{1 + number % 2}", seconds=10.0 * (number + 1))
         for number, cause in enumerate(("start", "compute", "communication", "checkpoint", "redone", "idle", "down"))
     ]
-    phases = ("queue", "start", "compile", "train", "evaluate", "save", "down")
     intervals = [
-        Interval(phase=phase, attempt=attempt, began=began, ended=began + 9)
+        Interval(cause=cause, attempt=attempt, began=began, ended=began + 5)
         for attempt in (1, 2)
-        for number, phase in enumerate(phases)
-        for began in [_BEGAN + 70 * attempt + 10 * number]
+        for number, cause in enumerate(("queue", *CAUSES))
+        for began in [_BEGAN + 70 * attempt + 6 * number]
     ]
     ledger = Ledger(running_s=64.0, queue_s=9.0, energy_kwh=0.25, energy_of="nodes")
     return replace(ledger, entries=tuple(entries), intervals=tuple(intervals))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from report_scene import ReportScene, failure, some_ledger
 
 from hpcdist.host.files import write_json
 from hpcdist.review import report
+from hpcdist.review.charts import line_chart
 from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text, histogram, read_figures, write_figure
-from hpcdist.review.report import render_report, write_report
+from hpcdist.review.report import render_report, render_sweep, write_report
+from hpcdist.run.records import CAUSES, Standing
+from hpcdist.run.sweeps import SweepDir
 from hpcdist.tracking.points import read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -40,7 +44,7 @@ class Elements(HTMLParser):
 
 
 def page_of(scene: ReportScene) -> str:
-    return render_report(scene.run, read_series(scene.run))
+    return render_report(scene.run, read_series)
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
     assert "n2 is 100 % slower" in found.text
-    assert re.search(r"core-hours\s*0.078", found.text)
+    assert "0.078 core-hours" in found.text
     assert "7.1 %" in found.text, "the goodput"
     assert "once upon a time" in found.text
     assert '<td class="n h8">9</td><td class="n h0">1</td>' in page, "shaded by the share of the row"
@@ -121,25 +125,120 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     (full.run.artifacts / "figures" / "curve.json").write_text("[1]")
     series = {"train/loss": Series()}
     series["train/loss"].add(1, 0.5)
-    text = Elements(render_report(full.run, series)).text
+    text = Elements(render_report(full.run, lambda run: series)).text
     assert "state.json is damaged" in text
     assert "config.yaml: must hold keys and values" in text
     assert "figures/text.json is not a figure" in text
     assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
     assert "train/loss" in text
     full.run.config.write_text("trainer: [ddp]")
-    assert "train/loss" in Elements(render_report(full.run, series)).text
+    assert "train/loss" in Elements(render_report(full.run, lambda run: series)).text
+
+
+def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) -> None:
+    """Two runs, of which the first was the best one of the experiment until the second ended."""
+    before, scene = ReportScene(tmp_path, "before"), ReportScene(tmp_path, "after")
+    for one, lr, values in ((before, 0.1, [0.5, 0.7]), (scene, 0.2, [0.6, 0.8, 0.75])):
+        one.write_config({"name": one.run.name, "optim": {"lr": lr}})
+        one.log({"eval/accuracy": values})
+        one.log({"eval/accuracy": [0.7]}, attempt=2, first=4)
+        one.state(attempt=2)
+        checkpoint = one.run.checkpoints / "step-00000002"
+        checkpoint.mkdir(parents=True)
+        write_json(checkpoint / "manifest.json", {"step": 2, "metrics": {"eval/accuracy": max(values)}})
+    alone = page_of(scene)
+    assert "What changed" not in alone
+    assert "before" not in alone
+    write_json(before.run.mlflow, {"run_id": "b1"})
+    write_json(scene.run.mlflow, {"run_id": "a1"})
+    ended = scene.run.read_state().ended or 0.0
+    ranked = Standing(run_id="a1", ended=ended, metric="eval/accuracy", value=0.8, number=2, before_value=0.7,
+                      before_folder="/elsewhere/before", before_run_id="b1", difference=0.1, verdict="clear",
+                      interval=[0.05, 0.15])  # fmt: skip
+    write_json(scene.run.standing, asdict(ranked))
+    page = page_of(scene)
+    text = re.sub(r"(<[^>]*>|\s)+", " ", page)
+    assert page.index("<h3>eval/accuracy</h3>") < page.index("<h2>What changed") < page.index("<h2>Run</h2>")
+    assert page.count("<h3>eval/accuracy</h3>") == 1, "it is not repeated among the other metrics"
+    chart = page[: page.index("</svg>")]
+    assert re.findall(r'<polyline class="line" style="stroke:var\(--(\w+)\)"', chart) == ["muted", "c0"]
+    assert chart.count('class="band"') == 1, "the second attempt"
+    assert 'class="dot"' in chart
+    assert "best checkpoint: 0.8 at step 2" in text
+    assert (
+        "<b>eval/accuracy 0.8 · rank 1 of 2 in digits when it ended, +0.10 against the best before (clear)</b>" in page
+    )
+    assert "best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15, clear" in text, "the same verdict"
+    assert "optim.lr 0.1 0.2" in text
+    write_json(before.run.mlflow, {"run_id": "c2"})
+    assert "What changed" not in page_of(scene), "another run of that name"
+
+
+def test_losses_that_span_a_power_of_ten_have_a_logarithmic_axis() -> None:
+    def ticks(name: str, *values: float) -> list[str]:
+        return re.findall(r'class="tick" [^>]*>([^<]*)', line_chart({name: list(enumerate(values))}, x_label="step"))
+
+    assert ticks("train/loss", 3, 0.3, 0.03) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
+    assert ticks("train/loss", 1e6, 1e-6) == ["1e-06", "0.001", "1", "1,000", "1e+06"]
+    assert ticks("train/loss", 3, 0.3, 0)[0] == ticks("eval/accuracy", 3, 0.3, 0.03)[0] != "0.05"
+    assert ticks("train/loss", 3, 2) == ["2", "2.5", "3"]
+
+
+def test_each_cause_has_one_colour_and_only_lost_time_is_red(full: ReportScene) -> None:
+    page = page_of(full)
+    for scheme in page[: page.index("</style>")].split("@media")[:2]:
+        colours = {cause: re.findall(rf"--{cause}: (#\w+);", scheme) for cause in ("queue", *CAUSES)}
+        rgb = {cause: [int(found[i : i + 2], 16) for i in (1, 3, 5)] for cause, (found,) in colours.items()}
+        assert len(set(map(tuple, rgb.values()))) == len(colours)
+        assert {cause for cause, (red, green, blue) in rgb.items() if red > 1.6 * max(green, blue)} == {
+            "redone",
+            "down",
+        }
+    assert set(re.findall(r"fill:var\(--([a-z]+)\)", page)) == {"queue", *CAUSES}
+    assert re.search(r'background:var\(--redone\)"></i>redone', page), "the ledger is the legend"
+
+
+def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
+    cells = []
+    for lr, size, seed, value in ((0.1, 16, 1, 0.8), (0.1, 16, 2, 0.9), (0.1, 32, 1, 0.5), (0.2, 16, 1, None)):
+        scene = ReportScene(tmp_path, f"tune-{lr}-{size}-{seed}")
+        scene.state(status="finished" if value else "failed")
+        if value:
+            checkpoint = scene.run.checkpoints / "step-00000002"
+            checkpoint.mkdir(parents=True)
+            write_json(checkpoint / "manifest.json", {"step": 2, "metrics": {"eval/accuracy": value}})
+        values = {"optim.lr": lr, "data.batch_size": size, "seed": seed}
+        cells.append({"name": scene.run.name, "label": f"<b>lr={lr} batch_size={size} seed={seed}", "values": values})
+    write_report(scene.run, read_series)
+    sweep = SweepDir.create(scene.run.path.parent / "tune")
+    keys = ["optim.lr", "data.batch_size", "seed"]
+    write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells})
+    assert write_report(sweep, read_series)
+    page = sweep.report.read_text()
+    text = re.sub(r"(<[^>]*>|\s)+", " ", page)
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Settings", "Heat map", "Runs"]
+    assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 \(2\) 2 [\d.]+ core-hours", text)
+    assert '<td class="n h8">★ 0.85 ± 0.07 (2)</td><td class="n h0">0.5 (1)</td>' in page
+    assert "no value" in page
+    links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]
+    assert links == ["../tune-0.2-16-1/report.html"]
+    assert re.search("&lt;b&gt;lr=0.2 batch_size=16 seed=1 [0-9.]+ core-hours failed", text)
+    keys.remove("data.batch_size")
+    write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells})
+    assert "Heat map" not in render_sweep(sweep)
 
 
 def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
-    series = read_series(full.run)
-    assert [write_report(full.run, series), write_report(full.run, series)] == [True, False]
+    assert [write_report(full.run, read_series), write_report(full.run, read_series)] == [True, False]
     full.state(reason="another one")
-    assert write_report(full.run, series)
+    assert write_report(full.run, read_series)
     assert "another one" in full.run.report.read_text()
     full.run.report.unlink()
     os.mkfifo(full.run.report)
-    assert write_report(full.run, series), "a pipe is replaced; reading it would never end"
+    assert write_report(full.run, read_series), "a pipe is replaced; reading it would never end"
 
 
 def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:

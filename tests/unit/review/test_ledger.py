@@ -77,7 +77,7 @@ def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_alloc
     ledger = read_ledger(run)
     assert sums(ledger, 0) == {"start": 10.0, "down": 50.0}
     assert ledger.allocated_s == pytest.approx(5 * (51 + 21))
-    downs = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "down"]
+    downs = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.cause == "down"]
     assert downs == [(21, 31)]
     add_attempt(run, 2001, None, [account(2001, 2021, closed=False), account(2001, 2031, closed=False), None, None])
     ledger = read_ledger(run)
@@ -111,18 +111,19 @@ def test_run_of_an_older_version_has_no_ledger(run: RunDir) -> None:
 
 
 def test_recorded_phases_are_intervals(run: RunDir) -> None:
-    add_attempt(run, 1, 31, [account(3, 29)] * 4)
+    add_attempt(run, 1, 31, [account(3, 29, seconds={"start": 2.0, "redone": 5.0, "compute": 19.0})] * 4)
     phases = [("start", 3, 5), ("compile", 5, 6), ("evaluation", 10, 12), ("checkpoint", 12, 13), ("lunch", 13, 14)]
     lines = [json.dumps({"cause": name, "began": BEGAN + a, "ended": BEGAN + b}) for name, a, b in phases]
     run.attempt(1).phases.write_text("\n".join([*lines, "{", "[]", '{"cause": "start", "began": 2}', "torn"]))
-    found = [(i.phase, i.began - BEGAN, i.ended - BEGAN) for i in read_ledger(run).intervals if i.attempt == 1]
+    found = [(i.cause, i.began - BEGAN, i.ended - BEGAN) for i in read_ledger(run).intervals if i.attempt == 1]
     assert found == [
         ("start", 1, 5),
         ("compile", 5, 6),
-        ("train", 6, 10),
-        ("evaluate", 10, 12),
-        ("save", 12, 13),
-        ("train", 13, 29),
+        ("redone", 6, 10),
+        ("evaluation", 10, 12),
+        ("checkpoint", 12, 13),
+        ("redone", 13, 14),
+        ("compute", 14, 29),
         ("finish", 29, 31),
     ]
 
@@ -139,7 +140,7 @@ def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_
         "finish": 30 + 20 + 20 + 20,
         "idle": 20 + unused,
     }
-    (last,) = [i for i in read_ledger(run).intervals if i.phase == "finish"]
+    (last,) = [i for i in read_ledger(run).intervals if i.cause == "finish"]
     assert (last.began - BEGAN, last.ended - BEGAN) == (31, 61)
     add_attempt(run, 1001, 1061, [account(1001, 1051, closed=False), *[account(1001, 1021)] * 3], failed=True)
     assert sums(read_ledger(run), 2) == {"data": 4.0, "compute": 49 + 3 * 19, "idle": 3 * 40 + unused, "down": 10.0}
@@ -172,7 +173,7 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
         "down": 10 * 5,
     }
     assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
-    queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "queue"]
+    queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.cause == "queue"]
     assert queued == [(-7, 0), (92, 100), (191, 200)]
 
 
