@@ -240,7 +240,7 @@ def cost(
         hpcdist cost digits
     """
     from hpcdist.config.launch_schema import ClusterConfig
-    from hpcdist.config.written import read_stored
+    from hpcdist.config.written import read_section
     from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, hours_text, money, percent, read_ledger
     from hpcdist.review.text import duration
     from hpcdist.run.lookup import list_runs, resolve
@@ -270,7 +270,7 @@ def cost(
             found[title := f"{run.experiment}/{run.name}"] = ledger
             sites[title] = ClusterConfig()
             with suppress(HpcdistError, OSError):  # a damaged file
-                sites[title] = read_stored(run.config, "cluster").config.cluster
+                sites[title] = read_section(run.config, "cluster", ClusterConfig)
         else:
             without.append(run)
     if problems and not found:

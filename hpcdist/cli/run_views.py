@@ -5,6 +5,7 @@ with rich on a terminal, as plain lines elsewhere.
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +36,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from hpcdist import __version__
 from hpcdist.cli.options import console, exit_code, print_table, wrapped
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_text
@@ -42,13 +45,13 @@ from hpcdist.config.topology import rank_table
 from hpcdist.config.written import redacted
 from hpcdist.errors import HpcdistError, RunFolderError, terminal_text
 from hpcdist.host import retry
-from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
+from hpcdist.host.files import is_mine, open_regular, read_json, short_path, stays_inside, write_atomic
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.review.explain import explain_attempt, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, readable
 from hpcdist.review.ledger import Ledger, hours_text, read_ledger
 from hpcdist.review.text import duration
-from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
+from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.records import read_times, script_files
@@ -284,15 +287,22 @@ MAX_SHOWN_CHECKPOINTS = 10
 
 
 def read_rows(
-    listing: Listing, experiment: str | None = None, sort: Literal["created", "best"] = "created"
+    listing: Listing,
+    experiment: str | None = None,
+    sort: Literal["created", "best"] = "created",
+    kept: KeptRows | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each run, and notes on runs that cannot be read.
 
     The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
     """
+    kept = kept or KeptRows()
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
+    marks = {run.path: _marks(run) for run in runs}
+    rows = [row for run in runs if (row := kept.get(run, marks[run.path])) is not None]
+    known = {row["folder"] for row in rows}
+    runs = [run for run in runs if str(run.path) not in known]
     snapshots = query_jobs(runs, skip_ended=True)
-    rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for run in runs:
         try:
@@ -307,6 +317,8 @@ def read_rows(
                 "reason": now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
             }
             rows.append(row | _result_of(run))
+            if now.state.status in ENDED:
+                kept.add(marks[run.path], rows[-1])
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
     if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
@@ -316,6 +328,52 @@ def read_rows(
         signs = {"min": -1.0}
         rows.sort(key=lambda row: (row["best_metric"] or "", signs.get(row["best_mode"], 1.0) * (row["best"] or 0.0)))
     return rows, [*notes, *filter(None, [listing.note])]
+
+
+@dataclass(eq=False)
+class KeptRows:
+    """Rows of ended runs in a file of this user, so that only what has changed is read again."""
+
+    path: Path | None = None
+    _rows: dict[str, Any] = field(default_factory=dict)  #: by folder, each with the marks of the files it is from
+    _is_new: bool = False
+
+    @classmethod
+    def load(cls, path: Path) -> KeptRows:
+        found = (readable(lambda: read_json(path)) or {}) if is_mine(path) else {}
+        rows = found.get("rows") if found.get("of") == _code_mark() else None
+        return cls(path, rows if isinstance(rows, dict) else {})
+
+    def get(self, run: RunDir, marks: list[int]) -> dict[str, Any] | None:
+        found = self._rows.get(str(run.path))
+        return found["row"] if found is not None and found["marks"] == marks else None
+
+    def add(self, marks: list[int], row: dict[str, Any]) -> None:
+        self._rows[row["folder"]] = {"marks": marks, "row": row}
+        self._is_new = True
+
+    def save(self, listing: Listing) -> None:
+        """Write the rows of the runs that still exist, if there are new ones and the folder is this user's."""
+        if self._is_new and self.path is not None and is_mine(self.path.parent):
+            rows = {str(run.path): self._rows[str(run.path)] for run in listing.runs if str(run.path) in self._rows}
+            with suppress(OSError):
+                write_atomic(self.path, json.dumps({"of": _code_mark(), "rows": rows}), mode=0o600)
+
+
+def _code_mark() -> list[Any]:
+    return [__version__, os.stat(__file__).st_mtime_ns]
+
+
+def _marks(run: RunDir) -> list[int]:
+    """Return numbers that change with the files from which the row of an ended run is read."""
+    found = []
+    for name in ("state.json", "job.json", "config.yaml", "checkpoints"):
+        try:
+            about = os.stat(f"{run.path}/{name}")
+            found += [about.st_ino, about.st_mtime_ns, about.st_size]
+        except OSError:
+            found.append(0)
+    return found
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 import yaml
 
@@ -40,6 +40,7 @@ from hpcdist.host import files as host_files
 #: Limit of the config in a run folder.
 MAX_WRITTEN_BYTES = 16 << 20
 _MAX_PROBLEM = 400
+S = TypeVar("S")
 
 
 def to_yaml(config: Config) -> str:
@@ -54,7 +55,7 @@ def run_yaml(config: Config) -> str:
 def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
     """Return a run folder's config as plain containers, without its format number and without checks of its keys.
 
-    With `section` only that one, in a tenth of the time, if the file has it as hpcdist writes it.
+    With `section` only that one, if the file has it as hpcdist writes it.
     """
     try:
         text = read_text(path, MAX_WRITTEN_BYTES)
@@ -85,12 +86,15 @@ class StoredConfig:
         return find_trainer(trainer.target) if self.values and not trainer.script else None
 
 
-def read_stored(path: Path, section: str = "") -> StoredConfig:
-    """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know.
+def read_section(path: Path, name: str, kind: type[S]) -> S:
+    """Return a section of a run folder's config, in a tenth of the time that `read_stored` takes."""
+    found = stored_tree(path, name).get(name)
+    return convert_section(kind, found if isinstance(found, Mapping) else {}, name, [])
 
-    With `section`, see `stored_tree`, the others have their defaults.
-    """
-    tree = stored_tree(path, section)
+
+def read_stored(path: Path) -> StoredConfig:
+    """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know."""
+    tree = stored_tree(path)
     expand_short_forms(tree)
     config, mistakes = convert(tree)
     pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]

@@ -22,7 +22,7 @@ from typing import Any
 from hpcdist.config.document import parse_value
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
-from hpcdist.config.written import flat_values, read_stored, redacted
+from hpcdist.config.written import flat_values, read_section, redacted
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.host.files import fill, read_json, require_trusted, write_json
 from hpcdist.run.folder import ENDED, RunDir, State, Status, claim_experiment, read_record, require_record
@@ -341,7 +341,7 @@ def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
     """Return the section `checkpoint` of the first cell whose config can be read, else the defaults."""
     for cell in cells:
         with suppress(ConfigError, RunFolderError):
-            return read_stored(cell.config, "checkpoint").config.checkpoint
+            return read_section(cell.config, "checkpoint", CheckpointConfig)
     return CheckpointConfig()
 
 
