@@ -330,7 +330,9 @@ def cost_of(ledgers: Iterable[Ledger]) -> str:
 
 
 def percent(share: float | None) -> str:
-    return "not measured" if share is None else f"{amount(100 * share)} %"
+    if share is None:
+        return "not measured"
+    return "<0.1 %" if 0 < share < 0.001 else f"{amount(100 * share)} %"
 
 
 def hours_text(seconds: float) -> str:

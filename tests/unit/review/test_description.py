@@ -150,7 +150,7 @@ def test_description_of_a_finished_run() -> None:
     assert text.startswith(f"{first}\n**finished**: trained 400 steps\n")
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert (
-        "| data | &lt;0.001 | 0.0069 % | waiting for the next batch |\n"
+        "| data | &lt;0.001 | &lt;0.1 % | waiting for the next batch |\n"
         "| compute | 1.5 | 75 % | training steps, or the whole running time of a script that reports none |\n"
         "| down | 0.5 | 25 % |" in text
     )
