@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -290,21 +289,25 @@ def read_rows(
     listing: Listing,
     experiment: str | None = None,
     sort: Literal["created", "best"] = "created",
-    kept: KeptRows | None = None,
+    file: Path | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each run, and notes on runs that cannot be read.
 
     The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
+
+    Args:
+        file: a file of this user that keeps the rows of ended runs, so that only changed ones are read again.
     """
-    kept = kept or KeptRows()
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
-    marks = {run.path: _marks(run) for run in runs}
-    rows = [row for run in runs if (row := kept.get(run, marks[run.path])) is not None]
-    known = {row["folder"] for row in rows}
-    runs = [run for run in runs if str(run.path) not in known]
-    snapshots = query_jobs(runs, skip_ended=True)
+    kept = (readable(lambda: read_json(file)) if file and is_mine(file) else None) or {}
+    known = kept["rows"] if kept.get("writer") == _WRITER else {}
+    marks = {str(run.path): _marks(run) for run in runs}
+    rows = [known[path]["row"] for path, own in marks.items() if path in known and known[path]["marks"] == own]
+    unchanged = {row["folder"] for row in rows}
+    changed = [run for run in runs if str(run.path) not in unchanged]
+    snapshots = query_jobs(changed, skip_ended=True)
     notes: list[str] = []
-    for run in runs:
+    for run in changed:
         try:
             now = status_from(run, snapshots.get(run.path))
             row = {
@@ -318,9 +321,13 @@ def read_rows(
             }
             rows.append(row | _result_of(run))
             if now.state.status in ENDED:
-                kept.add(marks[run.path], rows[-1])
+                known[str(run.path)] = {"marks": marks[str(run.path)], "row": rows[-1]}
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
+    if file and changed and is_mine(file.parent):
+        existing = {path: known[path] for run in listing.runs if (path := str(run.path)) in known}
+        with suppress(OSError):
+            write_atomic(file, json.dumps({"writer": _WRITER, "rows": existing}), mode=0o600)
     if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
     rows.sort(key=itemgetter("created"))
@@ -330,49 +337,17 @@ def read_rows(
     return rows, [*notes, *filter(None, [listing.note])]
 
 
-@dataclass(eq=False)
-class KeptRows:
-    """Rows of ended runs in a file of this user, so that only what has changed is read again."""
-
-    path: Path | None = None
-    _rows: dict[str, Any] = field(default_factory=dict)  #: by folder, each with the marks of the files it is from
-    _is_new: bool = False
-
-    @classmethod
-    def load(cls, path: Path) -> KeptRows:
-        found = (readable(lambda: read_json(path)) or {}) if is_mine(path) else {}
-        rows = found.get("rows") if found.get("of") == _code_mark() else None
-        return cls(path, rows if isinstance(rows, dict) else {})
-
-    def get(self, run: RunDir, marks: list[int]) -> dict[str, Any] | None:
-        found = self._rows.get(str(run.path))
-        return found["row"] if found is not None and found["marks"] == marks else None
-
-    def add(self, marks: list[int], row: dict[str, Any]) -> None:
-        self._rows[row["folder"]] = {"marks": marks, "row": row}
-        self._is_new = True
-
-    def save(self, listing: Listing) -> None:
-        """Write the rows of the runs that still exist, if there are new ones and the folder is this user's."""
-        if self._is_new and self.path is not None and is_mine(self.path.parent):
-            rows = {str(run.path): self._rows[str(run.path)] for run in listing.runs if str(run.path) in self._rows}
-            with suppress(OSError):
-                write_atomic(self.path, json.dumps({"of": _code_mark(), "rows": rows}), mode=0o600)
-
-
-def _code_mark() -> list[Any]:
-    return [__version__, os.stat(__file__).st_mtime_ns]
+#: The code that has written a file of rows: another one may have other columns.
+_WRITER = [__version__, os.stat(__file__).st_mtime_ns]
 
 
 def _marks(run: RunDir) -> list[int]:
     """Return numbers that change with the files from which the row of an ended run is read."""
     found = []
     for name in ("state.json", "job.json", "config.yaml", "checkpoints"):
-        try:
+        with suppress(OSError):
             about = os.stat(f"{run.path}/{name}")
             found += [about.st_ino, about.st_mtime_ns, about.st_size]
-        except OSError:
-            found.append(0)
     return found
 
 

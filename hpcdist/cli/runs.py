@@ -41,13 +41,10 @@ def runs(
         hpcdist runs
         hpcdist runs --experiment digits --sort best
     """
-    from hpcdist.cli.run_views import KeptRows, read_rows, show_runs
+    from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
-    listing = list_runs(runs_dir)
-    kept = KeptRows.load(runs_dir / f".runs-{os.geteuid()}.json")
-    rows, notes = read_rows(listing, experiment, sort, kept)
-    kept.save(listing)
+    rows, notes = read_rows(list_runs(runs_dir), experiment, sort, runs_dir / f".runs-{os.geteuid()}.json")
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
