@@ -117,9 +117,10 @@ class AsyncSaver(BackgroundWriter):
         rank_states: list[Any],
         metrics: Mapping[str, float] | None = None,
         collect_shards: CollectShards | None = None,
+        samples: bytes = b"",
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save as `submit`. If the step is saved already, the call only adds the metrics.
+        """Save as `submit`. If the step is saved already, the call only adds the metrics and the samples.
 
         `on_written` is called once the checkpoint is on disk. The other arguments are the fields of `Snapshot`.
         """
@@ -136,13 +137,13 @@ class AsyncSaver(BackgroundWriter):
             )
         if step == newest:
             # For example a save at the last step of an epoch, followed by the epoch's evaluation.
-            self._store.annotate(step, metrics or {})
+            self._store.annotate(step, metrics or {}, samples)
             on_written()
             return
         numbers = {k: float(v) for k, v in (metrics or {}).items()}
 
         def write(host: dict[str, Any]) -> None:
-            snapshot = Snapshot(step=step, metrics=numbers, collect_shards=collect_shards, **host)
+            snapshot = Snapshot(step=step, metrics=numbers, collect_shards=collect_shards, samples=samples, **host)
             self._store.write(snapshot, before_publish=self._before_publish)
             on_written()
             self._store.prune()

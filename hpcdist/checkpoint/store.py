@@ -4,6 +4,7 @@
         model.pt        the model's state dict
         trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
         shard-00002.pt  the part of the model that rank 2 owns, if any: see state.py
+        samples.npy     per-sample results of its evaluation: see `Context.log_samples`
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 
@@ -38,7 +39,7 @@ from hpcdist.errors import CheckpointError, RunFolderError
 from hpcdist.host import retry as file_retry
 from hpcdist.host.files import fsync_folder, open_regular, read_json_value, stamped, unstamped, write_atomic
 from hpcdist.host.retry import retry
-from hpcdist.run.records import MANIFEST_FILE, folder_name, step_of
+from hpcdist.run.records import MANIFEST_FILE, SAMPLES_FILE, folder_name, step_of
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Snapshot:
     rank_states: list[Any]  #: by rank
     metrics: Mapping[str, float]
     collect_shards: CollectShards | None = None
+    samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +223,13 @@ class CheckpointStore:
             shutil.rmtree(temp, ignore_errors=True)  # the next restore removes the remaining files
             raise
 
-    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the checkpoint of `step`."""
+    def annotate(self, step: int, metrics: Mapping[str, float], samples: bytes = b"") -> None:
+        """Add metrics, and the content of SAMPLES_FILE unless it is empty, to the checkpoint of `step`."""
         folder = self.folder / folder_name(step)
         manifest = read_manifest(folder)
         try:
+            if samples:
+                write_atomic(folder / SAMPLES_FILE, samples, durable=True)
             write_manifest(replace(manifest, metrics={**manifest.metrics, **metrics}))
         except OSError as error:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
@@ -380,6 +384,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
     }
     if snapshot.collect_shards is not None:
         files |= snapshot.collect_shards(folder)
+    if snapshot.samples:  # not a file of the manifest: a resume does not need it
+        write_atomic(folder / SAMPLES_FILE, snapshot.samples, durable=True)
     manifest = Manifest(
         path=folder,
         step=snapshot.step,

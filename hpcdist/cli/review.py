@@ -209,8 +209,8 @@ def compare(
         return
     if results:
         _print_results("results", "run", next(iter(named)), results)
-    if any(one.interval for one in results):
-        say("unpaired: without results of single samples, a small difference on the same data counts as noise")
+    for method in dict.fromkeys(one.method for one in results if one.method):
+        say(f"{', '.join(one.run for one in results if one.method == method)}: {method}")
     for title, rows in found.items():
         print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -20,7 +21,7 @@ from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_s
 from hpcdist.checkpoint.store import CheckpointStore, load_file, shard_name
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles, Topology
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.host import retry
 from hpcdist.rank.elastic import (
     Division,
@@ -36,6 +37,7 @@ from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
+from hpcdist.review.uncertainty import MAX_RESULTS, npy
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
 from hpcdist.tracking.rank_records import RankRecords
@@ -156,6 +158,7 @@ class Context:
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
+        self._samples = b""  #: per-sample results that the next save with the monitored metric keeps
         self._saved_step = -1  #: of the checkpoint that was saved or restored last
         self._saved_division: SavedDivision | None = None  #: of an elastic run, which a checkpoint holds, once known
 
@@ -214,7 +217,7 @@ class Context:
             name: name of the dataset, such as `mnist`.
             split: the part of the dataset, or its use: `train`, `test`.
             num_samples: number of samples in the split, over all ranks.
-            digest: a hash of the content, at most 36 characters; equal digests mean equal data.
+            digest: a hash of the content, at most 36 characters; equal digests mean equal data in the same order.
             source: where the data comes from, such as a folder or a URL.
         """
         self._notes.add_dataset(
@@ -245,6 +248,31 @@ class Context:
         """
         if self.is_main:
             write_figure(self.run.artifacts, name, figure, self._heartbeat.step)
+
+    def log_samples(self, metric: str, values: Sequence[float] | Tensor, indices: Sequence[int] | Tensor) -> None:
+        """Keep the result of each evaluated sample, with which `hpcdist compare` pairs two runs. Call it on every rank.
+
+        The next `save` with the metric `checkpoint.monitor` writes them to `samples.npy` of the checkpoint, one byte
+        per sample if all are 0 or 1, else four. `compare` also needs the digest of the dataset, see `log_dataset`.
+
+        Args:
+            metric: the mean of all results, such as `eval/accuracy`; any other than `checkpoint.monitor` is ignored.
+            values: results of this rank's samples, [n]: whether each is correct, or a number such as its loss.
+            indices: positions of these samples in the dataset, int [n], 0 to 999,999; TrainerError if they do not fit.
+                Samples of several ranks, such as the padding of a DistributedSampler, count once.
+        """
+        if metric != self.config.checkpoint.monitor:
+            return
+        own = torch.as_tensor(indices).cpu().long(), torch.as_tensor(values).detach().cpu().float()
+        ends = [index.item() for index in own[0].aminmax()] if own[0].numel() else []
+        if own[0].ndim != 1 or own[0].shape != own[1].shape or any(end not in range(MAX_RESULTS) for end in ends):
+            raise TrainerError(
+                f"ctx.log_samples: {list(own[1].shape)} values and {list(own[0].shape)} indices from"
+                f" {' to '.join(map(str, ends))}: pass a value and an index, 0 to {MAX_RESULTS - 1:,}, for each sample"
+            )
+        with self.timer.waiting():
+            gathered = self.groups.gather(own)
+        self._samples = npy(results) if self.is_main and (results := _in_order(gathered)) else b""
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
@@ -506,6 +534,9 @@ class Context:
                 )
             whole = state.gather(keep=self.is_main)
             is_new, self._saved_step = step != self._saved_step, step
+            samples = b""
+            if self.config.checkpoint.monitor in (metrics or {}):
+                samples, self._samples = self._samples, b""
             staging = self._store.staging(step, self.attempt.number)
             if shard is not None and is_owner and is_new:
                 self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
@@ -518,6 +549,7 @@ class Context:
                     rank_states=[state for state, *_ in gathered],
                     metrics=metrics,
                     collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+                    samples=samples,
                     on_written=on_written,
                 )
             if shard is not None:
@@ -613,3 +645,14 @@ class Context:
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
+
+
+def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return the per-sample results of all ranks in the order of the dataset; empty if a sample has none."""
+    indices, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    found = torch.full((int(indices.max()) + 1 if len(indices) else 0,), math.nan)
+    found[indices] = values
+    if not bool(found.isfinite().all()):
+        log.warning("the results of ctx.log_samples are not kept: some samples have none, or none that is finite")
+        return []
+    return found.tolist()

@@ -7,11 +7,12 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from hpcdist.host.files import read_regular
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
@@ -19,15 +20,18 @@ from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.text import clock, duration, text_of
 from hpcdist.review.uncertainty import (
+    MAX_RESULTS,
     difference_interval,
     evaluated_on,
     is_other_data,
     mean_interval,
     num_digits,
     num_evaluated,
+    paired_interval,
+    parse_npy,
 )
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import DatasetRecord
+from hpcdist.run.records import SAMPLES_FILE, DatasetRecord
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
@@ -52,6 +56,7 @@ def compare(
 
 
 CLEAR, NOISE, OTHER_DATA, NO_ERROR = "clear", "within noise", "not comparable (other data)", "error unknown"
+UNPAIRED = "unpaired; without per-sample results, a small difference on the same data counts as noise"
 _SPEED = re.compile(r"(?!system/|comm/).*(^|_|/)per_(s|sec|second)(?=, median|$)")
 
 
@@ -66,6 +71,7 @@ class ComparedValue:
     delta: float | None = None  #: to the first run; None for the first run itself
     interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
     verdict: str = ""
+    method: str = ""  #: of two runs: `paired, 364 samples` or UNPAIRED; empty without an interval
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -132,12 +138,29 @@ def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedVal
     value = replace(value, delta=value.value - first.best_value, verdict=NO_ERROR)
     if is_other_data(*(evaluated_on(first.monitor, facts.datasets) for facts in (first, one))):
         return replace(value, verdict=OTHER_DATA)
+    method, interval = UNPAIRED, None
     num_first = num_evaluated(first.monitor, first.best_value, first.datasets)
     num = num_evaluated(first.monitor, value.value, one.datasets)
-    if num_first is None or num is None:
-        return value
-    interval = difference_interval(first.best_value, num_first, value.value, num)
-    return replace(value, interval=interval, verdict=verdict_of(interval))
+    before, after = _samples(first), _samples(one)
+    if before and after and before[0] == after[0]:
+        method, interval = f"paired, {len(after[1]):,} samples", paired_interval(before[1], after[1])
+    elif num_first is not None and num is not None:
+        interval = difference_interval(first.best_value, num_first, value.value, num)
+    return value if interval is None else replace(value, interval=interval, verdict=verdict_of(interval), method=method)
+
+
+def _samples(facts: RunFacts) -> tuple[tuple[str, str], Sequence[float]] | None:
+    """Return digest and split of the evaluation data, and the per-sample results of the best value; None without."""
+    data = evaluated_on(facts.monitor, facts.datasets)
+    if facts.best is None or facts.best_value is None or data is None or not data.digest:
+        return None
+    path = facts.best.path / SAMPLES_FILE
+    try:
+        raw = retry(lambda: read_regular(path, 4 * MAX_RESULTS + 128), path)
+    except (OSError, ValueError):
+        return None
+    found = parse_npy(raw, facts.best_value)
+    return ((data.digest, data.split), found) if found and len(found) == data.num_samples else None
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from array import array
 from collections.abc import Iterable, Sequence
 
 from hpcdist.run.records import DatasetRecord
@@ -15,6 +16,8 @@ _TRAINING = ("train", "training")
 #: Names of a split that mean the same data; `eval` may mean either.
 _SPLITS = (("test",), ("val", "valid", "validation", "dev"))
 MAX_SAMPLES = 10**15
+#: Limit of per-sample results.
+MAX_RESULTS = 1_000_000
 #: Larger values, of diverged runs, have no useful mean.
 LARGEST_VALUE = 1e75
 
@@ -59,17 +62,66 @@ def share_error(value: float, num: int | None) -> float | None:
 
 
 def difference_interval(
-    first: float, num_first: int, second: float, num_second: int, num_pairs: int = 1
+    first: float, num_first: int, second: float, num_second: int, num_pairs: int = 1, *, correlation: float = 0.0
 ) -> tuple[float, float]:
-    """Return Newcombe's interval of `second - first`, proportions of so many independent samples.
+    """Return Newcombe's interval of `second - first`, proportions of so many samples; those of equal samples correlate.
 
     95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
     """
     z = statistics.NormalDist().inv_cdf(1 - 0.025 / num_pairs)
     low_1, high_1 = wilson(first, num_first, z)
     low_2, high_2 = wilson(second, num_second, z)
-    delta = second - first
-    return delta - math.hypot(second - low_2, high_1 - first), delta + math.hypot(high_2 - second, first - low_1)
+    delta, rest = second - first, math.sqrt(max(0.0, 1 - correlation**2))
+    below, above = (second - low_2, high_1 - first), (high_2 - second, first - low_1)
+    down, up = (math.hypot(one - correlation * other, rest * other) for one, other in (below, above))
+    return delta - down, delta + up
+
+
+def _npy_head(kind: str, num: int) -> bytes:
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({num},), }}"
+    return b"\x93NUMPY\x01\x00\x76\x00" + f"{text:<117}\n".encode()
+
+
+def npy(values: Sequence[float]) -> bytes:
+    """Return an .npy file of per-sample results: uint8 if all are 0 or 1, else float32 [n]."""
+    if {*values} <= {0, 1}:
+        return _npy_head("|u1", len(values)) + bytes(map(int, values))
+    return _npy_head("<f4", len(values)) + array("f", values).tobytes()
+
+
+def parse_npy(raw: bytes, mean: float) -> Sequence[float] | None:
+    """Return the results in a file of `npy`; None if it is another file, or their mean is not `mean`."""
+    for kind, code in ("|u1", "B"), ("<f4", "f"):
+        num, rest = divmod(len(raw) - 128, array(code).itemsize)
+        if num > 0 and not rest and raw[:128] == _npy_head(kind, num):
+            values: Sequence[float] = array(code, raw[128:])
+            # The trainer may have rounded the mean otherwise, but by less than one correct sample.
+            tolerance = 0.5 / num if code == "B" else 1e-5 * abs(mean)
+            return values if abs(statistics.fmean(values) - mean) < tolerance else None
+    return None
+
+
+def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
+    """Return the interval of 95 % of the mean of `second - first`, results of the same samples in the same order.
+
+    Of results 0 and 1 it is Newcombe's for paired proportions, of others that of the paired t test; None if the
+    differences do not vary.
+    """
+    num = len(first)
+    if not {*first, *second} <= {0, 1}:
+        differences = [after - before for before, after in zip(first, second, strict=True)]
+        mean, freedom = statistics.fmean(differences), max(1, num - 1)
+        variance = math.fsum((one - mean) ** 2 for one in differences) / freedom
+        half = student_t(freedom, 0.05) * math.sqrt(variance / num)
+        return (mean - half, mean + half) if half else None
+    ones, others = sum(first), sum(second)
+    both = sum(before * after for before, after in zip(first, second, strict=True))
+    covariance = both * (num - ones - others + both) - (ones - both) * (others - both)
+    if covariance > 0:  # Newcombe's correction for continuity
+        covariance = max(0, covariance - num / 2)
+    product = ones * (num - ones) * others * (num - others)
+    correlation = covariance / math.sqrt(product) if product else 0.0
+    return difference_interval(ones / num, num, others / num, num, correlation=correlation)
 
 
 def student_t(freedom: int, error: float) -> float:

@@ -304,6 +304,8 @@ class TrainingNotes:
 
 #: Written last: a checkpoint without it is incomplete.
 MANIFEST_FILE = "manifest.json"
+#: Per-sample results of the evaluation at a checkpoint, if the trainer calls `Context.log_samples`.
+SAMPLES_FILE = "samples.npy"
 _FOLDER = re.compile(r"step-([0-9]{8,18})")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 import time
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from hpcdist.checkpoint.state import Shard, load_weights, merge
 from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.host.files import read_json
 from hpcdist.rank.context import Context
 from hpcdist.rank.processes import StopFlag
@@ -61,10 +62,20 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
 
         for step in range(1, 4):
             ctx.log({"loss": step / 2, "rank": here.rank}, step)
+        # The second sample is of both ranks; a save without the metric leaves the results to the next one.
+        ctx.log_samples("eval/accuracy", [True, here.rank == 0], [1, 2 * here.rank])
+        ctx.log_samples("eval/loss", [9.0], [0])
+        ctx.save(3, model=wrapped, trainer={})
         # Values that would be wrong in single precision or as a sum over other ranks.
         values["sum"] = ctx.sum_over_ranks([2.0**24 + 1, 0.1, here.rank, -(2.0**52)])
 
-        ctx.save(4, model=wrapped, trainer={"lr": 0.5}, local={"mine": torch.full((2,), here.rank), "n": here.rank})
+        ctx.save(
+            4,
+            model=wrapped,
+            trainer={"lr": 0.5},
+            local={"mine": torch.full((2,), here.rank), "n": here.rank},
+            metrics={"eval/accuracy": 2 / 3},
+        )
         values["after saving"] = draws()
         ctx.close()
 
@@ -101,6 +112,8 @@ def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_pa
         assert torch.equal(restored.local["mine"], torch.full((2,), rank))
         assert set(restored.model) == {"weight", "bias"}
         assert torch.equal(restored.model["weight"], values["initial"])
+    (file,) = run.checkpoints.rglob("samples.npy")
+    assert (file.parent.name, np.load(file).tolist()) == ("step-00000004", [1, 1, 0])
     # Rank 0 logs, and sums are equal on all ranks.
     assert ranks[0]["sum"] == ranks[1]["sum"] == [2.0**25 + 2, 0.1 + 0.1, 1.0, -(2.0**53)]
     (file,) = run.journal.glob("*.jsonl")
@@ -231,6 +244,27 @@ def test_invalid_newest_checkpoint_is_skipped_and_replaced(tmp_path: Path) -> No
         save(ctx, 8)
         ctx.close()
     assert set(load_weights(newest)) == {"weight", "bias"}
+
+
+def test_per_sample_results_must_fit_their_indices_and_be_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path)
+    with open_context(SINGLE_RANK, run, Config()) as ctx:
+        for num, indices, found in (
+            (1, [0, 1], r"\[1\] .*\[2\] .*from 0 to 1"),
+            (2, [-1, 10**6], "from -1 to 1000000"),
+        ):
+            with pytest.raises(
+                TrainerError, match=rf"^ctx.log_samples: .*{found}: pass a value and an index, 0 to 999,9"
+            ):
+                ctx.log_samples("eval/accuracy", [1.0] * num, indices)
+        for values, indices in (([1.0, math.nan], [0, 1]), ([1.0, 0.0], [0, 2])):
+            ctx.log_samples("eval/accuracy", values, indices)
+        assert caplog.text.count("log_samples are not kept: some samples have none, or none that is finite") == 2
+        ctx.save(1, model=nn.Linear(2, 2), trainer={}, metrics={"eval/accuracy": 0.5})
+        ctx.close()
+    assert not list(run.checkpoints.rglob("samples.npy"))
 
 
 def test_return_without_save_after_an_agreed_stop_is_an_error(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import load_weights
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import (
     Config,
@@ -36,6 +37,7 @@ from hpcdist.data.loading import ImageData, PreloadedSplit, SimpleCNN, load_data
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
+from hpcdist.review.uncertainty import parse_npy
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -229,6 +231,12 @@ def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path:
     assert sorted(step for key, step in metrics if key == "eval/accuracy") == [9, 17, 22]
     assert metrics["train/epoch", 17] == pytest.approx(2.0)
     assert metrics["train/epoch", 22] == pytest.approx(3.0)
+    evaluated = {save.step: save for save in CheckpointStore(run.checkpoints).all() if save.metrics}
+    assert {17, 22} <= evaluated.keys(), "evaluated by two ranks"
+    for save in evaluated.values():
+        samples = parse_npy((save.path / "samples.npy").read_bytes(), save.metrics["eval/accuracy"])
+        assert samples is not None
+        assert len(samples) == 13
 
 
 def events(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> list[str]:

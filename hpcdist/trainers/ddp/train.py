@@ -34,6 +34,7 @@ from hpcdist.rank.training_loop import (
     settle_buckets,
 )
 from hpcdist.review.figures import MAX_CLASSES, Matrix
+from hpcdist.review.uncertainty import MAX_RESULTS
 
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
 """Images, labels, and the weight of their mean loss in the gradient of an optimizer step."""
@@ -251,8 +252,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         if ctx.world_size > 1:
             dist.broadcast(buffer, src=0)
     module.eval()
-    loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
-    num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
+    results = [torch.zeros(2, 0, device=ctx.device)]  # loss and correctness of each sample
     num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = torch.arange(len(data.test))[ctx.rank :: ctx.world_size]  # without padding; shares may be empty
@@ -262,13 +262,17 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     for images, labels in batches:
         with autocast(ctx, cfg):
             logits = module(images)
-        loss_sum += F.cross_entropy(logits.float(), labels, reduction="sum")
         predicted = logits.argmax(dim=1)
-        num_correct += (predicted == labels).sum()
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        results.append(torch.stack([losses, (predicted == labels).float()]))
         if num_cells:
             confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
         ctx.alive()
-    loss, correct, *cells = ctx.sum_over_ranks([loss_sum.item(), num_correct.item(), *confusion.tolist()])
+    by_sample = torch.cat(results, dim=1).cpu().double()
+    loss, correct, *cells = ctx.sum_over_ranks([*by_sample.sum(dim=1).tolist(), *confusion.tolist()])
+    if len(data.test) <= MAX_RESULTS:
+        ctx.log_samples("eval/loss", by_sample[0], indices)
+        ctx.log_samples("eval/accuracy", by_sample[1], indices)
     if num_cells:
         ctx.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
     return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}

@@ -246,10 +246,11 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint_valid(tmp_path:
 def test_metrics_of_a_second_save_are_added_to_the_saved_step(tmp_path: Path) -> None:
     with closing(AsyncSaver(CheckpointStore(tmp_path))) as saver:
         save(saver, 5, metrics={"loss": 2.0})
-        save(saver, 5, model={"w": torch.ones(1)}, metrics={"accuracy": 0.5})
+        save(saver, 5, model={"w": torch.ones(1)}, metrics={"accuracy": 0.5}, samples=b"of the second")
     found = CheckpointStore(tmp_path).latest()
     assert found is not None
     assert found.metrics == {"loss": 2.0, "accuracy": 0.5}
+    assert (found.path / "samples.npy").read_bytes() == b"of the second"
     assert load_weights(found.path)["w"].tolist() == [5.0] * 5
 
 

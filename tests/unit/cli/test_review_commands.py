@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,11 @@ from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json, write_json
+from hpcdist.review.uncertainty import npy
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.records import CAUSES, NodeShare, Resources
+from hpcdist.run.records import CAUSES, DatasetRecord, NodeShare, Resources, TrainingRecord, write_training
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
 from hpcdist.supervisor import local as supervisor_local
@@ -140,6 +142,13 @@ def test_compare_prints_the_differences_of_two_runs(hpcdist: Cli, make: Make, tm
     (save := second.checkpoints / "step-00000007").mkdir()
     (save / "manifest.json").write_text('{"step": 7, "metrics": {"eval/accuracy": 0.5}}')
     assert "Δ to first" in hpcdist("compare", "first", "second").out, "the base is the first run, also without a value"
+    first.checkpoints.rmdir()
+    shutil.copytree(second.checkpoints, first.checkpoints)
+    for run in (first, second):
+        run.checkpoints.joinpath("step-00000007", "samples.npy").write_bytes(npy([0, 1]))
+        data = DatasetRecord(name="digits", split="test", num_samples=2, digest="1a")
+        write_training(run.attempt(1), TrainingRecord(datasets=(data,)))
+    assert "\nsecond: paired, 2 samples\n" in hpcdist("compare", "first", "second").out
     expected = "only first is given: name a second run to compare it with"
     assert one_line(hpcdist("compare", "first", str(first.path))) == expected
     assert one_line(hpcdist("compare", "first", "none")).startswith("no run 'none' under ")

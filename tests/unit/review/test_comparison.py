@@ -14,6 +14,7 @@ from hpcdist.host.files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
     MISSING,
+    UNPAIRED,
     compare,
     compare_results,
     compare_values,
@@ -23,6 +24,7 @@ from hpcdist.review.comparison import (
 )
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Ledger
+from hpcdist.review.uncertainty import npy
 from hpcdist.run.records import (
     AttemptTimes,
     DatasetRecord,
@@ -156,6 +158,40 @@ def test_rows_show_each_difference_and_nothing_else(
     }
 
 
+def evaluated(root: Path, name: str, accuracy: float, digest: str, samples: bytes = b"", **changes: Any) -> ReportScene:
+    """Return a run with one evaluation on 400 test samples, whose data are not recorded without a digest."""
+    scene = ReportScene(root, name)
+    save = scene.run.checkpoints / "step-00000010"
+    save.mkdir()
+    write_json(save / "manifest.json", {"step": 10, "metrics": {"eval/accuracy": accuracy}})
+    if samples:
+        save.joinpath("samples.npy").write_bytes(samples)
+    data = DatasetRecord(**{"name": "digits", "split": "test", "num_samples": 400, "digest": digest, **changes})
+    begin(scene.run.new_attempt(), TWO_NODES, AttemptTimes(supervised=1.0, began=1.0))
+    write_training(scene.run.attempt(1), TrainingRecord(datasets=(data,) if digest else ()))
+    return scene
+
+
+def test_runs_with_per_sample_results_of_the_same_data_are_paired(tmp_path: Path) -> None:
+    samples = npy([1] * 368 + [0] * 32)
+    runs = [
+        evaluated(tmp_path, "base", 0.90, "1a", npy([1] * 360 + [0] * 40)),
+        evaluated(tmp_path, "better", 0.92, "1a", samples),
+        evaluated(tmp_path, "same", 0.9025, "1a", npy([1] * 361 + [0] * 39)),
+        evaluated(tmp_path, "of another evaluation", 0.9175, "1a", samples),
+        evaluated(tmp_path, "without", 0.92, "1a"),
+        evaluated(tmp_path, "another split", 0.92, "1a", samples, split="val"),
+        evaluated(tmp_path, "fewer samples", 0.92, "1a", npy([1] * 276 + [0] * 24)),
+    ]
+    found = compare_results({scene.run.name: read_facts(scene.run) for scene in runs}, {})
+    assert [(*one.row[1:2], *one.row[3:], one.method) for one in found[1:4]] == [
+        ("better", "+0.020", "+0.005 to +0.038", "clear", "paired, 400 samples"),
+        ("same", "+0.002", "-0.008 to +0.013", "within noise", "paired, 400 samples"),
+        ("of another evaluation", "+0.017", "-0.023 to +0.058", "within noise", UNPAIRED),
+    ]
+    assert {one.method for one in found[3:]} == {UNPAIRED}
+
+
 def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) -> None:
     rows = []
     for name, accuracy, digest, speeds in (
@@ -165,13 +201,7 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
         ("other", 0.99, "2b", []),
         ("bare", 0.99, "", []),
     ):
-        scene = ReportScene(tmp_path, name)
-        save = scene.run.checkpoints / "step-00000010"
-        save.mkdir()
-        write_json(save / "manifest.json", {"step": 10, "metrics": {"eval/accuracy": accuracy}})
-        test = DatasetRecord(name="digits", split="test", num_samples=400, digest=digest)
-        begin(scene.run.new_attempt(), TWO_NODES, AttemptTimes(supervised=1.0, began=1.0))
-        write_training(scene.run.attempt(1), TrainingRecord(datasets=(test,) if digest else ()))
+        scene = evaluated(tmp_path, name, accuracy, digest)
         scene.log({"train/samples_per_s": speeds, "train/loss": [1.0]})
         rows.append(scene.run)
     runs = {run.name: run for run in rows}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy
 import pytest
 
@@ -10,6 +12,9 @@ from hpcdist.review.uncertainty import (
     error_of,
     is_other_data,
     mean_interval,
+    npy,
+    paired_interval,
+    parse_npy,
     student_t,
     with_error,
 )
@@ -61,6 +66,45 @@ def test_of_equal_runs_at_most_five_in_a_hundred_differ_clearly(mean: float, num
     assert sum(is_clear(first, second, num) for first, second in pairs) <= 0.05 * NUM_PAIRS
     lower = (random.random((NUM_PAIRS, num)) < mean - 0.12).mean(axis=1).tolist()
     assert sum(is_clear(first, second, num) for (first, _), second in zip(pairs, lower, strict=True)) > 0.95 * NUM_PAIRS
+    if is_same_data:  # the results of a pair correlate by 0.5
+        found = [paired_interval(*pair) or (0.0, 1.0) for pair in is_right.astype(int).transpose(1, 0, 2).tolist()]
+        assert sum(not low <= 0 <= high for low, high in found) <= 0.05 * NUM_PAIRS
+        unpaired = [difference_interval(first, num, second, num) for first, second in pairs]
+        assert sum(high - low for low, high in found) < 0.85 * sum(high - low for low, high in unpaired)
+        is_right[1] = is_right[0] & (random.random((NUM_PAIRS, num)) > 0.03)
+        worse = [paired_interval(*pair) or (0.0, 1.0) for pair in is_right.astype(int).transpose(1, 0, 2).tolist()]
+        assert sum(high < 0 for _, high in worse) > 0.85 * NUM_PAIRS
+        num_unpaired = sum(is_clear(first, second, num) for first, second in is_right.mean(axis=2).T.tolist())
+        assert num_unpaired < 0.7 * NUM_PAIRS
+
+
+def test_paired_losses_that_are_equal_rarely_differ_clearly() -> None:
+    random = numpy.random.default_rng(8)
+    num_pairs = 4 * NUM_PAIRS  # the t interval is nearly exact, so that 1,000 pairs would often have more than 50
+    losses = random.exponential(size=(num_pairs, 1, 100)) * random.lognormal(0, 0.3, size=(num_pairs, 2, 100))
+    for factor, low, high in ((1.0, 0.0, 0.05), (0.8, 0.9, 1.0)):
+        found = [paired_interval(first, [factor * one for one in second]) for first, second in losses.tolist()]
+        assert low * num_pairs <= sum(not one[0] <= 0 <= one[1] for one in found if one) <= high * num_pairs
+
+
+def test_paired_interval_is_that_of_newcombe_or_of_the_t_test() -> None:
+    # Fagerland et al. 2014, airway hyper-responsiveness: both 1, only before 1, only after 7, neither 12.
+    before, after = [1] * 2 + [0] * 19, [1, 0] + [1] * 7 + [0] * 12
+    assert paired_interval(before, after) == pytest.approx((0.026, 0.507), abs=5e-4)
+    # Differences 1, 2, 3 and 4: standard error 0.6455, 3 degrees of freedom, t = 3.182.
+    expected = (2.5 - 3.182 * 0.6455, 2.5 + 3.182 * 0.6455)
+    assert paired_interval([0.5, 1.5, 2.5, 3.5], [1.5, 3.5, 5.5, 7.5]) == pytest.approx(expected, abs=1e-3)
+    assert paired_interval([0.5, 2.0], [1.5, 3.0]) is paired_interval([0.5], [1.5]) is None
+
+
+def test_files_of_per_sample_results_are_numpy_files_that_must_have_the_mean() -> None:
+    for values, kind, mean, other in (([1, 0, 1, 1], "uint8", 0.75, 0.5), ([0.5, 2.0], "float32", 1.25, 1.2501)):
+        raw = npy(values)
+        loaded = numpy.load(io.BytesIO(raw))
+        assert (loaded.dtype.name, loaded.tolist()) == (kind, values)
+        assert list(parse_npy(raw, mean * (1 + 1e-7)) or ()) == values
+        assert parse_npy(raw, other) is parse_npy(raw[:-1], mean) is parse_npy(raw[:100], mean) is None
+    assert parse_npy(npy([]), 0.0) is None
 
 
 @pytest.mark.parametrize("num_seeds", [2, 3, 5])
