@@ -190,6 +190,7 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
     from hpcdist.containers.spec import Mount
     from hpcdist.host.machine import driver_version
     from hpcdist.run.lease import user_name
+    from hpcdist.run.snapshot import is_own
     from hpcdist.supervisor.plan import Machine
 
     if engine not in ("docker", "podman"):
@@ -204,7 +205,7 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
         facts = None
         say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
-    own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
+    own_code = is_file or is_own(config)
     cwd = Path.cwd()
     spec = local_container(
         found.name,

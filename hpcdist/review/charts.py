@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from hpcdist.review.facts import ATTEMPT, RunFacts, Series, group_of, is_hidden, ranked, thinned
-from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
+from hpcdist.review.figures import Curves, Figure, Histogram, Matrix
 from hpcdist.review.ledger import Interval, Ledger
 from hpcdist.review.text import duration
 
@@ -273,8 +273,6 @@ def draw(figure: Figure) -> Markup:
                 width = max(0.5, frame.left(end) - left - 1)
                 parts.append(_rect(_colour(0), title, left + 0.5, top, width, _BOTTOM - top))
             return _svg(HEIGHT, parts, figure.y_label)
-        case Text(text=text):
-            return Markup("<pre>{}</pre>").format(text)
 
 
 def _matrix(matrix: Matrix) -> Markup:

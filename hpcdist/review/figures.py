@@ -25,7 +25,6 @@ MAX_BYTES = 1 << 20
 MAX_CLASSES = 100
 MAX_LINES = 8
 MAX_POINTS = 2000
-MAX_TEXT = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +62,8 @@ class Histogram:
     step: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Text that the model wrote."""
-
-    title: str
-    text: str
-    step: int = 0
-
-
-Figure = Matrix | Curves | Histogram | Text
-KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram, "text": Text}
+Figure = Matrix | Curves | Histogram
+KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram}
 
 
 def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
@@ -137,8 +127,6 @@ def _is_regular(figure: Figure) -> bool:
         case Histogram(edges=edges, counts=counts):
             is_ascending = _are_numbers(edges) and all(a < b for a, b in pairwise(edges))
             return is_ascending and _are_numbers(counts) and 0 < len(counts) == len(edges) - 1 <= MAX_POINTS
-        case Text():
-            return True
 
 
 def _are_numbers(values: Any) -> bool:

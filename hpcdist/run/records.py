@@ -560,8 +560,8 @@ def check(run: RunDir, config: Config) -> None:
     problems = [
         f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be {after.get(key)!r}"
         " now: leave it out, or start a new run"
-        for key in _differing(before, after)
-        if any(key == one or key.startswith(f"{one}.") for one in fixed)
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and any(key == one or key.startswith(f"{one}.") for one in fixed)
     ]
     if problems:
         raise ConfigError(problems, f"resume {run.name}")
@@ -575,10 +575,6 @@ def change_config(run: RunDir, config: Config) -> None:
     if (attempts := run.attempts()) and not retry.exists(attempts[-1].config):
         write_atomic(attempts[-1].config, run.config.read_bytes(), durable=True)
     write_atomic(run.config, run_yaml(config), durable=True)
-
-
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
 
 
 # The parameters of a run: the keys of its config that its trainer reads, and the arguments of its script.

@@ -17,7 +17,7 @@ from hpcdist.host.files import write_json
 from hpcdist.review import report
 from hpcdist.review.charts import line_chart
 from hpcdist.review.facts import Series
-from hpcdist.review.figures import Curves, Histogram, Matrix, Text, histogram, read_figures, write_figure
+from hpcdist.review.figures import Curves, Histogram, Matrix, histogram, read_figures, write_figure
 from hpcdist.review.report import render_report, render_sweep, write_report
 from hpcdist.run.records import CAUSES, Standing
 from hpcdist.run.sweeps import SweepDir
@@ -66,7 +66,6 @@ def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
                                             names=["a", "b"], values=[[9, 1], [2, 8]], step=90))  # fmt: skip
     scene.figure("curve", Curves(title="calibration", x_label="p", y_label="q", lines={"model": [[0, 0], [1, 0.9]]}))
     scene.figure("spread", Histogram(title="returns", x_label="r", y_label="episodes", edges=[0, 1, 2], counts=[3, 4]))
-    scene.figure("text", Text(title="sample", text="once upon a time"))
     monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     return scene
 
@@ -87,7 +86,6 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "n2 is 100 % slower" in found.text
     assert "0.078 core-hours" in found.text
     assert "7.1 %" in found.text, "the goodput"
-    assert "once upon a time" in found.text
     assert '<td class="n h8">9</td><td class="n h0">1</td>' in page, "shaded by the share of the row"
     assert "attempt 2" in found.text, "the mark in the charts"
     assert not {tag for tag, _ in found.found} & {"script", "link", "img", "iframe", "object"}
@@ -108,7 +106,6 @@ def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pyt
     scene.figure("a", Matrix(title=HOSTILE, row_label=HOSTILE, column_label=HOSTILE, names=[HOSTILE], values=[[1]]))
     scene.figure("c", Curves(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, lines={HOSTILE: [[0, 1], [1, 1]]}))
     scene.figure("d", Histogram(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, edges=[0, 1], counts=[1]))
-    scene.figure("e", Text(title=HOSTILE, text=HOSTILE))
     (scene.run.artifacts / "figures" / f"{HOSTILE.replace('/', '')}.json").write_text("{}")
     monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     page = page_of(scene)
@@ -129,7 +126,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     assert "state.json is damaged" in text
     assert "config.yaml: must hold keys and values" in text
     assert "figures/text.json is not a figure" in text
-    assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
+    assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram" in text
     assert "train/loss" in text
     full.run.config.write_text("trainer: [ddp]")
     assert "train/loss" in Elements(render_report(full.run, lambda run: series)).text
@@ -265,13 +262,12 @@ def test_figures_are_read_as_written_and_histograms_count_each_value_once(
         Matrix(title="m", row_label="r", column_label="c", names=["a", "b"], values=[[1, 2], [3, 4]], step=7),
         Curves(title="k", x_label="x", y_label="y", lines={"one": [[0, 1], [1, 2]]}, step=7),
         Histogram(title="h", x_label="x", y_label="y", edges=[0, 1, 2], counts=[1, 2], step=7),
-        Text(title="t", text="words", step=7),
     ]
     for number, figure in enumerate(figures):
         write_figure(tmp_path, f"f{number}", figure)
     assert read_figures(tmp_path) == (figures, [])
     assert read_figures(tmp_path / "nowhere") == ([], [])
-    write_figure(tmp_path / "figures" / "f0.json", "f", figures[3])
+    write_figure(tmp_path / "figures" / "f0.json", "f", figures[2])
     assert "f.json cannot be written" in caplog.text
     found = histogram("h", [1.0, 2.0, 3.0, 3.0], x_label="x", y_label="y")
     assert (sum(found.counts), found.edges[0], found.edges[-1]) == (4, 1.0, 3.0)
@@ -287,8 +283,6 @@ def test_other_content_is_no_figure(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     for content in (
         {"kind": "photo"},
-        {"kind": "text", "title": "t"},
-        {"kind": "text", "title": "t", "text": 3},
         matrix | {"values": [[1, 2]]},
         matrix | {"names": [1]},
         matrix | {"values": ["1"]},
