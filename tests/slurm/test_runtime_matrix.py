@@ -410,8 +410,12 @@ def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.kill_node("n2")
     boxed.wait_restarted()
     boxed.assert_recovered_from_checkpoint()
-    assert "n2" not in boxed.runs.hosts(boxed.name, 2)
-    assert_nothing_left(runtime, boxed.runs, boxed.name, dead="n2")
+    hosts = boxed.runs.hosts(boxed.name, 2)
+    assert "n2" not in hosts
+    # With linuxproc, Slurm's SIGKILL also ends pyxis' removal on n1. If the job does not get n1 again, only the epilog
+    # of an administrator can repeat it (slurm/containers.md).
+    is_killed = runtime.name == "pyxis" and boxed.cluster.settings.proctrack == "linuxproc" and "n1" not in hosts
+    assert_nothing_left(runtime, boxed.runs, boxed.name, lost=("n1", "n2") if is_killed else ("n2",))
 
 
 @pytest.mark.faults

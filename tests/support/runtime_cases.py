@@ -7,7 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -304,14 +304,14 @@ def _restart(cluster: DevCluster) -> None:
 
 
 # --- what a job leaves
-def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
-    """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
+def left_on_nodes(cluster: DevCluster, lost: Collection[str] = ()) -> list[str]:
+    """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not lost."""
     members = cluster.node_members()
     names = []
     for pid in (pid for pids in members.values() for pid in pids):
         with suppress(psutil.NoSuchProcess):
             names.append(psutil.Process(pid).name())  # zombies are in no namespace
-    return [*(name for name in names if name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
+    return [*(name for name in names if name not in _DAEMONS), *map(str, enroot_state(cluster, lost))]
 
 
 def container_mounts(cluster: DevCluster) -> set[str]:
@@ -331,10 +331,10 @@ def container_mounts(cluster: DevCluster) -> set[str]:
     return found
 
 
-def enroot_state(cluster: DevCluster, dead: str = "") -> list[Path]:
+def enroot_state(cluster: DevCluster, lost: Collection[str] = ()) -> list[Path]:
     """Return the containers that enroot has unpacked on the cluster's nodes and not removed."""
-    alive = [node for node in cluster.settings.nodes if node != dead]
-    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in alive}
+    kept = [node for node in cluster.settings.nodes if node not in lost]
+    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in kept}
     return [path for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
 
 
@@ -343,19 +343,19 @@ def remove_enroot_state(cluster: DevCluster) -> None:
         shutil.rmtree(path)
 
 
-def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, dead: str = "") -> None:
+def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, lost: Collection[str] = ()) -> None:
     """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`.
 
     Args:
-        dead: a node whose power has failed; its disk keeps what was unpacked. On this machine the mounts of its daemon
-            stay as well until it starts again.
+        lost: nodes whose disks keep what was unpacked, such as one whose power has failed. On this machine the mounts
+            of its daemon stay as well until it starts again.
     """
-    mounted = case.mounts_of(dead) if dead else None
+    mounted = [place for place in map(case.mounts_of, lost) if place is not None]
 
     def left() -> list[str]:
         mounts = container_mounts(runs.cluster) - case.earlier_mounts
-        mounts = {place for place in mounts if mounted is None or not Path(place).is_relative_to(mounted)}
-        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster, dead), *mounts]
+        mounts = {place for place in mounts if not any(map(Path(place).is_relative_to, mounted))}
+        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster, lost), *mounts]
 
     try:
         wait_for(lambda: not left(), "everything to be removed", timeout_s=REMOVAL_TIMEOUT_S)
