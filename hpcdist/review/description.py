@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import quote
@@ -43,7 +42,7 @@ from hpcdist.review.text import (
 )
 from hpcdist.review.uncertainty import LARGEST_VALUE, signed, with_error
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
-from hpcdist.run.records import PLAIN_SCRIPT, Standing
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Standing
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
 
 if TYPE_CHECKING:
@@ -83,12 +82,7 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
     if facts.model or size:
         yield "Model", [", ".join(filter(None, (facts.model, size)))]
     if facts.datasets:
-        lines = []
-        for one in facts.datasets:
-            number = "" if one.num_samples is None else f", {one.num_samples:,} samples"
-            digest = f", digest {one.digest}" if one.digest else ""
-            lines.append(f"{one.name} ({one.split}){number}{digest}")
-        yield "Data", lines
+        yield "Data", [dataset_text(one) for one in facts.datasets]
     if code := _code(facts):
         yield "Code", [code]
     if image := _image(facts):
@@ -108,6 +102,11 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
     by = f" by {facts.user}" if facts.user else ""
     yield "Created" if started is None else "Started", [clock(started or facts.state.created) + by]
     yield "Folder", [f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder)]
+
+
+def dataset_text(data: DatasetRecord) -> str:
+    number = "" if data.num_samples is None else f", {data.num_samples:,} samples"
+    return f"{data.name} ({data.split}){number}" + (f", digest {data.digest}" if data.digest else "")
 
 
 def more(number: int) -> list[str]:
@@ -274,16 +273,6 @@ def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], ma
     return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
 
 
-#: Counts of attempts in the headline, by the kind of their failure or by their status; any other is a failed attempt.
-_FAILURES = {
-    "killed": ("rank killed", "ranks killed"),
-    "hung": ("hang", "hangs"),
-    "lost": ("node lost", "nodes lost"),
-    "stopped": ("interruption", "interruptions"),
-    "cancelled": ("interruption", "interruptions"),
-}
-
-
 def headline(facts: RunFacts, ledger: Ledger) -> str:
     """Return the result of a run in one line, not escaped: best value, rank, cost, interruptions.
 
@@ -297,14 +286,12 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
         words.append(_rank(facts.standing, facts.experiment))
     if ledger.entries:
         words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours")
-    ended_early = [one for one in facts.attempts if one.status not in ("running", "finished")]
-    counts = Counter(
-        _FAILURES.get(one.failure or one.status, ("failed attempt", "failed attempts")) for one in ended_early
-    )
-    losses = [f"{number} {names[number > 1]}" for names, number in counts.items()]
-    if lost := sum(one.steps_lost or 0 for one in facts.attempts):
-        losses.append(f"{lost:,} step{'s' * (lost != 1)} lost")
-    return " · ".join([*words, *([", ".join(losses)] if losses else [])])
+    early = [one for one in facts.attempts if one.status not in ("running", "finished")]
+    killed = sum(one.failure == "killed" for one in early)
+    lost = sum(one.steps_lost or 0 for one in facts.attempts)
+    losses = {"rank{} killed": killed, "interruption{}": len(early) - killed, "step{} lost": lost}
+    shown = [f"{number:,} {text.format('s' * (number != 1))}" for text, number in losses.items() if number]
+    return " · ".join([*words, *([", ".join(shown)] if shown else [])])
 
 
 def _rank(standing: Standing, experiment: str) -> str:
@@ -326,15 +313,13 @@ def _status(state: State) -> str:
 
 
 def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_attempts: int, now: float) -> Iterator[str]:
-    # MLflow shows only the first lines until a click: those with the result, or with the cause of a bad end.
-    if finding is not None:
-        place = f" · {finding.code}" if finding.code and finding.code not in finding.cause else ""
-        fix = f" · {finding.fix}" if finding.fix else ""
-        yield f"**{facts.state.status}**: {escaped(finding.cause + place + fix, 1000)}"
+    # MLflow shows only the first lines until a click: the result, or the cause of a bad end.
     first, _, rest = headline(facts, ledger).partition(" · ")
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
-    lines.insert(0 if facts.state.status in ("failed", "stopped", "cancelled") else len(lines), _status(facts.state))
-    yield from lines
+    status = [_status(facts.state)]
+    if finding is not None:  # the fix of an exception names the line of the code, and its cause is the status
+        status.append(escaped(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
+    yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)
     elif facts.is_live:
@@ -569,21 +554,15 @@ class SweepFacts:
         return sorted(self.cells, key=lambda cell: (cell.metric is None, self.sign * (cell.metric or 0.0)))
 
     @property
+    def best(self) -> SettingFacts | None:
+        """The best setting, without seeds the best cell; None if it is unknown."""
+        known = [one for one in self.by_setting.values() if one.mean is not None]
+        return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
+
+    @property
     def sign(self) -> float:
         """The factor by which lower values are better; 0 if that is unknown."""
         return {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
-
-    @property
-    def best(self) -> tuple[str, float, str] | None:
-        """The best setting, or without seeds the best cell: its label, value and text; None if it is unknown."""
-        if self.settings and self.settings[0].values and self.monitor_mode:
-            first = self.settings[0]
-            return first.label, statistics.fmean(first.values), first.text
-        known = [(cell.metric, cell.label) for cell in self.cells if _is_usable(cell.metric)]
-        if self.settings or not known or not self.monitor_mode:
-            return None
-        value, label = (min if self.monitor_mode == "min" else max)(known, key=itemgetter(0))
-        return label, value, f"{value:.6g}"
 
 
 def _is_usable(value: float | None) -> TypeGuard[float]:
@@ -642,17 +621,17 @@ def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     cells = facts.ranked_cells
     titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
     settings = facts.settings if facts.monitor else ()
+    if facts.best is not None:
+        kind, text = ("setting", facts.best.text) if settings else ("cell", facts.best.text.removesuffix(" (1)"))
+        page = next((cell.page for cell in cells if cell.label == facts.best.label), "")
+        direction = "lowest" if facts.monitor_mode == "min" else "highest"
+        yield (
+            f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
+            f" ({direction} is best)"
+        )
     if settings and settings[0].values:
-        if facts.monitor_mode:
-            yield f"Best setting: **{escaped(settings[0].label)}**, {escaped(facts.monitor)} = **{settings[0].text}**"
         columns = ("Setting", f"{facts.monitor}: mean ± standard deviation (values)", "Cells")
         yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])
-    elif cells and cells[0].metric is not None and facts.monitor_mode:
-        best = cells[0]
-        yield (
-            f"Best cell: {titles[0]} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"
-            f" ({'lowest' if facts.monitor_mode == 'min' else 'highest'} is best)"
-        )
     rows = []
     for cell, title in list(zip(cells, titles, strict=True))[:num_kept]:
         numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]

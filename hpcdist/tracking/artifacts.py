@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -341,7 +342,7 @@ class CheckpointModels:
         note = _CHECKPOINT.format(step=step, path=path, name=name)
         model = self._mlflow.client.create_logged_model(
             self._mlflow.experiment_id,
-            name=kept.folder.name,
+            name=re.sub(r"[/:.%'\"]", "_", f"{name} step-{step}"),  # without the characters that MLflow rejects
             source_run_id=self._mlflow.run_id,
             # MLflow's page shows the parameters, and of the tags only the description.
             tags={_EXTERNAL_TAG: "true", _SHA_TAG: kept.sha256, _STEP_TAG: step, _NOTE_TAG: note},

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import fill, write_atomic, write_json
 from hpcdist.review.comparison import NO_ERROR, verdict_of
-from hpcdist.review.description import SettingFacts
-from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.ledger import Ledger, hours_text, read_ledger
+from hpcdist.review.description import SettingFacts, dataset_text
+from hpcdist.review.facts import read_facts
+from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.report import environment
 from hpcdist.review.text import clock, escaped, link, run_page, table
 from hpcdist.review.uncertainty import (
@@ -40,109 +41,68 @@ RESULT_TAG = "hpcdist.result"
 #: Only the newest runs of a larger experiment are ranked.
 MAX_RUNS = 2000
 _PAGE = 500
-#: Rows in the description of the experiment, and in `leaderboard.html`.
-_MAX_ROWS, _MAX_HTML_ROWS = 20, 1000
+#: Rows in the description of the experiment.
+_MAX_ROWS = 20
+_COLUMNS = ("", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The content of the tag of an ended run. Results with the same metric, mode and data are comparable."""
+    """The result of an ended run: the content of its tag, and what MLflow knows of the run."""
 
     metric: str
     mode: str  #: `max` or `min`
     value: float
-    data: str = ""  #: the evaluation data for display, such as `digits (test, 364 samples)`; empty if unknown
-    data_id: str = ""  #: digest of the data, or name and size without one
-    num_samples: int | None = None  #: of which the value is a proportion
+    data: str  #: of the evaluation, see `dataset_text`; empty if unknown
+    num_samples: int | None  #: of which the value is a proportion
     ended: float  #: seconds since the epoch
     allocated_s: float
     unit: str
+    name: str = ""
+    run_id: str = ""
+    started: float = 0.0
+    folder: str = ""
+    parent: str = ""  #: MLflow run of its sweep
+    setting: str = ""  #: of a sweep over seeds; empty for a run of its own
 
     @property
     def kind(self) -> tuple[str, ...]:
-        return self.metric, self.mode, self.data_id
-
-    @property
-    def condition(self) -> str:
-        """Text after the metric: `on digits (test, 364 samples), highest is best`."""
-        return f"{f' on {self.data}' if self.data else ''}, {'lowest' if self.mode == 'min' else 'highest'} is best"
+        """Results of the same kind are comparable."""
+        return self.metric, self.data, f"{'lowest' if self.mode == 'min' else 'highest'} is best"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A run, or a setting of a sweep with all its seeds: best is a setting, never a seed."""
 
-    name: str
-    setting: str  #: empty for a run
-    runs: tuple[tuple[Result, entities.Run], ...]  #: the best one first
-    sign: float
+    results: tuple[Result, ...]  #: the best one first
+    value: float  #: their mean
 
     @property
-    def first(self) -> Result:
-        return self.runs[0][0]
+    def best(self) -> Result:
+        return self.results[0]
 
     @property
-    def run_id(self) -> str:
-        return str(self.runs[0][1].info.run_id)
+    def order(self) -> tuple[float, float, str]:
+        return self.value * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
 
     @property
-    def page_id(self) -> str:
-        """The MLflow run whose page shows the row: of a setting the parent run of its sweep."""
-        return str(self.runs[0][1].data.tags.get(PARENT_TAG) or self.run_id) if self.setting else self.run_id
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return tuple(result.value for result, _ in self.runs)
-
-    @property
-    def value(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def text(self) -> str:
-        if len(self.runs) > 1:
-            return SettingFacts(label=self.name, values=self.values, num_cells=len(self.runs)).text
-        error = share_error(self.value, self.first.num_samples)
-        return with_error(self.value, error, f"{self.value:.6g}")
+    def name(self) -> str:
+        return self.best.setting or self.best.name
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The value with its error, the number of seeds, the cost, and the start of the first run."""
-        return self.text, str(len(self.runs)) if self.setting else "", self.cost, self.started
-
-    @property
-    def cost(self) -> str:
-        units = {result.unit for result, _ in self.runs}
-        total = hours_text(sum(result.allocated_s for result, _ in self.runs))
-        return f"{total} {units.pop()}-hours" if len(units) == 1 else ""
-
-    @property
-    def started(self) -> str:
-        return clock(min(run.info.start_time for _, run in self.runs) / 1000).removesuffix(" UTC")
-
-
-def result_of(facts: RunFacts, ledger: Ledger) -> Result | None:
-    """Return the result of an ended run; None if it has none."""
-    value, ended = facts.best_value, facts.state.ended
-    if value is None or ended is None:
-        return None
-    data, text, id_ = evaluated_on(facts.monitor, facts.datasets), "", ""
-    if data is not None:
-        number = "" if data.num_samples is None else f", {data.num_samples:,} samples"
-        text, id_ = f"{data.name} ({data.split}{number})", data.digest or f"{data.name} {data.num_samples}"
-    return Result(
-        metric=facts.monitor,
-        mode=facts.monitor_mode,
-        value=value,
-        data=text,
-        data_id=id_,
-        num_samples=num_evaluated(facts.monitor, value, facts.datasets),
-        ended=ended,
-        allocated_s=ledger.allocated_s,
-        unit=ledger.unit,
-    )
+        text = with_error(self.value, share_error(self.value, self.best.num_samples), f"{self.value:.6g}")
+        if len(self.results) > 1:
+            values = tuple(one.value for one in self.results)
+            text = SettingFacts(label="", values=values, num_cells=len(values)).text
+        seeds = str(len(self.results)) if self.best.setting else ""
+        hours = hours_text(sum(one.allocated_s for one in self.results))
+        started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
+        return text, seeds, f"{hours} {self.best.unit}-hours", started
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
@@ -153,119 +113,129 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
 
     Raises TrackingError, RunFolderError if the folder of the run cannot be read, and OSError if it cannot be written.
     """
-    result = result_of(read_facts(run, state), read_ledger(run))
-    if result is None:
+    facts, ledger = read_facts(run, state), read_ledger(run)
+    if facts.best_value is None or state.ended is None:
         return
-    opened.set_tags({RESULT_TAG: json.dumps(asdict(result))})
+    data = evaluated_on(facts.monitor, facts.datasets)
+    result = Result(
+        metric=facts.monitor,
+        mode=facts.monitor_mode,
+        value=facts.best_value,
+        data="" if data is None else dataset_text(data),
+        num_samples=num_evaluated(facts.monitor, facts.best_value, facts.datasets),
+        ended=state.ended,
+        allocated_s=ledger.allocated_s,
+        unit=ledger.unit,
+    )
+    opened.set_tags({RESULT_TAG: json.dumps({key: value for key, value in asdict(result).items() if value != ""})})
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
-            search = all_pages(
-                opened.client.search_runs,
-                [opened.experiment_id],
-                f"tags.`{RESULT_TAG}` LIKE '%'",
-                max_results=_PAGE,
-            )
-            found = list(islice(search, MAX_RUNS + 1))
-            experiment = opened.client.get_experiment(opened.experiment_id)
-            rows, note = read_rows(found[:MAX_RUNS]), experiment.tags.get(NOTE_TAG, "")
+            search, only = opened.client.search_runs, f"tags.`{RESULT_TAG}` LIKE '%'"
+            pages = all_pages(search, [opened.experiment_id], only, max_results=_PAGE)
+            found = [one for one in map(_read, islice(pages, MAX_RUNS)) if one is not None]
+            rows = make_rows(found)
+            note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
             new = below_text_of_user(note, "", describe_experiment(rows, opened.experiment_id))
             if new == note:
                 break
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    page = environment().get_template("leaderboard.html")
-    groups = [list(islice(group, _MAX_HTML_ROWS)) for _, group in groupby(rows, lambda row: row.first.kind)]
-    write_atomic(run.leaderboard, page.render(experiment=run.experiment, ended=clock(result.ended), groups=groups))
-    earlier = read_rows(found[:MAX_RUNS], until=result.ended)
-    standing = rank(earlier, opened.run_id, result.ended, is_partial=len(found) > MAX_RUNS)
+    page, tables = environment().get_template("leaderboard.html"), [list(rows) for _, rows in _by_kind(rows)]
+    write_atomic(
+        run.leaderboard,
+        page.render(experiment=run.experiment, ended=clock(state.ended), columns=_COLUMNS, tables=tables),
+    )
+    standing = rank(make_rows(one for one in found if one.ended <= result.ended), opened.run_id, len(found) >= MAX_RUNS)
     if standing is not None:
         write_json(run.standing, asdict(standing))
 
 
-def read_rows(found: Iterable[entities.Run], until: float = float("inf")) -> list[Row]:
-    """Return the runs and settings with a result, the best of each kind first; the kind with most rows comes first.
+def _read(run: entities.Run) -> Result | None:
+    """Return the result of a run; None if its tag is of another program, or cut off."""
+    info, tags = run.info, run.data.tags
+    setting, sweep = (tags.get(f"hpcdist.{name}", "") for name in ("setting", "run.sweep"))
+    known = {
+        "name": info.run_name or info.run_id,
+        "run_id": info.run_id,
+        "started": (info.start_time or 0) / 1000,
+        "folder": tags.get("hpcdist.folder", ""),
+        "parent": tags.get(PARENT_TAG, ""),
+        # A sweep without seeds has its name as the tag of all its cells, which are runs of their own.
+        "setting": setting if setting != sweep else "",
+    }
+    try:
+        found = fill(Result, {"data": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
+    except (ValueError, TypeError, RecursionError, RunFolderError):
+        return None
+    return found if abs(found.value) <= LARGEST_VALUE else None
+
+
+def make_rows(results: Iterable[Result]) -> list[Row]:
+    """Return the runs and settings, the best of each kind first; the kind with most rows comes first.
 
     The order depends on the results alone, so that all processes write the same description.
     """
-    groups: dict[tuple[str, ...], list[tuple[Result, entities.Run]]] = {}
-    for run in found:
-        tags = run.data.tags
-        try:
-            result = fill(Result, json.loads(tags[RESULT_TAG]), Path(RESULT_TAG))
-        except (ValueError, TypeError, RecursionError, RunFolderError):
-            continue  # of another program, or cut off
-        if abs(result.value) <= LARGEST_VALUE and result.ended <= until:
-            # A sweep without seeds has its name as the tag of all its cells, which are runs of their own.
-            setting = tags.get("hpcdist.setting", "")
-            is_run = setting == tags.get("hpcdist.run.sweep", "")
-            key = ("", run.info.run_id) if is_run else (setting, tags.get(PARENT_TAG, ""))
-            groups.setdefault((*key, *result.kind), []).append((result, run))
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for one in results:
+        same = (one.setting, one.parent) if one.setting else (one.run_id,)
+        groups.setdefault((*same, *one.kind), []).append(one)
     rows = []
-    for (setting, *_), runs in groups.items():
-        sign = -1.0 if runs[0][0].mode == "min" else 1.0
-        best_first = sorted(runs, key=lambda one: (-sign * one[0].value, one[0].ended, one[1].info.run_id))
-        name = setting or str(best_first[0][1].info.run_name or best_first[0][1].info.run_id)
-        rows.append(Row(name=name, setting=setting, runs=tuple(best_first), sign=sign))
-    counts = Counter(row.first.kind for row in rows)
-    return sorted(
-        rows,
-        key=lambda row: (-counts[row.first.kind], row.first.kind, -row.sign * row.value, row.first.ended, row.run_id),
-    )
+    for group in groups.values():
+        group.sort(key=lambda one: Row(results=(one,), value=one.value).order)
+        rows.append(Row(results=tuple(group), value=statistics.fmean(one.value for one in group)))
+    counts = Counter(row.best.kind for row in rows)
+    return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
 
 
-def rank(rows: Iterable[Row], run_id: str, ended: float, *, is_partial: bool) -> Standing | None:
+def _by_kind(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], Iterator[Row]]]:
+    return groupby(rows, lambda row: row.best.kind)
+
+
+def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
     """Return the rank of the run, or of its setting, among the comparable rows; None if it has no row."""
-    rows = list(rows)
-    own = next((row for row in rows if any(run.info.run_id == run_id for _, run in row.runs)), None)
+    own = next((row for row in rows if any(one.run_id == run_id for one in row.results)), None)
     if own is None:
         return None
-    others = [row for row in rows if row is not own and row.first.kind == own.first.kind]
-    standing = Standing(
+    others = [row for row in rows if row is not own and row.best.kind == own.best.kind]
+    compared: dict[str, Any] = {}
+    if others:
+        before, interval = others[0], None
+        first, second = ([one.value for one in row.results] for row in (before, own))
+        sizes = before.best.num_samples, own.best.num_samples
+        # The best one is chosen among all: each of the others could have been the compared one.
+        if len(first) > 1 and len(second) > 1:
+            interval = mean_interval(first, second, len(others))
+        elif len(first) == len(second) and sizes[0] and sizes[1]:
+            interval = difference_interval(before.value, sizes[0], own.value, sizes[1], len(others))
+        compared = {"before": before.name, "before_run_id": before.best.run_id, "before_folder": before.best.folder}
+        compared |= {"before_value": before.value, "difference": own.value - before.value}
+        compared |= {"interval": list(interval or ()), "verdict": verdict_of(interval) if interval else NO_ERROR}
+    return Standing(
         run_id=run_id,
-        ended=ended,
-        metric=own.first.metric,
+        ended=next(one.ended for one in own.results if one.run_id == run_id),
+        metric=own.best.metric,
         value=own.value,
-        setting=own.setting,
-        num_values=len(own.runs),
-        rank=1 + sum(row.sign * row.value > own.sign * own.value for row in others),
+        setting=own.best.setting,
+        num_values=len(own.results),
+        rank=1 + sum(row.order[0] < own.order[0] for row in others),
         number=1 + len(others),
         num_others=len(rows) - len(others) - 1,
         is_partial=is_partial,
-    )
-    if not others:
-        return standing
-    best = others[0]
-    interval, numbers = None, (best.first.num_samples, own.first.num_samples)
-    # The best one is chosen among all: each of the others could have been the compared one.
-    if len(own.runs) > 1 and len(best.runs) > 1:
-        interval = mean_interval(best.values, own.values, len(others))
-    elif len(own.runs) == len(best.runs) and numbers[0] and numbers[1]:
-        interval = difference_interval(best.value, numbers[0], own.value, numbers[1], len(others))
-    return replace(
-        standing,
-        before=best.name,
-        before_run_id=best.run_id,
-        before_folder=best.runs[0][1].data.tags.get("hpcdist.folder", ""),
-        before_value=best.value,
-        difference=own.value - best.value,
-        interval=list(interval or ()),
-        verdict=verdict_of(interval) if interval else NO_ERROR,
+        **compared,
     )
 
 
 def describe_experiment(rows: Sequence[Row], experiment_id: str) -> str:
     """Return the leaderboard in Markdown, with _MAX_ROWS rows in all."""
-    left, parts = _MAX_ROWS, []
-    for _, group in groupby(rows, lambda row: row.first.kind):
-        ranked = list(group)
-        shown, left = ranked[:left], max(0, left - len(ranked))
-        if shown:
-            best, head = shown[0].first, ("", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
-            lines = [
-                (str(number), link(row.name, run_page(experiment_id, row.page_id)), *row.cells)
-                for number, row in enumerate(shown, 1)
-            ]
-            parts.append(f"**{escaped(best.metric)}**{escaped(best.condition)}\n\n{table(head, lines)}")
-    newest = max((one for row in rows for one in row.runs), key=lambda one: (one[0].ended, one[1].info.run_id))[1]
-    page = run_page(experiment_id, newest.info.run_id, "leaderboard.html")
+    # MLflow shows this line alone until a click.
+    best, plural = rows[0], "s" * (len(rows) != 1)
+    parts = [f"**{escaped(f'Best {best.best.metric}: {best.cells[0]}, {best.name}')}** ({len(rows)} result{plural})"]
+    for kind, group in _by_kind(rows[:_MAX_ROWS]):
+        lines = []
+        for number, row in enumerate(group, 1):
+            page = run_page(experiment_id, row.best.parent if row.best.setting else row.best.run_id)
+            lines.append((str(number), link(row.name, page), *row.cells))
+        parts += [f"**{escaped(' · '.join(filter(None, kind)), 600)}**", table(_COLUMNS, lines)]
+    newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
+    page = run_page(experiment_id, newest.run_id, "leaderboard.html")
     more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
-    return "\n\n".join(["### Leaderboard", *parts, f"{more}{link('leaderboard.html', page)}"])
+    return "\n\n".join([*parts, f"{more}{link('leaderboard.html', page)}"])

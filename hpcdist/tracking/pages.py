@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mlflow import __version__ as installed
@@ -356,10 +357,9 @@ class ParentRun:
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason} | self._cost()
             set_note(opened, describe_sweep(facts, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
-                label, value, text = facts.best
-                tags["hpcdist.best"] = f"{text} by {label}"
-                num_values = sum(cell.metric is not None for cell in facts.cells)
-                opened.log_points([Point(best_metric(facts.monitor), value, int(time.time() * 1000), num_values)])
+                tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (1)')}: {facts.best.label}"
+                mean, num_values = fmean(facts.best.values), sum(cell.metric is not None for cell in facts.cells)
+                opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
             opened.set_tags(tags)
             status = MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
@@ -449,7 +449,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
             *(nodes, ranks, dataset),
             order_by=_metric(best),
             ascending=mode == "min",
-            widths=measured | _widths(best=200, cost=250) | {dataset: 300},
+            widths=measured | _widths(best=200, cost=310) | {dataset: 300},
         ),
         "hpcdist-failures": _view(
             *(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),
@@ -462,7 +462,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
         "hpcdist-cost": _view(
             *(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),
             order_by=allocated,
-            widths=_widths(cost=250),
+            widths=_widths(cost=310),
         ),
     }
     if keys := list(axes):

@@ -83,7 +83,7 @@ def described(facts: RunFacts, ledger: Ledger | None = None, max_chars: int = 80
 def test_description_of_a_live_run() -> None:
     text = described(FACTS)
     assert text.startswith(
-        "**eval/loss 0.25 so far** · 1 failed attempt, 20 steps lost\n\n**running**\n\n"
+        "**eval/loss 0.25 so far** · 1 interruption, 20 steps lost\n\n**running**\n\n"
         "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); last heartbeat 0 s before;"
         " ends in about 6 min 40 s (1970-01-01 00:45 UTC);"
         " last save at step 100 (1970-01-01 00:25 UTC); time limit in 1 h (1970-01-01 01:38 UTC).\n"
@@ -112,7 +112,7 @@ def test_description_of_a_live_run() -> None:
     best = replace(BEST, metrics={"eval/accuracy": 356 / 364})
     data = (DatasetRecord(name="digits", split="test", num_samples=364),)
     accurate = described(replace(FACTS, monitor="eval/accuracy", best=best, datasets=data))
-    assert accurate.startswith("**eval/accuracy 0.978 ± 0.008 so far** · 1 failed attempt")
+    assert accurate.startswith("**eval/accuracy 0.978 ± 0.008 so far** · 1 interruption")
     for devices, shown in (
         ("2 × NVIDIA A100, 2 × CPU", "4 on 2 × NVIDIA A100, 2 × CPU"),
         ("CPU", "4 on the CPU"),
@@ -146,7 +146,7 @@ def test_description_of_a_finished_run() -> None:
         Entry(cause="data", attempt=1, node="n1", seconds=0.5),
     )
     text = described(FINISHED, Ledger(unit="GPU", entries=entries, queue_s=90.0))
-    first = "**eval/loss 0.25** · 2 GPU-hours · 1 failed attempt, 20 steps lost\n"
+    first = "**eval/loss 0.25** · 2 GPU-hours · 1 interruption, 20 steps lost\n"
     assert text.startswith(f"{first}\n**finished**: trained 400 steps\n")
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert (
@@ -358,7 +358,7 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     text = plain(describe_sweep(facts, max_chars=8000))
     assert text.startswith(
-        "**finished**: 9 cells\n\nBest setting: **lr=0.2**, eval/acc = **0.95 ± 0.01 (3)**\n\n"
+        "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 (3)** (highest is best)\n\n"
         "| Setting | eval/acc: mean ± standard deviation (values) | Cells |\n| --- | --- | --- |\n"
         "| lr=0.2 | 0.95 ± 0.01 (3) | 3 |\n| lr=0.1 | 0.94 ± 0.05 (3) | 3 |\n| lr=0.3 | 0.5 (1) | 3 |\n\n"
         "| Run | seed | optim.lr | eval/acc | Step | State |\n"
@@ -395,7 +395,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     assert plain(describe_sweep(facts, max_chars=8000)) == (
         "**failed**: 3 cells: 1 failed, 2 finished\n\n"
-        "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** at step 20 (highest is best)\n\n"
+        "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best)\n\n"
         "| Run | optim.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
         "| [lr=0.3](#/b) | 0.3 | 0.75 | 20 | finished |\n"
         "| [lr=0.2](#/a) | 0.2 | 0.5 | 10 | finished |\n"

@@ -292,7 +292,7 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
     folder = save(scene, 10, eval_accuracy=10, eval_loss=0.25)
     live = scene.shipper()
     live.ship_once()
-    model = models(scene)["step-00000010"]
+    model = models(scene)["first step-10"]
     assert (model.status, model.source_run_id, model.model_type) == ("READY", scene.run_id, "checkpoint")
     listed = subprocess.run("sha256sum *.pt | sha256sum", shell=True, cwd=folder, check=True, capture_output=True)
     assert model.params == {"step": "10", "path": str(folder), "sha256": listed.stdout.decode().split()[0]}
@@ -304,14 +304,14 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
     save(scene, 30)
     scene.state(status="finished", ended=2e9)
     live.ship_once()
-    assert metrics(models(scene)["step-00000010"]) == {ACCURACY: (10, 10.0), "eval/loss": (10, 0.25)}
-    assert metrics(models(scene)["step-00000030"]) == {}
+    assert metrics(models(scene)["first step-10"]) == {ACCURACY: (10, 10.0), "eval/loss": (10, 0.25)}
+    assert metrics(models(scene)["first step-30"]) == {}
     # The metrics of the models are the points of the run, not further ones.
     assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
     best = scene.client.search_logged_models(
         [scene.entity.info.experiment_id], order_by=[{"field_name": f"metrics.{ACCURACY}", "ascending": False}]
     )
-    assert best[0].name == "step-00000010"
+    assert best[0].name == "first step-10"
 
 
 def test_models_have_the_values_of_the_run_which_one_request_reads(
@@ -337,7 +337,9 @@ def test_models_have_the_values_of_the_run_which_one_request_reads(
         live.ship_once()
     assert asked == [ACCURACY]
     assert history(scene, ACCURACY) == [(step, float(step)) for step in steps]
-    assert [metrics(models(scene)[f"step-{step:08d}"]) for step in steps] == [{ACCURACY: (s, float(s))} for s in steps]
+    assert [metrics(models(scene)[f"first step-{step}"]) for step in steps] == [
+        {ACCURACY: (s, float(s))} for s in steps
+    ]
 
 
 def test_models_of_removed_and_replaced_checkpoints_are_deleted(scene: Scene) -> None:
@@ -345,14 +347,14 @@ def test_models_of_removed_and_replaced_checkpoints_are_deleted(scene: Scene) ->
     first = save(scene, 10)
     save(scene, 20)
     live.ship_once()
-    replaced = models(scene)["step-00000020"].model_id
+    replaced = models(scene)["first step-20"].model_id
     shutil.rmtree(first)
     save(scene, 20, text="other weights")
     save(scene, 30)
     live.ship_once()
     found = models(scene)
-    assert set(found) == {"step-00000020", "step-00000030"}
-    assert found["step-00000020"].model_id != replaced
+    assert set(found) == {"first step-20", "first step-30"}
+    assert found["first step-20"].model_id != replaced
     shutil.rmtree(scene.run.checkpoints)
     scene.shipper().ship_once()  # another process
     assert models(scene) == {}
@@ -384,7 +386,7 @@ def test_a_lost_response_creates_no_second_model(scene: Scene, monkeypatch: pyte
         shipper.ship_once()
     assert lost
     assert {name: (model.status, metrics(model)) for name, model in models(scene).items()} == {
-        "step-00000020": ("READY", {ACCURACY: (20, 20.0)})
+        "first step-20": ("READY", {ACCURACY: (20, 20.0)})
     }
     assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)]
 
@@ -395,7 +397,7 @@ def test_a_model_is_created_once_and_found_without_the_saved_state(
     scene.log([10], key=ACCURACY)
     save(scene, 10, eval_accuracy=10)
     scene.shipper().ship_once()
-    before = models(scene)["step-00000010"]
+    before = models(scene)["first step-10"]
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a request about models")
@@ -405,12 +407,12 @@ def test_a_model_is_created_once_and_found_without_the_saved_state(
         scene.shipper().ship_once()  # nothing has changed
     (scene.run.journal / "sent-files.json").unlink()
     scene.shipper().ship_once()
-    after = models(scene)["step-00000010"]
+    after = models(scene)["first step-10"]
     assert (after.model_id, metrics(after)) == (before.model_id, {ACCURACY: (10, 10.0)})
     scene.client.delete_logged_model(after.model_id)  # by a user
     save(scene, 20)
     scene.shipper().ship_once()
-    assert set(models(scene)) == {"step-00000020"}
+    assert set(models(scene)) == {"first step-20"}
 
 
 def test_incomplete_damaged_and_linked_checkpoints_are_left_out(scene: Scene, tmp_path: Path) -> None:
@@ -422,7 +424,7 @@ def test_incomplete_damaged_and_linked_checkpoints_are_left_out(scene: Scene, tm
     (scene.run.checkpoints / "step-00000060").symlink_to(outside)
     save(scene, 70)
     scene.shipper().ship_once()
-    assert set(models(scene)) == {"step-00000070"}
+    assert set(models(scene)) == {"first step-70"}
 
 
 def test_unreadable_manifest_is_an_error_and_deletes_no_model(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,9 +440,9 @@ def test_unreadable_manifest_is_an_error_and_deletes_no_model(scene: Scene, monk
         patch.setattr(artifacts, "read_json_value", refuse)
         with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*Permission denied"):
             live.ship_once()
-    assert set(models(scene)) == {"step-00000010"}
+    assert set(models(scene)) == {"first step-10"}
     live.ship_once()
-    assert set(models(scene)) == {"step-00000010", "step-00000020"}
+    assert set(models(scene)) == {"first step-10", "first step-20"}
 
 
 def test_server_without_aliases_or_logged_models_is_skipped_with_a_debug_line(

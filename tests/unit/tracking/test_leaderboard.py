@@ -109,7 +109,9 @@ def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
     scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
-    assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n### Leaderboard")
+    assert text.startswith(
+        f"ours: see the wiki\n\n{MARK}\n\n**Best eval/accuracy: 0\\.970 ± 0\\.005, &lt;b&gt;** (2 results)\n"
+    )
     assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
     page = end("worse", 0.9, 30.0).leaderboard.read_text()
     text = note_of_experiment(scene)
@@ -133,6 +135,24 @@ def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
     run = end("b", 0.9, 2.0)
     assert (standing(run).number, standing(run).difference) == (2, 0.0)
     assert "rank 1 of 2 in exp when it ended, equal to the best before" in first_line(scene, run)
+
+
+def test_failed_run_begins_with_cause_place_and_fix(scene: Scene) -> None:
+    attempt = scene.run.new_attempt()
+    trace = ["Traceback", '  File "/home/ada/train.py", line 7, in train', "    raise ValueError"]
+    outcome = {"outcome": "failed", "error": "ValueError: no", "traceback": [f"{one}\n" for one in trace], "time": 1.0}
+    write_json(attempt.outcome(1), outcome | {"host": "n1", "step": 3})
+    write_json(attempt.failure, {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "ValueError: no"})
+    scene.state(status="failed", reason="rank 1 on n1 failed with ValueError: no", ended=2.0)
+    scene.shipper().ship_once()
+    found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
+    assert found.startswith(
+        "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
+        "fix /home/ada/train.py:7, then `hpcdist resume first --with-current-code`\n\n"
+    )
+    attempt.outcome(1).write_text('{"outcome": "failed"}')
+    scene.state(status="failed", attempt=1)
+    scene.shipper().ship_once()  # a damaged file of a rank stops nothing
 
 
 def test_run_without_a_search_has_no_rank(scene: Scene, end: End, monkeypatch: pytest.MonkeyPatch) -> None:
