@@ -66,6 +66,11 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Return names separated by commas; after `most`, only the number of further ones."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def terminal_text(text: str) -> str:
     """Return text without colours, with carriage returns as newlines, and other control characters as escapes.
 

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hpcdist.config.redaction import redact_text
-from hpcdist.errors import RunFolderError, UserMistake, shortened
+from hpcdist.errors import RunFolderError, UserMistake, few, shortened
 from hpcdist.host import storage
 from hpcdist.host.files import require_safe, user_of
 from hpcdist.host.machine import Check, failure, note, ok, space_checks, warning
@@ -117,10 +117,6 @@ def _accounting(settings: dict[str, str], user: str) -> Check:
         text = f"{user} has no account, and this cluster requires one for each job"
         return failure("accounting", text, f"an administrator can add one: `sacctmgr add user {user} account=…`")
     return ok("accounting", f"answers; {user} has no account, and none is required")
-
-
-def few(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def partition_checks(found: SlurmFacts) -> list[Check]:

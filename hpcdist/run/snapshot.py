@@ -29,7 +29,7 @@ import hpcdist
 from hpcdist.config.redaction import holds_secret, redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
-from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.errors import RunFolderError, UserMistake, few
 from hpcdist.host import machine
 from hpcdist.host.files import fill, parse_json, write_atomic, write_json
 from hpcdist.run.folder import DATABASE, RunDir, read_record
@@ -311,7 +311,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         log.warning(
             "likely secrets are left out of the run's patch and copy of the code: %s"
             " (a comment `pragma: allowlist secret` keeps a line)",
-            ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""),
+            few(left_out, SHOWN),
         )
     untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
     code = CodeState(

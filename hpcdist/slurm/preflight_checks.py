@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from hpcdist.errors import few
 from hpcdist.host import machine
 from hpcdist.host.machine import MB, Check, Level, failure, ok, warning
 from hpcdist.slurm.preflight_probe import ProbeRequest
@@ -54,7 +55,7 @@ def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
             found += group
             continue
         where = f"all {num_nodes} nodes" if len(group) == num_nodes else f"{len(group)} of {num_nodes} nodes"
-        names = _listed(check.node for check in group)
+        names = few([check.node for check in group], _SHOWN)
         first = group[0]
         fix = first.fix.replace(f" on {first.node}", " on each of them")
         found.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
@@ -217,9 +218,9 @@ def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for node in nodes:
         into, out = ([way for way in bad if way[end] == node] for end in (1, 0))
         if len(into) >= len(out):
-            where, peer = f"{_listed(source for source, _ in into)} cannot reach it", bad[into[0]]
+            where, peer = f"{few([source for source, _ in into], _SHOWN)} cannot reach it", bad[into[0]]
         else:
-            where, peer = f"it cannot reach {_listed(target for _, target in out)}", bad[out[0]]
+            where, peer = f"it cannot reach {few([target for _, target in out], _SHOWN)}", bad[out[0]]
         yield _unreachable(request, where, peer, node)
     for one, other in left[:_SHOWN]:
         source, target = (one, other) if (one, other) in bad else (other, one)
@@ -243,12 +244,6 @@ def _unreachable(request: ProbeRequest, where: str, peer: Mapping[str, Any], nod
         return failure("port", text, fix, node=node)
     detail = detail or f"no connection within {request.deadline_s:g} s"  # nobody listened, or it started later
     return failure("port", f"{where} on port {request.port}: {detail}", fix, node=node)
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Return names in the form `n1, n2, n3, n4 and 12 more`."""
-    found = list(names)
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
 def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcdist.config.topology import Topology
-from hpcdist.errors import TopologyError
+from hpcdist.errors import TopologyError, few
 from hpcdist.host.files import open_regular, read_json, write_atomic, write_json
 from hpcdist.host.machine import gpus
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
@@ -373,8 +373,7 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     unseen = []
     if missing_ranks:
         hosts = sorted(set(missing_ranks.values()))
-        listed = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
-        unseen = [f"no snapshot of {ranks_text(missing_ranks)} ({listed})"]
+        unseen = [f"no snapshot of {ranks_text(missing_ranks)} ({few(hosts, _NAMED)})"]
     where = _sentence(groups, suspects, all_seen=not missing_ranks)
     sentence = "; ".join([*filter(None, [where]), *collectives[:1], *unseen])
     group_of = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
