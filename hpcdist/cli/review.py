@@ -241,7 +241,7 @@ def cost(
     """
     from hpcdist.config.launch_schema import ClusterConfig
     from hpcdist.config.written import read_section
-    from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, hours_text, money, percent, read_ledger
+    from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, cost_of, hours_text, money, percent, read_ledger
     from hpcdist.review.text import duration
     from hpcdist.run.lookup import list_runs, resolve
     from hpcdist.run.status import update_job_starts
@@ -298,10 +298,7 @@ def cost(
             hours = hours_text(one.allocated_s), one.goodput_text, losses, hours_text(one.queue_s)
             rows.append([title, one.unit, *hours, energy, *(costs[title].get(name, "") for name in columns)])
         print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *columns), rows)
-        # GPU-hours and core-hours cannot be added.
-        units = dict.fromkeys(one.unit for one in found.values())
-        sums = {unit: sum(one.allocated_s for one in found.values() if one.unit == unit) for unit in units}
-        words = [f"{hours_text(seconds)} {unit}-hours" for unit, seconds in sums.items()]
+        words = [cost_of(found.values())]
         prices: dict[tuple[str, str], float] = {}
         for before, value, after in filter(None, (one.price(sites[title]) for title, one in found.items())):
             prices[before, after] = prices.get((before, after), 0.0) + value

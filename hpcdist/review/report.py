@@ -17,28 +17,8 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, read_regular, write_atomic
-from hpcdist.review.charts import (
-    MAX_ATTEMPTS,
-    draw,
-    metric_charts,
-    number,
-    primary_chart,
-    shade,
-    swatch,
-    timeline,
-)
+from hpcdist.review import charts, description
 from hpcdist.review.comparison import compare, compare_results
-from hpcdist.review.description import (
-    ATTEMPT_COLUMNS,
-    SettingFacts,
-    SweepFacts,
-    attempt_rows,
-    headline,
-    read_sweep_facts,
-    rerun_command,
-    run_again_command,
-    setup_rows,
-)
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import (
     JOB_ENDS,
@@ -108,10 +88,8 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters.update(command=redact_text, duration=duration, number=number, marked=marked_code, text=text_of)
-    found.globals.update(run_again_command=run_again_command, rerun_command=rerun_command, cost_of=cost_of)
-    found.globals.update(timeline=timeline, max_attempts=MAX_ATTEMPTS, draw=draw, swatch=swatch, headline=headline)
-    found.globals.update(setup_rows=setup_rows, attempt_rows=attempt_rows, attempt_columns=ATTEMPT_COLUMNS)
+    found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
+    found.globals.update(charts=charts, description=description, cost_of=cost_of)
     found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
 
@@ -131,11 +109,11 @@ _ENVIRONMENT = ("Ranks", "Versions", "Image")
 
 def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     """Return what the run used, in words, for a reader who does not know the keys of `read_environment`."""
-    rows = [row for row in setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
+    rows = [row for row in description.setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
     times = [found for attempt in run.attempts() if (found := read_times(attempt)) is not None]
     if times and (shares := times[-1].shares.values()):
         total = sum(share.allocated for share in shares)
-        rows.append(("Allocated", [f"{times[-1].unit}s: {number(total)}, nodes: {len(shares)}"]))
+        rows.append(("Allocated", [f"{times[-1].unit}s: {charts.number(total)}, nodes: {len(shares)}"]))
     cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
     return [*rows, ("Created on", [", ".join(filter(None, (facts.host, recorded.get("platform"), cores)))])]
 
@@ -186,7 +164,7 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
 
 def render_sweep(sweep: SweepDir) -> str:
     """Return the report of a sweep as HTML."""
-    facts, runs = read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+    facts, runs = description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
 
@@ -199,15 +177,15 @@ def render_sweep(sweep: SweepDir) -> str:
     )
 
 
-def heat_map(facts: SweepFacts) -> dict[str, dict[str, tuple[SettingFacts, str]]]:
+def heat_map(facts: description.SweepFacts) -> dict[str, dict[str, tuple[description.SettingFacts, str]]]:
     """Return the settings of a sweep over two keys with their shades, by their values; empty for other sweeps."""
     keys, settings = [key for key in facts.keys if key != REPETITION], facts.by_setting
     known = [one.mean for one in settings.values() if one.mean is not None]
-    found: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
+    found: dict[str, dict[str, tuple[description.SettingFacts, str]]] = {}
     for cell in facts.cells if len(keys) == 2 and known else ():
         one, (row, column) = settings[setting_of(cell.values)], [config_text(cell.values.get(key)) for key in keys]
         share = 0.0 if one.mean is None else (one.mean - min(known)) / (max(known) - min(known) or 1.0)
-        found.setdefault(row, {})[column] = one, shade(1 - share if facts.sign > 0 else share)
+        found.setdefault(row, {})[column] = one, charts.shade(1 - share if facts.sign > 0 else share)
     return found
 
 
@@ -226,7 +204,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     problems += [text_of(stored.problem)] if stored.problem else []
     declared = stored.trainer.charts if stored.trainer else {}
     facts, series = part(read_facts), part(read) or {}
-    trainer_charts, charts = metric_charts(series, declared, stored.config.checkpoint.monitor)
+    trainer_charts, other_charts = charts.metric_charts(series, declared, stored.config.checkpoint.monitor)
     figures, no_figures = read_figures(run.artifacts)
     ledger = part(read_ledger) or Ledger()
     standing = facts.standing if facts else None
@@ -238,7 +216,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "ledger": ledger,
         "costs": ledger.costs(stored.config.cluster),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
-        "charts": charts,
+        "other_charts": other_charts,
         "trainer_charts": trainer_charts,
         "figures": figures,
         "stragglers": part(
@@ -247,7 +225,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "faults": part(read_faults),
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
-        "curve": primary_chart(facts, series, before) if facts else None,
+        "curve": charts.primary_chart(facts, series, before) if facts else None,
         "earlier": earlier,
         "changes": part(lambda run: changes(earlier, facts, {earlier.name: before, run.name: series}))
         if facts and earlier
