@@ -339,9 +339,11 @@ def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series], **opti
     return Chart(title=title, figure=figure, note="; ".join(notes))
 
 
-def primary_chart(facts: RunFacts, series: Mapping[str, Series], before: Mapping[str, Series]) -> Chart | None:
+def primary_chart(
+    facts: RunFacts, series: Mapping[str, Series], earlier: str, before: Mapping[str, Series]
+) -> Chart | None:
     """Return the curve of the monitored metric over that of the best earlier run; None if nothing was logged."""
-    key, grey, dot = facts.monitor, "best earlier run", None
+    key, grey, dot = facts.monitor, f"best earlier run: {earlier}", None
     if key not in series:
         return None
     if facts.best is not None and facts.best_value is not None:

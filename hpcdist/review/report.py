@@ -225,7 +225,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "faults": part(read_faults),
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
-        "curve": charts.primary_chart(facts, series, before) if facts else None,
+        "curve": charts.primary_chart(facts, series, earlier.name if earlier else "", before) if facts else None,
         "earlier": earlier,
         "changes": part(lambda run: changes(earlier, facts, {earlier.name: before, run.name: series}))
         if facts and earlier

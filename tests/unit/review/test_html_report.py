@@ -161,7 +161,7 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     assert re.findall(r'<polyline class="line" style="stroke:var\(--(\w+)\)"', chart) == ["muted", "c0"]
     assert chart.count('class="band"') == 1, "the second attempt"
     assert 'class="dot"' in chart
-    assert "best checkpoint: 0.8 at step 2" in text
+    assert "eval/accuracy best earlier run: before best checkpoint: 0.8 at step 2" in text, "the legend"
     assert (
         "<b>eval/accuracy 0.8 · rank 1 of 2 in digits when it ended, +0.10 against the best before (clear)</b>" in page
     )
