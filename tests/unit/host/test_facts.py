@@ -115,6 +115,7 @@ def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.M
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     install_fake_nvml(monkeypatch, IDLE)
+    monkeypatch.setattr(machine, "versions", dict)  # a real driver of this machine has its version in /proc
     monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
     assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
     answered = threading.Event()
