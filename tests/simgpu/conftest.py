@@ -13,61 +13,67 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from containers import CHECKOUT
+from hpcdist_runs import Runs
 from io_faults import REQUIRE
 
 SOURCES = Path(__file__).parent
 PACKAGES = Path(torch.__file__).parents[1]
 HEADERS = PACKAGES / "nvidia" / "cu13" / "include"
-#: Library, its source, and functions that fail with this code if torch needs them and the source has none.
-LIBRARIES = (
-    ("libcudart.so.13", "cudart", r"_*cuda[A-Z]", 801),
-    ("libcuda.so.1", "driver", r"cu[A-Z](?!F)", 801),
-    ("libnccl.so.2", "nccl", r"nccl[A-Z]", 5),
-    ("libcupti.so.13", "", r"cupti[A-Z]", 27),
-    ("libnvidia-ml.so.1", "nvml", r"nvml[A-Z]", 3),
-    ("libsimgpu_kernels.so", "kernels", "$", 0),
-)
+INCLUDES = [SOURCES, HEADERS, PACKAGES / "nvidia/nccl/include", PACKAGES / "triton/backends/nvidia/include"]
+#: One library has all functions; torch loads the others by these names.
+LIBRARY = "libcudart.so.13"
+NAMES = ("libcuda.so.1", "libnccl.so.2", "libnvidia-ml.so.1")
+#: Functions that torch needs and the sources do not have are logged and return this code.
+MISSING = {r"_*cuda[A-Z]": 801, r"cu[A-Z](?!F)": 801, r"nccl[A-Z]": 5, r"nvml[A-Z]": 3}
+TORCH_LIBRARIES = PACKAGES / "torch" / "lib"
 
 
 def build(folder: Path) -> None:
     """Compile the libraries and make an importable folder of them."""
-    torch_libraries = PACKAGES / "torch" / "lib"
-    listed = subprocess.run(
-        ["nm", "-D", "--undefined-only", *map(str, torch_libraries.glob("*.so"))],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    nm = ["nm", "-D", "--undefined-only", *map(str, TORCH_LIBRARIES.glob("*.so"))]
+    listed = subprocess.run(nm, capture_output=True, text=True, check=True).stdout
     needed = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if " U " in line}
-    looked_up = re.findall(rb"\0(nvml\w+)\0", (torch_libraries / "libc10_cuda.so").read_bytes())
+    looked_up = re.findall(rb"\0(nvml\w+)\0", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes())
     needed |= {name.decode() for name in looked_up}
-    includes = [SOURCES, HEADERS, PACKAGES / "nvidia/nccl/include", PACKAGES / "torch/include"]
-    includes.append(PACKAGES / "torch/include/torch/csrc/api/include")
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-pthread", *(f"-I{path}" for path in includes)]
-    compilers = []
-    for library, source, pattern, code in LIBRARIES:
-        sources = [SOURCES / f"{source}.cpp"] if source else []
-        text = "".join(path.read_text() for path in sources)
-        missing = [name for name in sorted(needed) if re.match(pattern, name) and not re.search(rf"\b{name}\b", text)]
-        sources.append(folder / f"{library}.cpp")
-        sources[-1].write_text("".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name in missing))
-        flags = [f"-Wl,-soname,{library}"]
-        if library.endswith(".so.13"):  # torch asks for the version of these symbols
-            versions = folder / f"{library}.map"
-            versions.write_text(f"{library} {{ global: *; }};\n")
-            flags.append(f"-Wl,--version-script={versions}")
-        if source == "kernels":
-            flags += [f"-L{torch_libraries}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"]
-        compilers.append(subprocess.Popen([*command, *map(str, sources), "-o", str(folder / library), *flags]))
-    assert [compiler.wait() for compiler in compilers] == [0] * len(LIBRARIES)
-    shutil.copy(SOURCES / "sitecustomize.py", folder)
-    record = folder / "simgpu-1.dist-info"
+    sources = [*SOURCES.glob("*.cpp"), folder / "missing.cpp", folder / "cupti.cpp"]
+    text = "".join(path.read_text() for path in sources[:-2])
+    missing, cupti = ['#include "sim.h"\n'], []
+    for name in sorted(needed):
+        codes = [code for pattern, code in MISSING.items() if re.match(pattern, name)]
+        if codes and not re.search(rf"\b{name}\b", text):
+            log = f'sim_log("no function {name} in the simulation")'
+            missing.append(f'extern "C" int {name}() {{ {log}; return {codes[0]}; }}\n')
+        if name.startswith("cupti"):
+            cupti.append(f'extern "C" int {name}() {{ return 27; }}\n')
+    sources[-2].write_text("".join(missing))
+    sources[-1].write_text("".join(cupti))
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", "-c", *(f"-I{path}" for path in INCLUDES)]
+    compilers = [subprocess.Popen([*command, str(source)], cwd=folder) for source in sources]
+    assert [compiler.wait() for compiler in compilers] == [0] * len(sources)
+    objects = [f"{source.stem}.o" for source in sources]
+    link(folder, LIBRARY, *objects[:-1], "-pthread")
+    link(folder, "libcupti.so.13", objects[-1])
+    for name in NAMES:
+        link(folder, name, "-Wl,--no-as-needed", LIBRARY, "-Wl,-rpath,$ORIGIN")
+    for name in ("sitecustomize.py", "simgpu_kernels.py"):
+        shutil.copy(SOURCES / name, folder)
+    record = folder / "simgpu-1.dist-info"  # torch calls the function at the end of its import
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 1\n")
-    (record / "entry_points.txt").write_text("[torch.backends]\nsimgpu = sitecustomize:install_kernels\n")
+    (record / "entry_points.txt").write_text("[torch.backends]\nsimgpu = simgpu_kernels:install\n")
+
+
+def link(folder: Path, name: str, *arguments: str) -> None:
+    """Link a library; torch asks for the version of the symbols of CUDA's."""
+    (folder / "versions").write_text(f"{name} {{ global: *; }};\n")
+    versions = ["-Wl,--version-script=versions"] if name.endswith(".so.13") else []
+    subprocess.run(["g++", "-shared", "-o", name, f"-Wl,-soname,{name}", *versions, *arguments], cwd=folder, check=True)
 
 
 def missing_requirement() -> str | None:
@@ -86,7 +92,7 @@ def libraries() -> Path:
             pytest.fail(f"{REQUIRE}=1, but {reason}")
         pytest.skip(reason)
     key = hashlib.sha256(f"{torch.__version__} {sys.version_info} {PACKAGES}".encode())
-    for path in sorted((*SOURCES.glob("[!t]*.*"), *SOURCES.glob("crt/*"))):
+    for path in sorted(SOURCES.glob("[!t]*.*")):
         key.update(path.read_bytes())
     store = CHECKOUT / "build" / "simgpu"
     store.mkdir(parents=True, exist_ok=True)
@@ -103,14 +109,21 @@ def libraries() -> Path:
 
 
 @pytest.fixture
-def gpus(libraries: Path, tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which programs see two simulated GPUs."""
-    path = os.pathsep.join(filter(None, [str(libraries), os.environ.get("PYTHONPATH")]))
-    (tmp_path / "faults").mkdir()
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "SIMGPU_DEVICES": "2",
-        "SIMGPU_FAULTS": str(tmp_path / "faults"),
-        "SIMGPU_LOG": str(tmp_path / "simulated_gpus.log"),
-    }
+def gpus(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let programs see two simulated GPUs; yield the folder of their faults and their log.
+
+    Work on one memory by two streams without an order between them fails the test.
+    """
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    (folder / "log").touch()
+    for name, value in {"SIMGPU_FOLDER": str(folder), "SIMGPU_DEVICES": "2", "TEST_DEVICE": "cuda"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(libraries), prepend=os.pathsep)
+    yield folder
+    assert "RACE" not in (folder / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
+from slurm_faults import SIMULATED_GPUS, Cell
 
 from hpcdist.checkpoint.state import load_weights
+from hpcdist.host.files import read_json
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("gpus")]
 
 #: Each run fails or ends after a few steps.
-SHORT = ["launch.device=cuda", "launch.max_restarts=0", "stop.max_steps=30"]
-
-
-@pytest.fixture
-def runs(tmp_path: Path, gpus: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Runs:
-    for name, value in gpus.items():
-        monkeypatch.setenv(name, value)
-    return Runs(tmp_path)
+SHORT = ["launch.max_restarts=0", "stop.max_steps=30"]
 
 
 def explain(runs: Runs, name: str) -> str:
@@ -28,13 +25,28 @@ def explain(runs: Runs, name: str) -> str:
     return output
 
 
-def test_lost_gpu_is_named_and_metrics_come_from_nvml(runs: Runs, gpus: dict[str, str]) -> None:
-    held = ("trainer=gated:train", "params.hold_at=20")
-    process = runs.start("run", *runs.config("lost", *SHORT, *held))
-    runs.wait_until_held("lost")
+def fill(cell: Cell, runs: Runs, name: str, fault: str) -> None:
+    """Fill the row of a run that a fault has ended."""
+    state = runs.run_dir(name).read_state()
+    cell.fault, cell.devices, cell.attempts, cell.restarts = fault, SIMULATED_GPUS, state.attempt, state.restarts
+    cell.weights, cell.points, cell.mlflow = "-", "-", runs.mlflow_status(name)
+    assert cell.mlflow == "FAILED"
+
+
+def start_held(runs: Runs, name: str, *overrides: str) -> subprocess.Popen[str]:
+    """Start a run whose ranks wait after step 20."""
+    held = ("trainer=gated:train", "params.hold_at=20", *overrides)
+    process = runs.start("run", *runs.config(name, *SHORT, *held))
+    runs.wait_until_held(name)
+    return process
+
+
+@pytest.mark.quick_fault
+def test_lost_gpu_is_named_and_metrics_come_from_nvml(runs: Runs, gpus: Path, cell: Cell) -> None:
+    process = start_held(runs, "lost")
     journal = runs.run_dir("lost").path / "journal" / "attempt-001.rank-00000.jsonl"
     wait_for(lambda: "system/gpu_1" in journal.read_text(), "metrics of the GPUs")
-    (Path(gpus["SIMGPU_FAULTS"]) / "1.lost").touch()
+    (gpus / "1.lost").touch()
     runs.release("lost")
     code, output = finish(process)
     assert code == 1, output
@@ -44,12 +56,28 @@ def test_lost_gpu_is_named_and_metrics_come_from_nvml(runs: Runs, gpus: dict[str
     assert "cause:    a GPU of the named rank is lost" in text
     points = {(key, value) for key, _, value in runs.points("lost")}
     assert {("system/gpu_0_utilization_percentage", 37), ("system/gpu_1_utilization_percentage", 37)} <= points
+    fill(cell, runs, "lost", "GPU lost")
 
 
-def test_full_memory_is_explained(runs: Runs) -> None:
+@pytest.mark.slow
+@pytest.mark.quick_fault
+def test_hung_kernel_is_found_by_the_collective_that_the_others_wait_for(runs: Runs, gpus: Path, cell: Cell) -> None:
+    process = start_held(runs, "hung", "launch.hang_timeout_s=60")
+    (gpus / "1.hung").touch()
+    runs.release("hung")
+    code, output = finish(process)
+    assert code == 1, output
+    last = output.splitlines()[-1]
+    assert re.search(r"; rank 1 has not called nccl \w+ .* which rank 0 waits", last), last
+    fill(cell, runs, "hung", "kernel hung")
+
+
+@pytest.mark.quick_fault
+def test_full_memory_is_explained(runs: Runs, cell: Cell) -> None:
     code, output = runs.command("run", *runs.config("full", *SHORT), SIMGPU_MEMORY_MB="2")
     assert code == 1, output
     assert "cause:    the GPU's memory is full" in explain(runs, "full")
+    fill(cell, runs, "full", "GPU memory full")
 
 
 def test_more_ranks_than_gpus_are_refused(runs: Runs) -> None:
@@ -70,3 +98,15 @@ def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
     for quick in sorted(runs.run_dir("quick").checkpoints.glob("step-*")):
         late = runs.run_dir("late").checkpoints / quick.name
         assert_states_equal(load_weights(late), load_weights(quick))
+
+
+@pytest.mark.slow
+def test_settings_of_the_gpu_are_those_of_the_config(runs: Runs) -> None:
+    settings = ["precision={dtype: fp16, tf32: false}", "model.channels_last=true", "launch.hang_timeout_s=700"]
+    config = runs.config("settings", "trainer=on_gpus:train", "stop.max_steps=2", *settings)
+    code, output = runs.command("run", *config)
+    assert code == 0, output
+    facts = read_json(runs.attempt("settings").path / "gpu.json") or {}
+    assert (facts["device_id"], facts["timeout_s"]) == ("cuda:1", 760)
+    assert (facts["autocast"], facts["scaled"], facts["channels_last"]) == ("torch.float16", True, True)
+    assert facts["tf32"] == [False, False]

@@ -1,49 +1,88 @@
-"""Tests of `tests/multiproc` on simulated GPUs (`conftest.py`): trainers continue exactly after a stop or a kill.
+"""The tests of `tests/multiproc` on simulated GPUs (`conftest.py`): trainers continue exactly after a stop or a kill.
 
 A parent that has imported torch forks the ranks. As with CUDA, they would fail if it had used a GPU before.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from containers import CHECKOUT
+import test_live_commands
+import test_role_trainers
+import test_runs
+from hpcdist_runs import AUGMENTED, TRAINING, Runs
+from slurm_faults import SIMULATED_GPUS, Cell
 
 pytestmark = pytest.mark.processes
 
-DDP = "test_runs.py::test_run_"
-KILLED = "test_role_trainers.py::test_run_restarts_exactly_after_a_rank_is_killed"
-#: Number of GPUs, and tests whose ranks use one each.
-CASES = [
-    (2, [f"{DDP}stopped_in_the_middle_of_an_epoch_is_resumed"]),
-    pytest.param(
-        4,
-        [
-            *(f"{KILLED}[{rank}]" for rank in ("rl-2-observer:1", "rnn-1-trainer:1", "hybrid-2-parameter_server:0")),
-            f"{KILLED}[pipeline-1-stage:1]",
-        ],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2,
-        [
-            f"{DDP}resumes_from_the_last_checkpoint_after_a_killed_rank",
-            "test_live_commands.py::test_running_run_saves_is_profiled_and_stops_by_tag",
-        ],
-        marks=pytest.mark.slow,
-    ),
-]
+SLOW = [pytest.mark.slow, pytest.mark.quick_fault]
+#: Trainer, number of its GPUs, the rank that is killed, and its role. The parameter servers of `hybrid` use the CPU.
+ROLES = {
+    "rl": (3, 2, "observer:1"),
+    "rnn": (3, 1, "trainer:1"),
+    "hybrid": (2, 2, "parameter_server:0"),
+    "pipeline": (2, 1, "stage:1"),
+}
 
 
-@pytest.mark.parametrize(("num_gpus", "tests"), CASES, ids=["ddp", "roles", "ddp: more"])
-def test_trainers_on_gpus_continue_exactly(gpus: dict[str, str], num_gpus: int, tests: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", *tests, "-m", "", "-q", "-p", "no:cacheprovider"]
-    env = {**gpus, "SIMGPU_DEVICES": str(num_gpus), "TEST_DEVICE": "cuda"}
-    folder = CHECKOUT / "tests" / "multiproc"
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert f"{len(tests)} passed" in done.stdout
-    assert "context on device 1" in Path(gpus["SIMGPU_LOG"]).read_text()
+@cache
+def ddp_control(runs: Runs, *overrides: str) -> str:
+    """Return the name of an undisturbed run of `ddp`."""
+    name = "-".join(["control-ddp", *overrides])
+    code, output = runs.command("run", *runs.config(name, *TRAINING, *overrides))
+    assert code == 0, output
+    return name
+
+
+def fill(cell: Cell, runs: Runs, name: str, gpus: Path, num_gpus: int) -> None:
+    """Fill the row of a run that the test has compared with an undisturbed one."""
+    log = (gpus / "log").read_text()
+    assert all(f"context on device {number}," in log for number in range(num_gpus)), "each GPU is used"
+    state = runs.run_dir(name).read_state()
+    cell.devices, cell.attempts, cell.restarts = SIMULATED_GPUS, state.attempt, state.restarts
+    cell.weights, cell.points, cell.mlflow = "equal", "once", runs.mlflow_status(name)
+
+
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=SLOW) for kind in ROLES)])
+def test_stopped_run_resumes_exactly(
+    runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
+) -> None:
+    cell.fault, cell.trainer = "stopped", kind
+    if kind == "ddp":
+        name = "stopped"
+        test_runs.test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs, ddp_control(runs))
+    else:
+        name = f"stopped-{kind}"
+        monkeypatch.setenv("SIMGPU_DEVICES", str(ROLES[kind][0]))
+        test_role_trainers.test_stopped_run_resumes_exactly(runs, kind)
+    fill(cell, runs, name, gpus, ROLES.get(kind, (2,))[0])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in ("ddp", *ROLES)])
+def test_run_restarts_exactly_after_a_rank_is_killed(
+    runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
+) -> None:
+    cell.fault, cell.trainer = "rank killed", kind
+    if kind == "ddp":
+        control = ddp_control(runs, *AUGMENTED)
+        test_runs.test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs, control)
+        fill(cell, runs, "rank-killed", gpus, 2)
+        return
+    num_gpus, victim, role = ROLES[kind]
+    monkeypatch.setenv("SIMGPU_DEVICES", str(num_gpus))
+    test_role_trainers.test_run_restarts_exactly_after_a_rank_is_killed(runs, kind, victim, role)
+    fill(cell, runs, f"killed-{kind}-{victim}", gpus, num_gpus)
+
+
+@pytest.mark.slow
+def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs, gpus: Path) -> None:
+    test_live_commands.test_running_run_saves_is_profiled_and_stops_by_tag(runs)
+
+
+@pytest.mark.slow
+def test_collectives_of_nccl_are_checked_and_timed(runs: Runs, gpus: Path) -> None:
+    code, output = runs.command("run", "bench_comm", *runs.config("comm", "comm.max_bytes=4K")[1:])
+    assert code == 0, output
+    assert "finished: " in output

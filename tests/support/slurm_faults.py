@@ -193,7 +193,13 @@ class FaultScene:
 # --- The table at the end of `make faults`: one row per fault and trainer.
 
 
-COLUMNS = ("fault", "trainer", "s", "steps lost", "starts", "attempts", "restarts", "weights", "points", "MLflow", "")
+#: The devices of ranks whose GPUs are those of `tests/simgpu`.
+SIMULATED_GPUS = "simulated GPUs"
+
+COLUMNS = (
+    *("fault", "trainer", "devices", "s", "steps lost", "starts"),
+    *("attempts", "restarts", "weights", "points", "MLflow", ""),
+)
 
 
 @dataclass
@@ -202,6 +208,7 @@ class Cell:
 
     fault: str
     trainer: str
+    devices: str = "cpu"
     seconds: float = 0.0
     steps_lost: int | None = None  #: total number of steps that were repeated
     starts: int | None = None  #: of the Slurm job

@@ -136,11 +136,11 @@ def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_pa
 
 
 def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:
-    done = Cell("a rank is killed", "ddp", 41.7, 5, 1, 2, 1, "equal", "once", "FINISHED", "ok")
+    done = Cell("rank killed", "ddp", "cpu", 41.7, 5, 1, 2, 1, "equal", "once", "FINISHED", "ok")
     assert as_lines([done, Cell("time limit", "ddp", verdict="FAILED")]) == [
-        "fault             trainer  s   steps lost  starts  attempts  restarts  weights  points  MLflow",
-        "a rank is killed  ddp      42  5           1       2         1         equal    once    FINISHED  ok",
-        "time limit        ddp      0   -           -       -         -         ?        ?       ?         FAILED",
+        "fault        trainer  devices  s   steps lost  starts  attempts  restarts  weights  points  MLflow",
+        "rank killed  ddp      cpu      42  5           1       2         1         equal    once    FINISHED  ok",
+        "time limit   ddp      cpu      0   -           -       -         -         ?        ?       ?         FAILED",
     ]
     entries = [("podman", "requeue", "41 s"), ("podman", "dead node", "FAILED"), ("pyxis", "requeue", "skipped")]
     assert matrix_lines([MatrixEntry(*entry) for entry in entries]) == [

@@ -1,0 +1,75 @@
+"""What the simulated GPUs (`conftest.py`) must show: memory that the host cannot read, late work, and its order."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+COPY_MS = 50.0
+
+
+def observe() -> dict[str, Any]:
+    """Use two devices in a process of its own."""
+    import torch
+
+    found: dict[str, Any] = {}
+    ones = torch.ones(1000, device="cuda")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    found["host reads"] = (libc.write(1, ones.data_ptr(), 4), ctypes.get_errno())
+
+    buffer = torch.zeros(1000, pin_memory=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    buffer.copy_(ones, non_blocking=True)
+    end.record()
+    found["before the event"] = (end.query(), float(buffer.sum()))
+    end.synchronize()
+    found["after the event"] = (end.query(), float(buffer.sum()), begin.elapsed_time(end) >= COPY_MS)
+
+    second = torch.cuda.Stream()
+    for is_ordered in (True, False):
+        buffer.copy_(ones, non_blocking=True)
+        if is_ordered:
+            second.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(second):
+            ones += 1
+        torch.cuda.synchronize()
+        log = Path(os.environ["SIMGPU_FOLDER"], "log")
+        found[f"races, ordered: {is_ordered}"] = [line.partition(": ")[2] for line in log.open() if "RACE" in line]
+    try:
+        torch.empty(1 << 30, device="cuda:1")
+    except torch.OutOfMemoryError as error:
+        found["full"] = str(error)
+    return found
+
+
+def test_simulation_shows_what_a_gpu_would(gpus: Path) -> None:
+    env = {**os.environ, "SIMGPU_COPY_US": f"{1000 * COPY_MS:.0f}", "SIMGPU_MEMORY_MB": "1000"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["host reads"] == [-1, errno.EFAULT]
+    assert found["before the event"] == [False, 0]
+    assert found["after the event"] == [True, 1000, True]
+    assert found["races, ordered: True"] == []
+    (race,) = found["races, ordered: False"]
+    assert race.startswith("RACE: add_ writes on stream 1 what copy reads on stream 0, without an order between them")
+    assert found["full"].startswith(
+        "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 1000"
+    )
+    (gpus / "log").write_text("")  # the race was wanted
+
+
+if __name__ == "__main__":
+    print(json.dumps(observe()))
