@@ -4,6 +4,7 @@ snapshots of a run's job, and the job that this process runs in.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.slurm import output
 from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, parse_text, parse_time
+
+log = logging.getLogger(__name__)
 
 # `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function raises SlurmError without
 # an answer.
@@ -317,7 +320,11 @@ class CurrentJob:
         if exclude:
             # Slurm 22.05 changes the excluded nodes of pending jobs only.
             nodes = ",".join([*self.excluded, *exclude])
-            run("scontrol", "update", f"JobId={self.id}", f"ExcNodeList={nodes}", timeout_s=JOB_TIMEOUT_S)
+            try:
+                run("scontrol", "update", f"JobId={self.id}", f"ExcNodeList={nodes}", timeout_s=JOB_TIMEOUT_S)
+            except SlurmError as error:
+                # The job is requeued nevertheless. Only administrators may change one that Slurm itself expedites.
+                log.warning("the job may get %s again: %s", ", ".join(exclude), error)
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
         """Return whether the partition has enough nodes with the job's hardware without some of them."""

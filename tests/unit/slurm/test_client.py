@@ -272,12 +272,18 @@ def test_job_that_slurm_requeues_or_ends(of_job: FakeCommands) -> None:
     assert not JOB.is_ending()
 
 
-def test_requeue_adds_nodes_to_those_that_are_excluded(of_job: FakeCommands) -> None:
+def test_requeue_adds_nodes_to_those_that_are_excluded(
+    of_job: FakeCommands, caplog: pytest.LogCaptureFixture
+) -> None:
     JOB.requeue()
     JOB.requeue(exclude=["n2"])
     requeue = "scontrol requeue 41"
     assert of_job.calls() == [requeue, requeue, "scontrol update JobId=41 ExcNodeList=n7,n8,n2"]
     os.kill(os.getpid(), signal.SIGTERM)  # with which Slurm ends the batch step; the process ignores it
+    refusal = "Requested operation not supported on this system for job 41"
+    of_job.add_script("scontrol", f"case $1 in update) echo '{refusal}' >&2; exit 1;; esac")
+    JOB.requeue(exclude=["n2"])
+    assert caplog.messages == [f"the job may get n2 again: scontrol: {refusal}"]
 
 
 HARDWARE = "(null)|gpu:2|8|32768"
