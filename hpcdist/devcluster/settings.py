@@ -193,7 +193,8 @@ def topology_conf(settings: Settings) -> str:
         return ""
     pairs = [settings.nodes[first : first + 2] for first in range(0, settings.num_nodes, 2)]
     blocks = [f"BlockName=b{number} Nodes={','.join(pair)}\n" for number, pair in enumerate(pairs, 1)]
-    return "".join([*blocks, "BlockSizes=2\n"])
+    # Of several blocks that suit a job equally, Slurm takes the last: so jobs get the first nodes, as without blocks.
+    return "".join([*reversed(blocks), "BlockSizes=2\n"])
 
 
 def cgroup_conf(settings: Settings, layout: Layout) -> str:

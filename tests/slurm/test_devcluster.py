@@ -15,7 +15,7 @@ import pytest
 import runtime_cases
 from containers import RUNTIMES, Containers, mismatch, mount_flags, small_image
 from runtime_cases import PYXIS
-from slurm_cluster import DevCluster
+from slurm_cluster import GPU_TYPE, DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, host, settings
@@ -58,7 +58,7 @@ def test_up_is_idempotent_and_status_shows_the_cluster(devcluster: DevCluster) -
 
 
 def test_only_requested_fake_gpus_are_visible(devcluster: DevCluster) -> None:
-    for flags, visible in ((["--gpus-per-node=1"], "0"), (["--gpus-per-node=2"], "0,1"), ([], "none")):
+    for flags, visible in ((["--gpus-per-node=1"], "0"), ([f"--gpus-per-node={GPU_TYPE}:2"], "0,1"), ([], "none")):
         command = ("srun", "--nodes=2", *flags, "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-none}")
         assert devcluster.run(*command).splitlines() == [visible] * 2
 

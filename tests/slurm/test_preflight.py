@@ -25,6 +25,7 @@ from hpcdist.devcluster.cluster import slow_node
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
+from hpcdist.slurm.output import parse_settings
 from hpcdist.trainers.comm.results import bottleneck, read_results
 
 BAD = "n3"
@@ -188,6 +189,8 @@ def grace_s(devcluster: DevCluster) -> Iterator[None]:
 @pytest.mark.usefixtures("grace_s")
 def test_report_describes_the_cluster(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     release = devcluster.run("scontrol", "--version").split()[1]
+    plugin = parse_settings(devcluster.run("scontrol", "show", "config"))["TopologyPlugin"]
+    use = "keeps groups of N nodes in one block each" if plugin == "topology/block" else "is refused"
     code, report = slurm_runs.command("doctor")
     assert (code, "FAILURE" in report) == (0, False), report
     words = " ".join(report.split())
@@ -196,6 +199,7 @@ def test_report_describes_the_cluster(slurm_runs: SlurmRuns, devcluster: DevClus
         "ok accounting root may use devcluster, root",
         "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00 (default)",
         "ok high 4 nodes;",
+        f"ok topology {plugin}: cluster.segment=N {use}",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
         "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm requeues the run",
         "jobs in high are never preempted",

@@ -320,7 +320,7 @@ def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
-    with boxed.cluster.kill_wait(30):
+    with boxed.cluster.setting("KillWait", 30):
         boxed.cluster.run("scontrol", "requeue", boxed.job)
         boxed.release()
         boxed.wait_queued()
@@ -337,7 +337,7 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
 @every_runtime
 def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> None:
     boxed.cluster.set_grace_time(grace_s)
-    with boxed.cluster.kill_wait(30):
+    with boxed.cluster.setting("KillWait", 30):
         boxed.submit_held(f"preemption, grace {grace_s}")
         high = boxed.cluster.start_high_priority_job("--nodes=4")
         boxed.runs.wait_stop_request(boxed.name)

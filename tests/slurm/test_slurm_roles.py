@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from hpcdist_runs import assert_states_equal
-from slurm_cluster import DevCluster
+from slurm_cluster import DevCluster, slurm_release
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster
 from hpcdist.host.files import read_json
+from hpcdist.slurm.output import parse_settings
 
 STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25
 NUM_RANKS = 5
@@ -113,6 +114,36 @@ def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
     assert devcluster.job(job)["Restarts"] == "1"
     assert placement(slurm_runs, name, 2) == expected_placement("n4", "n1", "n2")
     assert slurm_runs.param(name, "roles.worker") == "4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("select", ["CR_Core", "CR_Core,CR_LLN"])
+def test_roles_in_one_allocation_start_on_their_nodes(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, select: str
+) -> None:
+    """srun places the ranks by a file (`--distribution=arbitrary`), also with blocks and with CR_LLN."""
+    if "LLN" in select and slurm_release() < (23, 11):
+        pytest.skip("this Slurm reads SelectTypeParameters at its start only")
+    name = f"one-allocation-{len(select)}"
+    keys = ["roles.worker=2", "cluster.het=off", "cluster.roles.server.nodes=1", "cluster.roles.worker.nodes=1"]
+    keys += ["cluster.segment=2"] if devcluster.settings.topology == "block" else []
+    with devcluster.setting("SelectTypeParameters", select):
+        settings = parse_settings(devcluster.run("scontrol", "show", "config"))
+        assert settings["SelectTypeParameters"] == select.upper()
+        arguments = slurm_runs.config(name, *ROLES, *keys)
+        code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
+        assert code == 0, output
+        state = slurm_runs.wait_end(name, slurm_runs.job_id(name))
+    assert state.status == "finished", f"{state}\n{slurm_runs.job_log(name)}"
+    rows = placement(slurm_runs, name, state.attempt)
+    first, second = rows[0][4], rows[-1][4]
+    assert [(row[2], row[4], row[5]) for row in rows] == [
+        ("server", first, 0),
+        *(("worker", second, index) for index in range(2)),
+    ]
+    assert first != second
+    if devcluster.settings.topology == "block":
+        assert (first, second) in (("n1", "n2"), ("n3", "n4")), "one block"
 
 
 @pytest.mark.faults

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, blocks
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
-from slurm_cluster import WAIT_S, DevCluster
+from slurm_cluster import WAIT_S, DevCluster, slurm_release
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.slurm.output import parse_time
+from hpcdist.config.topology import expand
+from hpcdist.devcluster.cluster import kill_node
+from hpcdist.slurm.output import parse_settings, parse_time
 
 #: Until a command ends them. Such ranks start in a third of the time of ranks that train.
 TWO_COUNTING_RANKS = (
@@ -91,12 +93,13 @@ def test_scancelled_run_saves_and_has_status_stopped(slurm_runs: SlurmRuns, devc
 def test_dependency_and_begin_time_are_passed_to_slurm(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     first = slurm_runs.submit("waits-first", "--begin", "now+1hour")
     arguments = [*slurm_runs.config("second"), "--cluster", "devcluster", "--dependency", f"afterok:{first}"]
-    code, output = slurm_runs.command("submit", *arguments, "--begin", "now+2hours")
+    code, output = slurm_runs.command("submit", *arguments, "--begin", "now+2hours", "cluster.gpus_per_node=a100:1")
     assert code == 0, output
     second = slurm_runs.job_id("second")
     before, after = devcluster.job(first), devcluster.job(second)
     assert before["Dependency"] == "(null)"
     assert after["Dependency"] == f"afterok:{first}(unfulfilled)"
+    assert re.fullmatch("gres[:/]gpu:a100:1", after["TresPerNode"])
     for job, hours in ((before, 1), (after, 2)):
         begin, submitted = (parse_time(job[key]) for key in ("StartTime", "SubmitTime"))
         assert begin is not None
@@ -135,6 +138,11 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
         ("cluster.qos=nope", "cluster.qos=nope: no such QOS, the cluster has normal"),
         ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
         (
+            "cluster.gpus_per_node=h100:1",
+            "cluster.gpus_per_node=h100:1: partition main offers at most 0 GPUs of type h100 (its types: a100) per"
+            " node: lower it or choose another",
+        ),
+        (
             "cluster.sbatch.mail-typo=FAIL",
             "Slurm rejects this job: sbatch: unrecognized option '--mail-typo=FAIL'"
             ' Try "sbatch --help" for more information',
@@ -146,6 +154,59 @@ def test_submit_rejects_impossible_requests(slurm_runs: SlurmRuns, override: str
     arguments = [*slurm_runs.config("refused"), "--cluster", "devcluster", override]
     assert slurm_runs.command("submit", *arguments) == (2, f"hpcdist: {line}\n")
     assert not slurm_runs.run_dir("refused").path.exists()
+
+
+def test_keys_of_another_site_are_refused_before_submission(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    keys = [
+        "cluster.gpus_per_node=a100:1",
+        "cluster.sbatch.gres=gpu:1",
+        "cluster.requeue=expedite",
+        "cluster.segment=2",
+    ]
+    code, output = slurm_runs.command("submit", *slurm_runs.config("refused"), "--cluster", "devcluster", *keys)
+    assert code == 2
+    wrong = (
+        "cluster.gpus_per_node=a100:1, which Slurm refuses: remove it; cluster.gpus_per_node: a100:4 requests a type"
+    )
+    expected = [f"cluster.sbatch.gres (gpu:1) requests GPUs beside {wrong}"]
+    if not devcluster.settings.expedited_requeue:
+        release = devcluster.run("scontrol", "--version").split()[1]
+        plugin = parse_settings(devcluster.run("scontrol", "show", "config"))["TopologyPlugin"]
+        expected += [
+            "cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
+            f" this is {release} without it: remove the key, or ask the administrators",
+            f"cluster.segment=2 needs topology/block, but this cluster has {plugin}: remove it",
+        ]
+    assert [line for line in expected if line not in output] == [], output
+    assert output.count("\n") == len(expected) + (len(expected) > 1), output
+    both = ["sbatch", "--test-only", "--gpus-per-node=a100:1", "--gres=gpu:1", "--wrap=true"]
+    done = subprocess.run(both, env=devcluster.env, capture_output=True, text=True, check=False)
+    refuses = slurm_release() >= (26, 5)
+    assert ("--gpus-per-node and --gres=gpu are mutually exclusive" in done.stderr) == refuses, done.stderr
+
+
+#: A script that shows the GPUs of its rank.
+SHOW_GPUS = "import os; print('GPUs', os.environ['RANK'], os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+
+
+@pytest.mark.slow
+def test_each_rank_sees_the_gpus_that_the_options_give_it(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    """Slurm assigns files without a GPU behind them. The expected values are those of docs/how-to/gpus.md."""
+    (slurm_runs.project / "show_gpus.py").write_text(SHOW_GPUS)
+    options = {
+        "shared": [],
+        # Slurm 22.05 binds nothing by a type alone.
+        "own": ["cluster.srun.gpus-per-task=a100:1", "cluster.srun.gpu-bind=per_task:1"],
+        "bound": ["cluster.srun.gpu-bind=single:1"],
+    }
+    node = ["trainer.script=[show_gpus.py]", "launch.num_ranks=2", "cluster.nodes=1", "cluster.gpus_per_node=a100:2"]
+    jobs = {name: slurm_runs.submit(f"gpus-{name}", *node, *more) for name, more in options.items()}
+    found = {}
+    for name, job in jobs.items():
+        assert slurm_runs.wait_end(f"gpus-{name}", job).status == "finished", slurm_runs.job_log(f"gpus-{name}")
+        logs = [slurm_runs.attempt(f"gpus-{name}").log(rank).read_text() for rank in range(2)]
+        found[name] = [re.findall(r"^GPUs \d (.*)$", log, re.MULTILINE) for log in logs]
+    assert found == {"shared": [["0,1"], ["0,1"]], "own": [["0"], ["1"]], "bound": [["0"], ["1"]]}
 
 
 def test_test_option_shows_the_expected_start_and_submits_nothing(
@@ -203,6 +264,35 @@ def test_requeued_job_resumes_until_it_is_stopped(slurm_runs: SlurmRuns, devclus
     assert slurm_runs.checkpoint_steps(name)[-1] > saved
     assert devcluster.job(job)["Restarts"] == "1"
     assert "(`hpcdist stop` by " in state.reason
+
+
+@pytest.mark.slow
+def test_expedited_job_restarts_at_once_after_the_failure_of_a_node(
+    slurm_runs: SlurmRuns, devcluster: DevCluster
+) -> None:
+    if not devcluster.settings.expedited_requeue:
+        pytest.skip("--requeue=expedite needs Slurm 25.11")
+    name = "expedited"
+    job = slurm_runs.submit(name, *TWO_COUNTING_RANKS, "checkpoint.every_steps=5", "cluster.requeue=expedite")
+    wait_for(lambda: slurm_runs.checkpoint_steps(name), "a checkpoint", timeout_s=WAIT_S)
+    before = devcluster.job(job)
+    victim = expand(before["NodeList"])[-1]
+    kill_node(devcluster.layout, victim)
+    try:
+        # Nothing skips the 120 s for which Slurm holds other jobs after a requeue.
+        devcluster.wait_until(lambda: slurm_runs.attempt(name, 2).beat(0).exists(), "the ranks start again")
+        after = devcluster.job(job)
+        slurm_runs.command("stop", name)
+        state = slurm_runs.wait_end(name, job)
+    finally:
+        devcluster.restore_nodes()
+    queued, eligible = (parse_time(after[key]) for key in ("SubmitTime", "EligibleTime"))
+    assert queued is not None
+    assert eligible is not None
+    assert eligible - queued < 60
+    assert (after["Restarts"], before["TimeLimit"]) == ("1", after["TimeLimit"])
+    assert victim not in expand(after["NodeList"])
+    assert (state.status, state.attempt) == ("stopped", 2)
 
 
 @pytest.mark.faults

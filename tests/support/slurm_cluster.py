@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,9 @@ REQUIRE = "HPCDIST_REQUIRE_SLURM"
 
 PROCTRACK = "HPCDIST_PROCTRACK"
 """How the dev cluster of the tests signals processes: `linuxproc`, the default, or `cgroup`."""
+
+GPU_TYPE = "a100"
+"""Type of the fake GPUs, two on each node."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ class DevCluster:
         return self.sbatch("true", "--partition=high", "--exclusive", *options)
 
     @contextmanager
-    def kill_wait(self, seconds: int) -> Iterator[None]:
-        """Set KillWait for the duration of the block; on a busy machine a run may need more than 5 s to save."""
+    def setting(self, name: str, value: object) -> Iterator[None]:
+        """Change a key of slurm.conf for the duration of the block."""
         conf = self.layout.slurm_conf
         before = conf.read_text()
         try:
-            conf.write_text(re.sub(r"(?m)^KillWait=.*$", f"KillWait={seconds}", before))
+            conf.write_text(re.sub(rf"(?m)^{name}=.*$", f"{name}={value}", before))
             self.run("scontrol", "reconfigure")
             yield
         finally:
@@ -108,8 +111,7 @@ class DevCluster:
 
     def restart(self) -> None:
         """Start the cluster again after `cluster.down`."""
-        changes = {"num_nodes": self.settings.num_nodes, "proctrack": self.settings.proctrack}
-        cluster.up(self.layout, changes, env={})
+        cluster.up(self.layout, asdict(self.settings), env={})
 
     def restore_nodes(self) -> None:
         """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
@@ -119,6 +121,12 @@ class DevCluster:
         self.wait_until(
             lambda: {node.state for node in cluster.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
         )
+
+
+def slurm_release() -> tuple[int, ...]:
+    """Return the release of the installed Slurm, such as (26, 5)."""
+    version = subprocess.check_output(["slurmctld", "-V"], text=True).split()[1]
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def missing_requirement(layout: Layout) -> str | None:
@@ -146,7 +154,14 @@ def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
     cluster.down(layout)  # remains of a killed test session
     before = host.HOSTS.read_text()
     try:
-        changes = {"num_nodes": num_nodes, "proctrack": os.environ.get(PROCTRACK, "linuxproc")}
+        has_25_11 = slurm_release() >= (25, 11)
+        changes = {
+            "num_nodes": num_nodes,
+            "proctrack": os.environ.get(PROCTRACK, "linuxproc"),
+            "gpu_type": GPU_TYPE,
+            "topology": "block" if has_25_11 else "flat",
+            "expedited_requeue": has_25_11,
+        }
         yield DevCluster(layout, cluster.up(layout, changes, env={}), before)
     finally:
         cluster.down(layout)

@@ -347,7 +347,7 @@ def test_features_of_newer_releases_are_options() -> None:
     assert "\nTopologyPlugin=topology/block\nSlurmctldParameters=enable_expedited_requeue\n" in conf
     assert gres_conf(five, LAYOUT) == "NodeName=n[1-5] Name=gpu Type=a100 File=/var/lib/dc/gpus/gpu[0-1]\n"
     assert topology_conf(five) == (
-        "BlockName=b1 Nodes=n1,n2\nBlockName=b2 Nodes=n3,n4\nBlockName=b3 Nodes=n5\nBlockSizes=2\n"
+        "BlockName=b3 Nodes=n5\nBlockName=b2 Nodes=n3,n4\nBlockName=b1 Nodes=n1,n2\nBlockSizes=2\n"
     )
 
 

@@ -272,9 +272,7 @@ def test_job_that_slurm_requeues_or_ends(of_job: FakeCommands) -> None:
     assert not JOB.is_ending()
 
 
-def test_requeue_adds_nodes_to_those_that_are_excluded(
-    of_job: FakeCommands, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requeue_adds_nodes_to_those_that_are_excluded(of_job: FakeCommands, caplog: pytest.LogCaptureFixture) -> None:
     JOB.requeue()
     JOB.requeue(exclude=["n2"])
     requeue = "scontrol requeue 41"
