@@ -228,7 +228,7 @@ Values = Mapping[str, Mapping[int, float]]
 #: Metrics that a sentence names.
 _SHOWN = 6
 #: Metrics that measure the machine or the time, which no run repeats exactly.
-_MEASURED = ("attempt", "hpcdist.*", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
+_MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
 _MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Result:
     ended: float  #: seconds since the epoch
     allocated_s: float
     unit: str
-    name: str = ""
+    name: str = ""  #: of the run, or its setting
     run_id: str = ""
     started: float = 0.0
     folder: str = ""
@@ -89,10 +90,6 @@ class Row:
         return self.value * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
 
     @property
-    def name(self) -> str:
-        return self.best.setting or self.best.name
-
-    @property
     def cells(self) -> tuple[str, ...]:
         """The value with its error, the number of seeds, the cost, and the start of the first run."""
         text = with_error(self.value, share_error(self.value, self.best.num_samples), f"{self.value:.6g}")
@@ -103,6 +100,9 @@ class Row:
         hours = hours_text(sum(one.allocated_s for one in self.results))
         started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
         return text, seeds, f"{hours} {self.best.unit}-hours", started
+
+
+_kind = attrgetter("best.kind")
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
@@ -139,7 +139,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             if new == note:
                 break
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    page, tables = environment().get_template("leaderboard.html"), [list(rows) for _, rows in _by_kind(rows)]
+    page, tables = environment().get_template("leaderboard.html"), [list(rows) for _, rows in groupby(rows, _kind)]
     write_atomic(
         run.leaderboard,
         page.render(experiment=run.experiment, ended=clock(state.ended), columns=_COLUMNS, tables=tables),
@@ -154,7 +154,7 @@ def _read(run: entities.Run) -> Result | None:
     info, tags = run.info, run.data.tags
     setting, sweep = (tags.get(f"hpcdist.{name}", "") for name in ("setting", "run.sweep"))
     known = {
-        "name": info.run_name or info.run_id,
+        "name": setting * (setting != sweep) or info.run_name or info.run_id,
         "run_id": info.run_id,
         "started": (info.start_time or 0) / 1000,
         "folder": tags.get("hpcdist.folder", ""),
@@ -186,10 +186,6 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
 
 
-def _by_kind(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], Iterator[Row]]]:
-    return groupby(rows, lambda row: row.best.kind)
-
-
 def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
     """Return the rank of the run, or of its setting, among the comparable rows; None if it has no row."""
     own = next((row for row in rows if any(one.run_id == run_id for one in row.results)), None)
@@ -206,7 +202,11 @@ def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
             interval = mean_interval(first, second, len(others))
         elif len(first) == len(second) and sizes[0] and sizes[1]:
             interval = difference_interval(before.value, sizes[0], own.value, sizes[1], len(others))
-        compared = {"before": before.name, "before_run_id": before.best.run_id, "before_folder": before.best.folder}
+        compared = {
+            "before": before.best.name,
+            "before_run_id": before.best.run_id,
+            "before_folder": before.best.folder,
+        }
         compared |= {"before_value": before.value, "difference": own.value - before.value}
         compared |= {"interval": list(interval or ()), "verdict": verdict_of(interval) if interval else NO_ERROR}
     return Standing(
@@ -228,12 +228,14 @@ def describe_experiment(rows: Sequence[Row], experiment_id: str) -> str:
     """Return the leaderboard in Markdown, with _MAX_ROWS rows in all."""
     # MLflow shows this line alone until a click.
     best, plural = rows[0], "s" * (len(rows) != 1)
-    parts = [f"**{escaped(f'Best {best.best.metric}: {best.cells[0]}, {best.name}')}** ({len(rows)} result{plural})"]
-    for kind, group in _by_kind(rows[:_MAX_ROWS]):
+    parts = [
+        f"**{escaped(f'Best {best.best.metric}: {best.cells[0]}, {best.best.name}')}** ({len(rows)} result{plural})"
+    ]
+    for kind, group in groupby(rows[:_MAX_ROWS], _kind):
         lines = []
         for number, row in enumerate(group, 1):
             page = run_page(experiment_id, row.best.parent if row.best.setting else row.best.run_id)
-            lines.append((str(number), link(row.name, page), *row.cells))
+            lines.append((str(number), link(row.best.name, page), *row.cells))
         parts += [f"**{escaped(' · '.join(filter(None, kind)), 600)}**", table(_COLUMNS, lines)]
     newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
     page = run_page(experiment_id, newest.run_id, "leaderboard.html")

@@ -105,13 +105,13 @@ def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     assert sweep["state"]["selectedColumns"][:6] == [
         "params.`optim.lr`",
         "params.`seed`",
-        "metrics.`hpcdist.best/eval/accuracy`",
-        "metrics.`hpcdist.best/eval/perplexity`",
+        "metrics.`usage/best/eval/accuracy`",
+        "metrics.`usage/best/eval/perplexity`",
         "metrics.`eval/accuracy`",
         "metrics.`eval/perplexity`",
     ]
     for state in (sweep["state"], view(scene, "overview")["state"]):
-        assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`hpcdist.best/eval/perplexity`", True)
+        assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`usage/best/eval/perplexity`", True)
     assert sweep["createdAt"] == json.loads(before[f"{TAG}hpcdist-sweep"])["createdAt"] < sweep["updatedAt"]
     assert tags(scene)[f"{TAG}hpcdist-failures"] == before[f"{TAG}hpcdist-failures"]
     # A run that is not part of a sweep removes no axis.
