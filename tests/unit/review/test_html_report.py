@@ -223,6 +223,11 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]
     assert links == ["../tune-0.2-16-1/report.html"]
     assert re.search("&lt;b&gt;lr=0.2 batch_size=16 seed=1 [0-9.]+ core-hours failed", text)
+    keys.remove("seed")
+    write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells[1:]})
+    without_seeds = render_sweep(sweep)
+    assert "<h2>Settings</h2>" not in without_seeds
+    assert without_seeds.count("★ ") == 2, "in the heat map and in the list of runs"
     keys.remove("data.batch_size")
     write_json(sweep.file, {"uid": "1", "created": 1.0, "keys": keys, "base": {}, "cells": cells})
     assert "Heat map" not in render_sweep(sweep)
