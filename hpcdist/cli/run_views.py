@@ -5,7 +5,6 @@ with rich on a terminal, as plain lines elsewhere.
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import shlex
 import shutil
@@ -35,7 +34,6 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from hpcdist import __version__
 from hpcdist.cli.options import console, exit_code, print_table, wrapped
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_text
@@ -44,16 +42,16 @@ from hpcdist.config.topology import rank_table
 from hpcdist.config.written import redacted
 from hpcdist.errors import HpcdistError, RunFolderError, terminal_text
 from hpcdist.host import retry
-from hpcdist.host.files import is_mine, open_regular, read_json, short_path, stays_inside, write_atomic
+from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.review.explain import explain_attempt, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, readable
-from hpcdist.review.ledger import Ledger, hours_text, read_ledger
+from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_record, sentence_of
+from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
-from hpcdist.run.records import read_times, script_files
+from hpcdist.run.records import script_files
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import (
     RunStatus,
@@ -286,28 +284,17 @@ MAX_SHOWN_CHECKPOINTS = 10
 
 
 def read_rows(
-    listing: Listing,
-    experiment: str | None = None,
-    sort: Literal["created", "best"] = "created",
-    file: Path | None = None,
+    listing: Listing, experiment: str | None = None, sort: Literal["created", "best"] = "created"
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each run, and notes on runs that cannot be read.
 
     The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
-
-    Args:
-        file: a file of this user that keeps the rows of ended runs, so that only changed ones are read again.
     """
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
-    kept = (readable(lambda: read_json(file)) if file and is_mine(file) else None) or {}
-    known = kept["rows"] if kept.get("writer") == _WRITER else {}
-    marks = {str(run.path): _marks(run) for run in runs}
-    rows = [known[path]["row"] for path, own in marks.items() if path in known and known[path]["marks"] == own]
-    unchanged = {row["folder"] for row in rows}
-    changed = [run for run in runs if str(run.path) not in unchanged]
-    snapshots = query_jobs(changed, skip_ended=True)
+    snapshots = query_jobs(runs, skip_ended=True)
+    rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for run in changed:
+    for run in runs:
         try:
             now = status_from(run, snapshots.get(run.path))
             row = {
@@ -320,14 +307,8 @@ def read_rows(
                 "reason": now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
             }
             rows.append(row | _result_of(run))
-            if now.state.status in ENDED:
-                known[str(run.path)] = {"marks": marks[str(run.path)], "row": rows[-1]}
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
-    if file and changed and is_mine(file.parent):
-        existing = {path: known[path] for run in listing.runs if (path := str(run.path)) in known}
-        with suppress(OSError):
-            write_atomic(file, json.dumps({"writer": _WRITER, "rows": existing}), mode=0o600)
     if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
     rows.sort(key=itemgetter("created"))
@@ -337,37 +318,25 @@ def read_rows(
     return rows, [*notes, *filter(None, [listing.note])]
 
 
-#: The code that has written a file of rows: another one may have other columns.
-_WRITER = [__version__, os.stat(__file__).st_mtime_ns]
-
-
-def _marks(run: RunDir) -> list[int]:
-    """Return numbers that change with the files from which the row of an ended run is read."""
-    found = []
-    for name in ("state.json", "job.json", "config.yaml", "checkpoints"):
-        with suppress(OSError):
-            about = os.stat(f"{run.path}/{name}")
-            found += [about.st_ino, about.st_mtime_ns, about.st_size]
-    return found
-
-
 def _result_of(run: RunDir) -> dict[str, Any]:
     """Return the best value, cost, start and duration of a run; of damaged files None."""
     checkpoints, monitor, best = readable(lambda: read_checkpoints(run)) or (), CheckpointConfig(), None
     if any(one.metrics for one in checkpoints):  # reading the config takes the longest time
         monitor = checkpoint_config([run])
         best = best_checkpoint(checkpoints, monitor)
-    ledger = readable(lambda: read_ledger(run)) or Ledger()
-    times = readable(lambda: next(map(read_times, run.attempts()), None))
+    # The ledger reads the accounts of all ranks.
+    allocations = readable(lambda: allocations_of(run)) or []
+    attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
+    seconds = sum(map(allocated_s, allocations)) or None
     return {
         "best": best and best.metrics[monitor.monitor],
         "best_metric": best and monitor.monitor,
         "best_mode": best and str(monitor.monitor_mode),
         "best_step": best and best.step,
-        "hours": ledger.allocated_s / 3600 if ledger.entries else None,
-        "unit": ledger.unit if ledger.entries else None,
-        "started": times and times.began,
-        "duration_s": ledger.running_s if ledger.entries else None,
+        "hours": seconds and seconds / 3600,
+        "unit": seconds and unit_of(attempts),
+        "started": attempts[0].times.began if attempts else None,
+        "duration_s": seconds and sum(one.ended - one.began for one in allocations),
     }
 
 

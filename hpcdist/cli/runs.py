@@ -44,7 +44,7 @@ def runs(
     from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
-    rows, notes = read_rows(list_runs(runs_dir), experiment, sort, runs_dir / f".runs-{os.geteuid()}.json")
+    rows, notes = read_rows(list_runs(runs_dir), experiment, sort)
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:

@@ -152,6 +152,10 @@ def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
     return found
 
 
+def unit_of(attempts: Iterable[TimedAttempt]) -> Literal["GPU", "core"]:
+    return "GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core"
+
+
 def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTimes]:
     now = time.time() if now is None else now
     attempts = timed_attempts(run, now)
@@ -162,7 +166,6 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         supervised = attempt.times.supervised
         own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
         groups.setdefault(own, []).append(attempt)
-    is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
     found = []
     for key, group in groups.items():
         last = group[-1].ended if group else 0.0
@@ -176,7 +179,7 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
             first = min(max(one.began, began), ended)
             clipped.append(replace(one, began=first, ended=min(max(one.ended, first), ended)))
         # A start of a job may end before its first attempt.
-        allocated = key.gpus if is_gpu else key.cores
+        allocated = key.gpus if unit_of(attempts) == "GPU" else key.cores
         nodes: dict[str, float] = group[0].nodes if group else {key.nodes: allocated} if allocated else {}
         allocation = AllocationTimes(began=began, ended=ended, attempts=clipped, nodes=nodes)
         found.append(replace(allocation, queue_s=key.queue_s, energy_j=key.energy_j))
@@ -296,7 +299,7 @@ def read_ledger(run: RunDir) -> Ledger:
                     kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
                     energy[kind] = energy.get(kind, 0.0) + joules
     return Ledger(
-        unit="GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core",
+        unit=unit_of(attempts),
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
@@ -340,10 +343,8 @@ def hours_text(seconds: float) -> str:
 
 
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
-    for cause, began, ended in _gaps(allocation):
-        # Nodes that were lost do not belong to the later gaps.
-        held = [timed.nodes for timed in allocation.attempts if timed.began <= began and timed.nodes]
-        for node, count in (held[-1] if held else allocation.nodes).items():
+    for cause, nodes, began, ended in _gaps(allocation):
+        for node, count in nodes.items():
             yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
     for timed in allocation.attempts:
         sums: dict[tuple[str, Cause], float] = {}
@@ -361,18 +362,26 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
                 yield Entry(cause=cause, attempt=timed.attempt.number, node=node, seconds=seconds)
 
 
-def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
+def allocated_s(allocation: AllocationTimes) -> float:
+    """Return the resource-seconds of an allocation: the sum of its entries, without reading the accounts of ranks."""
+    spans = [(nodes, began, ended) for _, nodes, began, ended in _gaps(allocation)]
+    spans += [(timed.nodes, timed.began, timed.ended) for timed in allocation.attempts]
+    return sum((ended - began) * sum(nodes.values()) for nodes, began, ended in spans)
+
+
+def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, dict[str, float], float, float]]:
     """Yield times outside of attempts: `start` before the first, `down` after a failed one, `finish` after others."""
     cause: Cause = "start"
-    at = allocation.began
+    at, nodes = allocation.began, allocation.nodes
     for timed in allocation.attempts:
         if timed.began > at:
-            yield cause, at, timed.began
+            yield cause, nodes, at, timed.began
         at = max(at, timed.ended)
+        nodes = timed.nodes or nodes  # those that were lost do not belong to the later gaps
         was_killed = timed.times.ended is None and not timed.is_live
         cause = "down" if timed.times.failed or was_killed else "finish"
     if allocation.ended > at:
-        yield cause, at, allocation.ended
+        yield cause, nodes, at, allocation.ended
 
 
 def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
@@ -380,7 +389,7 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
     if allocation.queue_s > 0:
         began = allocation.began - allocation.queue_s
         yield Interval(cause="queue", attempt=first, began=began, ended=allocation.began)
-    for cause, began, ended in _gaps(allocation):
+    for cause, _, began, ended in _gaps(allocation):
         yield Interval(cause=cause, attempt=0, began=began, ended=ended)
     for timed in allocation.attempts:
         yield from _attempt_intervals(timed)

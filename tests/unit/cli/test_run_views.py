@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -252,34 +251,6 @@ def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_d
     names = ("zzz-20261120-051903-ab12", "aaa")
     assert tuple(line.split()[0] for line in rows_of(console) if line.startswith(names)) == names
     assert "exp/zzz-20261120-051903-ab12 failed: nan [at] step 3" in text_of(console)
-
-
-def test_rows_of_ended_runs_are_read_again_only_after_a_change(
-    make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done, live = make("done", status="finished"), make("live", status="running")
-    file, read = runs_dir / ".runs.json", list[str]()
-    result_of = run_views._result_of
-    monkeypatch.setattr(run_views, "_result_of", lambda run: read.append(run.name) or result_of(run))
-
-    def rows() -> tuple[list[str], list[dict[str, Any]]]:
-        read.clear()
-        found, _ = read_rows(list_runs(runs_dir), file=file)
-        return [*read], found
-
-    both = ["done", "live"]
-    assert (first := rows())[0] == both
-    assert rows() == (["live"], first[1])
-    (done.checkpoints / "step-00000010").mkdir()
-    assert rows()[0] == both
-    live.write_state(replace(live.read_state(), status="stopped", reason="paused"))
-    assert (rows()[0], rows()[0], rows()[1][-1]["reason"]) == (["live"], [], "paused")
-    file.write_text('{"of": 1')
-    assert rows()[0] == both, "a damaged file"
-    shutil.rmtree(done.path)
-    live.write_state(live.read_state())
-    assert [row["run"] for row in rows()[1]] == ["exp/live"]
-    assert str(done.path) not in file.read_text()
 
 
 def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(make: Make, runs_dir: Path) -> None:

@@ -11,7 +11,7 @@ from report_scene import BEGAN, account, add_attempt
 
 from hpcdist.host.files import read_json, write_json
 from hpcdist.review import ledger as review_ledger
-from hpcdist.review.ledger import Ledger, read_ledger
+from hpcdist.review.ledger import Ledger, allocated_s, allocations_of, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import NodeShare as Share
 from hpcdist.run.records import Resources, reached_step, read_times
@@ -167,6 +167,7 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
     add_attempt(run, 235, 255, [account(235, 255)] * 4, supervised=230)
     ledger = read_ledger(run)
     assert ledger.allocated_s == pytest.approx(50 * 5 + 10 * 6 + 60 * 5)
+    assert sum(map(allocated_s, allocations_of(run))) == pytest.approx(ledger.allocated_s)
     assert sums(ledger, 0) == {
         "start": 5 * 5 + 10 * 6 + 5 * 5,
         "finish": 10 * 5 + 5 * 5,  # after attempts that ended as they should
