@@ -101,8 +101,8 @@ class UserMistake(HpcdistError):
 class ConfigError(UserMistake):
     """One or more errors in a config, one line each in `problems`. The message lists at most MAX_PROBLEMS."""
 
-    def __init__(self, problems: Sequence[str], source: str = "") -> None:
-        self.problems = tuple(problems)
+    def __init__(self, *problems: str, source: str = "") -> None:
+        self.problems = problems
         self.source = source
         head = f"{shortened(source, MAX_LINE // 2)}: " if source else ""
         listed = [terminal_text(problem).replace("\n", " ") for problem in self.problems[:MAX_PROBLEMS]]

@@ -118,7 +118,7 @@ def run_here(
 
     plan, uri = resolve_start(config)
     if found is None and (problems := new_run_problems(config, plan.num_ranks)):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
     def show() -> None:
         from hpcdist.cli.run_views import show_plan

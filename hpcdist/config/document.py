@@ -77,12 +77,12 @@ def find_config(source: str | Path, folder: str = "") -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:
         # A name that is too long, an unknown user, or a NUL character.
-        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
+        raise ConfigError(f"cannot be a config file: {error}", source=str(source)) from error
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
     hint = suggestion(str(source), shipped, f"shipped configs are {', '.join(shipped)}")
-    raise ConfigError([f"no such config file: {hint}"], str(source))
+    raise ConfigError(f"no such config file: {hint}", source=str(source))
 
 
 def shipped_configs(folder: str = "") -> dict[str, Path]:
@@ -97,10 +97,10 @@ def read_document(path: Path) -> tuple[dict[str, Any], Any]:
     try:
         tree = parse(text) or {}  # an empty file means the defaults
     except ValueError as error:
-        raise ConfigError([str(error)], str(path)) from error
+        raise ConfigError(str(error), source=str(path)) from error
     if not isinstance(tree, dict):
         kind = type(tree).__name__
-        raise ConfigError([f"must hold keys and values, but its top level is of type {kind}"], str(path))
+        raise ConfigError(f"must hold keys and values, but its top level is of type {kind}", source=str(path))
     return tree, parse_texts(text)
 
 
@@ -109,13 +109,13 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     try:
         return retry.retry(lambda: read_regular(path, max_bytes), path).decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(["no such file"], str(path)) from None
+        raise ConfigError("no such file", source=str(path)) from None
     except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
+        raise ConfigError(f"cannot be read: {error.strerror or error}", source=str(path)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(["is not UTF-8 text"], str(path)) from error
+        raise ConfigError("is not UTF-8 text", source=str(path)) from error
     except ValueError as error:
-        raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+        raise ConfigError(f"cannot be read: {error}", source=str(path)) from error
 
 
 def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:

@@ -155,9 +155,9 @@ def _located(error: ConfigError, origins: Origins) -> ConfigError:
 
     located = [(origin(line), line) for line in error.problems]
     if len({place for place, _ in located}) == 1:
-        return ConfigError(error.problems, located[0][0])
+        return ConfigError(*error.problems, source=located[0][0])
     lines = [line if place == error.source else f"{place}: {line}" for place, line in located]
-    return ConfigError(lines, error.source)
+    return ConfigError(*lines, source=error.source)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
+        raise ConfigError(*hide_values(error.problems, tree, os.environ), source=error.source) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     problems = list(malformed)
     expand_short_forms(tree)
     if unfit := list(unfit_values(tree)):
-        raise ConfigError([*problems, *unfit], source)
+        raise ConfigError(*problems, *unfit, source=source)
     merged = _overlay(_defaults(), tree)
     secret_texts: SecretTexts = {}
     resolved = _interpolated(merged, problems, secret_texts)
@@ -193,7 +193,7 @@ def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Confi
     for mistake in mistakes:
         problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
     if problems:
-        raise ConfigError(problems, source)
+        raise ConfigError(*problems, source=source)
     used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
     config = replace(config, sections=used, secret_texts=secret_texts)
     if find_trainer(config.trainer.target) is None or config.trainer.script:
@@ -388,5 +388,5 @@ def _resolve(config: Config, source: str) -> Config:
     if not problems:
         problems = [*unfit_values(to_tree(config)), *cross_check(config)]
     if problems:
-        raise ConfigError(problems, source)
+        raise ConfigError(*problems, source=source)
     return config

@@ -338,7 +338,7 @@ class Config(ConfigSection):
         for section in self.sections.values():
             if isinstance(section, kind):
                 return section
-        raise ConfigError([f"the config of trainer {self.trainer.target} has no section of type {kind.__name__}"])
+        raise ConfigError(f"the config of trainer {self.trainer.target} has no section of type {kind.__name__}")
 
 
 def to_tree(config: Config) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class Roles:
             return cls(((DEFAULT_ROLE, world_size),))
         roles = cls(tuple(counts.items()))
         if roles.world_size != world_size:
-            raise ConfigError([f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started"])
+            raise ConfigError(f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started")
         return roles
 
     def __str__(self) -> str:
@@ -289,7 +289,7 @@ class Roles:
         """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
         if role in self.names:
             return dict(self._ranges())[role]
-        raise ConfigError([f"no rank has the role {role!r}: the roles are {self}"])
+        raise ConfigError(f"no rank has the role {role!r}: the roles are {self}")
 
     def of_rank(self, rank: int) -> tuple[str, int]:
         """Return the role of a rank and its index within the role."""
@@ -313,7 +313,7 @@ class Roles:
         if not fits or set(self.names) != set(counts):
             wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
             example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
-            raise ConfigError([f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'"])
+            raise ConfigError(f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'")
 
 
 def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:

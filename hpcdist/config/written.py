@@ -64,9 +64,9 @@ def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
             text = "".join(part for part in parts if part.startswith(("format:", f"{section}:")))
         tree = parse(text, StrictLoader)
     except ValueError as error:
-        raise ConfigError([f"cannot be read: {str(error)[:200]}"], str(path)) from error
+        raise ConfigError(f"cannot be read: {str(error)[:200]}", source=str(path)) from error
     if not isinstance(tree, dict):
-        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+        raise ConfigError(f"must hold keys and values, holds a {type(tree).__name__}", source=str(path))
     return host_files.unstamped(tree, path)
 
 
@@ -161,13 +161,13 @@ def restore_secrets(
                 try:
                     text = json.loads(text)
                 except ValueError:
-                    raise ConfigError([f"{name} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
+                    raise ConfigError(f"{name} in the environment must hold JSON, such as 3 or [1, 2]") from None
             insert(tree, path, text)
             restored[path] = value, text
         elif require:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
-        raise ConfigError(problems, source)
+        raise ConfigError(*problems, source=source)
     clean = dict(leaves(redact_tree(tree)))
     return {path: hidden_texts(*pair) for path, pair in restored.items() if clean.get(path) != pair[0]}
 
@@ -262,5 +262,5 @@ def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
         inner = "" if key == f"params.{name}" else f" for {key}"
         problems.append(f"params.{name} must be {expected}, got {shown(value)}{inner}")
     if problems:
-        raise ConfigError(problems, source)
+        raise ConfigError(*problems, source=source)
     return made

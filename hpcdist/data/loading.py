@@ -291,7 +291,7 @@ def _split(source: ImageSource, data: DataConfig, spec: DatasetSpec, augment_see
     # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and augment_seed is not None
     if needs_files and data.preload == "always":
-        raise ConfigError(["data.preload=always and data.augment=true exclude each other for image_folder: remove one"])
+        raise ConfigError("data.preload=always and data.augment=true exclude each other for image_folder: remove one")
     options: dict[str, Any] = {"mean": spec.mean, "std": spec.std, "augment_seed": augment_seed}
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
     small = num_bytes <= PRELOAD_MAX_BYTES
@@ -407,7 +407,7 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
     is replaced when `in_channels` is not 3. Raises ConfigError on an unknown name or too small an image.
     """
     if problems := model_name_problems(name):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if name in RESNET_NAMES:
         from torchvision.models import resnet  # imported here because it takes 0.9 s, which simple_cnn does not need
 
@@ -419,6 +419,6 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
         return model
     if image_size < SIMPLE_CNN_MIN_SIZE:
         raise ConfigError(
-            [f"data.image_size must be >= {SIMPLE_CNN_MIN_SIZE} for model.name=simple_cnn, got {image_size}"]
+            f"data.image_size must be >= {SIMPLE_CNN_MIN_SIZE} for model.name=simple_cnn, got {image_size}"
         )
     return SimpleCNN(num_classes=num_classes, in_channels=in_channels, image_size=image_size)

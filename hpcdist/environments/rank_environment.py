@@ -275,7 +275,7 @@ def _unfit(facts: Mapping[str, Any], python: str) -> str:
 
 def require_torch(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> None:
     if problems := torch_problems(config, env, on_slurm=on_slurm):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def torch_problems(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> list[str]:

@@ -291,10 +291,8 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
         missing.append("Python's headers (Python.h)")
     if missing:
         raise ConfigError(
-            [
-                f"model.compile=true needs {' and '.join(missing)}, not found here: install g++ and libpython3-dev,"
-                " use an image of the target `default` instead of `slim`, or set model.compile=false"
-            ]
+            f"model.compile=true needs {' and '.join(missing)}, not found here: install g++ and libpython3-dev,"
+            " use an image of the target `default` instead of `slim`, or set model.compile=false"
         )
 
 

@@ -299,7 +299,7 @@ class Context:
             saved = self._saved_division
             # A trainer may divide further training sets later.
             if saved is not None and not self._divisions and (problems := saved.problems(self.config, num_samples)):
-                raise ConfigError(problems)
+                raise ConfigError(*problems)
             division = divide(self.config, num_samples, self.rank, self.world_size, saved)
             self._saved_division = SavedDivision(
                 num_micro_batches=division.num_micro_batches,

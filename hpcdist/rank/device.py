@@ -83,15 +83,15 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
         index = gpu_index(position, num_ranks, num_visible(kind))
     if asked[role] in GPU_BACKENDS and index is None:
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
-        raise ConfigError([f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu"])
+        raise ConfigError(f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu")
     device = CPU if index is None else torch.device(kind, index)
     if config.model.compile and not config.trainer.script:
         require_compiler(device.type, {**env, **config.launch.env})
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
-            raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])
+            raise ConfigError("precision.dtype=fp16 needs a GPU, and none is visible here: use bf16")
         if config.model.sync_batch_norm:
-            raise ConfigError(["model.sync_batch_norm needs GPUs, and none is visible here: set it to false"])
+            raise ConfigError("model.sync_batch_norm needs GPUs, and none is visible here: set it to false")
     else:
         torch.accelerator.set_device_index(device)
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
@@ -100,7 +100,7 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
     by_device = "gloo" if mixed else collective_backend(device)
     backend = by_device if config.launch.backend == "auto" else config.launch.backend
     if backend != "gloo" and device.type == "cpu":
-        raise ConfigError([f"launch.backend={backend} needs GPUs, and none is visible here: use gloo"])
+        raise ConfigError(f"launch.backend={backend} needs GPUs, and none is visible here: use gloo")
     found = Device.of(device, backend)
     log.info("device: %s", found)
     return found

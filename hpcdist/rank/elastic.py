@@ -141,7 +141,7 @@ def divide(
     """Return the division of a training set. The number of micro-batches is that of the config, or that of `saved`."""
     batch_size = config.data.global_batch_size
     if batch_size is None:
-        raise ConfigError(["data.global_batch_size is not set: micro-batches need it, such as 256"])
+        raise ConfigError("data.global_batch_size is not set: micro-batches need it, such as 256")
     default = saved.num_micro_batches if saved is not None else max(world_size, largest_world_size(config))
     number = config.elastic.micro_batches or default
     problems = division_problems(batch_size, number)
@@ -153,7 +153,7 @@ def divide(
     if config.elastic.min_ranks is not None and world_size < config.elastic.min_ranks:
         problems.append(f"{world_size} ranks are fewer than elastic.min_ranks={config.elastic.min_ranks}: use more")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return Division(
         num_samples=num_samples,
         global_batch_size=batch_size,

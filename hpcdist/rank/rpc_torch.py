@@ -60,11 +60,9 @@ class TorchTransport:
         ctx = endpoint.ctx
         if not (ctx.config.launch.rpc_trusted_nodes or ctx.world_size == 1 or is_private()):
             raise ConfigError(
-                [
-                    "launch.rpc=torch: every user and program that can reach a rank could read its files, because"
-                    " torch.distributed.rpc authenticates nobody: use launch.rpc=zmq, or set launch.rpc_trusted_nodes="
-                    "true if all of them are trusted"
-                ]
+                "launch.rpc=torch: every user and program that can reach a rank could read its files, because"
+                " torch.distributed.rpc authenticates nobody: use launch.rpc=zmq, or set launch.rpc_trusted_nodes="
+                "true if all of them are trusted"
             )
         self._endpoint = _endpoint = endpoint
         device = ctx.device if ctx.device.type == "cuda" else None

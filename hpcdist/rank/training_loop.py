@@ -95,7 +95,7 @@ class Progress:
         checkpoint = self._cfg.checkpoint
         if checkpoint.monitor not in metrics:
             raise ConfigError(
-                [f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"]
+                f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"
             )
         value = metrics[checkpoint.monitor]
         sign = 1 if checkpoint.monitor_mode == "max" else -1

@@ -44,7 +44,7 @@ def plain_name(text: str) -> str:
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     """Raise ConfigError if a new run cannot start; with `own_python`, the ranks have a Python with another syntax."""
     if problems := new_run_problems(config):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     check_code(config, cwd, own_python=own_python)
 
 
@@ -53,7 +53,7 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     module, colon, _ = config.trainer.target.partition(":")
     if file := config.trainer.script_file:
         if not file.is_file():
-            raise ConfigError([f"trainer.script: no such file: {file}"])
+            raise ConfigError(f"trainer.script: no such file: {file}")
         if not own_python:
             _check_syntax("trainer.script", file)
     elif config.trainer.script:
@@ -63,9 +63,9 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
         _check_module("trainer.target", module, cwd, compiles=not own_python)
     elif (trainer := find_trainer(module)) is None:
         hint = suggestion(module, trainer_names(), "name your own as package.module:function")
-        raise ConfigError([f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}"])
+        raise ConfigError(f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}")
     elif problems := trainer.check_host(config):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
@@ -75,7 +75,7 @@ def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
         spec = PathFinder.find_spec(name, folders) if number else find_module(name, folders)
         if spec is None and number == 0:
             hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
-            raise ConfigError([f"{key}: no module {name!r} in {cwd} or among the installed packages: {hint}"])
+            raise ConfigError(f"{key}: no module {name!r} in {cwd} or among the installed packages: {hint}")
         if spec is None or not compiles:
             return
         if spec.origin is not None:
@@ -92,7 +92,7 @@ def _check_syntax(key: str, file: Path) -> None:
     except (SyntaxError, ValueError) as error:
         line, text = getattr(error, "lineno", None), (getattr(error, "text", None) or "").strip()
         place, code = (file if line is None else f"{file}:{line}"), (f" in `{text}`" if text else "")
-        raise ConfigError([f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}"]) from None
+        raise ConfigError(f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}") from None
 
 
 def create_run(

@@ -564,7 +564,7 @@ def check(run: RunDir, config: Config) -> None:
         if before.get(key) != after.get(key) and any(key == one or key.startswith(f"{one}.") for one in fixed)
     ]
     if problems:
-        raise ConfigError(problems, f"resume {run.name}")
+        raise ConfigError(*problems, source=f"resume {run.name}")
 
 
 def change_config(run: RunDir, config: Config) -> None:

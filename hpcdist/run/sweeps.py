@@ -88,7 +88,7 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tupl
         else:
             axes[key] = words
     if problems:
-        raise ConfigError(problems, "--sweep")
+        raise ConfigError(*problems, source="--sweep")
     return axes
 
 
@@ -143,7 +143,7 @@ def make_sweep(
             problems |= dict.fromkeys(error.problems)
             source = error.source or source
     if problems:
-        raise ConfigError(list(problems), source)
+        raise ConfigError(*problems, source=source)
     _check_values(axes, loaded)
 
     keys = tuple(axes)
@@ -178,7 +178,7 @@ def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tu
         if twice := next((text for text in texts if texts.count(text) > 1), None):
             problems[f"{key}: {twice} is given twice"] = None
     if problems:
-        raise ConfigError(list(problems), "--sweep")
+        raise ConfigError(*problems, source="--sweep")
 
 
 def _value_of(config: Config, key: str, word: str) -> Any:

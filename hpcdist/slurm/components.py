@@ -69,7 +69,7 @@ def components(config: Config) -> tuple[JobComponent, ...]:
         if roles.world_size != world_size:
             problem = f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
             problem += f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
-            raise ConfigError([f"{problem} request nodes for single roles under cluster.roles"])
+            raise ConfigError(f"{problem} request nodes for single roles under cluster.roles")
         return (_component(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
     found = []
     # A role with an entry has a component to itself; neighbouring roles without one share a component.
@@ -87,13 +87,13 @@ def _check_outlives_nodes(config: Config) -> None:
     num_ranks = cluster.nodes * cluster.tasks_per_node
     if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
         problem = f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
-        raise ConfigError([f"{problem} elastic.min_ranks={min_ranks}: raise the first or lower the last"])
+        raise ConfigError(f"{problem} elastic.min_ranks={min_ranks}: raise the first or lower the last")
     if config.roles and cluster.fewest_nodes < cluster.nodes:
         problem = f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     if cluster.roles and cluster.spare_nodes:
         problem = f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
-        raise ConfigError([f"{problem} remove it, or cluster.roles"])
+        raise ConfigError(f"{problem} remove it, or cluster.roles")
 
 
 def _component(
@@ -122,7 +122,7 @@ def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], c
         if rest:
             problem = f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"
     if problem:
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     return nodes, tasks
 
 
@@ -142,7 +142,7 @@ def allocations(config: Config) -> tuple[JobComponent, ...]:
     for before, part in pairwise(parts):
         if before.mem is not None and part.mem is None:
             # Slurm 22.05 applies --mem to the following components as well.
-            raise ConfigError([f"cluster.roles.{part.roles[0]}.mem must be set because {before.roles[0]} sets it"])
+            raise ConfigError(f"cluster.roles.{part.roles[0]}.mem must be set because {before.roles[0]} sets it")
     return parts
 
 
@@ -153,15 +153,15 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
     for name in ("partition", "constraint", "sbatch"):
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
-            raise ConfigError([problem])
+            raise ConfigError(problem)
     gpu_types = {part.gpu_type for part in parts if part.gpus_per_node}
     if len(gpu_types) > 1:
         problem = "cluster.roles: gpu_type differs between roles, which needs a heterogeneous job (cluster.het)"
-        raise ConfigError([problem])
+        raise ConfigError(problem)
     memories = {part.mem: parse_memory_mb(part.mem) for part in parts if part.mem is not None}
     if None in memories.values():
         wrong = next(mem for mem, size in memories.items() if size is None)
-        raise ConfigError([f"cluster.mem must be like 64G, got {wrong!r}"])
+        raise ConfigError(f"cluster.mem must be like 64G, got {wrong!r}")
     return replace(
         parts[0],
         roles=tuple(role for part in parts for role in part.roles),

@@ -77,10 +77,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     roles = Roles.of(config.roles, sum(config.roles.values())) if config.roles else None
     if roles and launch.num_ranks not in (0, roles.world_size):
         raise ConfigError(
-            [
-                f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={launch.num_ranks}:"
-                " leave launch.num_ranks out, or change one of them"
-            ]
+            f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={launch.num_ranks}:"
+            " leave launch.num_ranks out, or change one of them"
         )
     asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
     ranks = roles.world_size if roles else launch.num_ranks
@@ -90,7 +88,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     for role, device in asked.items():
         if device in GPU_BACKENDS and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
-            raise ConfigError([f"{key}={device}, but no GPU is visible here: use {key}=auto or cpu"])
+            raise ConfigError(f"{key}={device}, but no GPU is visible here: use {key}=auto or cpu")
     min_ranks = config.elastic.min_ranks
     if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
         ranks = min(ranks, machine.num_gpus)
@@ -98,23 +96,19 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
         if with_gpu.world_size > machine.num_gpus:
             raise ConfigError(
-                [
-                    f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {machine.num_gpus} are"
-                    f" visible: run some roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
-                ]
+                f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {machine.num_gpus} are"
+                f" visible: run some roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
             )
     elif use_gpus and ranks > machine.num_gpus:
         raise ConfigError(
-            [
-                f"launch.num_ranks={ranks}, but {machine.num_gpus} GPU{'s are' if machine.num_gpus != 1 else ' is'}"
-                " visible: lower it, or use launch.device=cpu"
-            ]
+            f"launch.num_ranks={ranks}, but {machine.num_gpus} GPU{'s are' if machine.num_gpus != 1 else ' is'}"
+            " visible: lower it, or use launch.device=cpu"
         )
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     if num_ranks > MAX_PER_NODE:
-        raise ConfigError([f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks"])
+        raise ConfigError(f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks")
     if min_ranks is not None and num_ranks < min_ranks:
-        raise ConfigError([f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them"])
+        raise ConfigError(f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them")
     # A sum over another number of threads is rounded differently.
     even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
     threads = launch.num_threads or even_threads
@@ -184,4 +178,4 @@ def free_port(job_id: str, attempt: int) -> int:
             except OSError:
                 continue
         return port
-    raise ConfigError([f"no free port for job {job_id} on this machine: `ss -ltnp` lists the listening processes"])
+    raise ConfigError(f"no free port for job {job_id} on this machine: `ss -ltnp` lists the listening processes")

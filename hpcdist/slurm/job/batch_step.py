@@ -234,7 +234,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
     try:
         job = CurrentJob.from_env(env)
     except HpcdistError as error:
-        raise ConfigError([f"{error}: use `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit CONFIG`"]) from error
+        raise ConfigError(f"{error}: use `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit CONFIG`") from error
     if not job.may_requeue:
         why = "without `#SBATCH --requeue` the run saves at the time limit and ends"
         log.warning("Slurm will not requeue this job: %s", why)
@@ -255,7 +255,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
         config = replace(config, cluster=cluster)
         create.check_trainer(config, cwd)
         if problems := exposed_secrets(config):
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
         try:
             run = create.create_run(config, cwd, launcher="slurm", origin=origin)
         except RunFolderError as error:
@@ -272,7 +272,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
     tasks = set(expand_tasks(text))
     if len(tasks) != 1:
         raise ConfigError(
-            [f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"]
+            f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"
         )
     num_nodes = int(env["SLURM_JOB_NUM_NODES"]) - cluster.spare_nodes
     # Slurm sets these only if the script requests GPUs.

@@ -256,7 +256,7 @@ def rejected_flags(flags: Mapping[str, str]) -> list[str]:
 def check_config(config: Config, cwd: Path) -> None:
     """Check a config without a cluster. Raises ConfigError with all problems."""
     if problems := _config_problems(config, cwd):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def check_submission(
@@ -274,7 +274,7 @@ def check_submission(
     problems = _config_problems(config, cwd)
     if exposed_secrets(config):
         # The following checks would pass the secrets to other programs on command lines.
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     requests = _requests(config)
     problems += rejected_flags(config.cluster.srun)
     problems += container_problems(config, cwd or Path.cwd(), os.environ)
@@ -291,7 +291,7 @@ def check_submission(
             if not blocking or rejection != str(error):
                 blocking = [*blocking, rejection]
     if blocking:
-        raise ConfigError(blocking)
+        raise ConfigError(*blocking)
     return findings.errors + findings.warnings, estimate
 
 

@@ -110,12 +110,12 @@ def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str
     for name in last_units:
         found = [index for index, unit in enumerate(units) if unit == name or unit.startswith(f"{name}.")]
         if not found:
-            raise ConfigError([f"pipeline.split_points: the model has no {name!r}: its units are {', '.join(units)}"])
+            raise ConfigError(f"pipeline.split_points: the model has no {name!r}: its units are {', '.join(units)}")
         ends.append(found[-1] + 1)
     bounds = [0, *ends, len(units)]
     if any(end <= begin for begin, end in pairwise(bounds)):
         raise ConfigError(
-            [f"pipeline.split_points={list(last_units)} leaves a stage empty: name units in the model's order"]
+            f"pipeline.split_points={list(last_units)} leaves a stage empty: name units in the model's order"
         )
     return [tuple(units[begin:end]) for begin, end in pairwise(bounds)]
 
@@ -123,7 +123,7 @@ def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str
 def cut_evenly(units: Sequence[str], costs: Sequence[float], num_stages: int) -> list[tuple[str, ...]]:
     """Return the stages with the smallest maximum cost. Raises ConfigError if there are more stages than units."""
     if num_stages > len(units):
-        raise ConfigError([f"roles.stage={num_stages}: the model can be split into {len(units)} stages at most"])
+        raise ConfigError(f"roles.stage={num_stages}: the model can be split into {len(units)} stages at most")
 
     @functools.cache
     def best(count: int, end: int) -> tuple[float, list[int]]:
@@ -176,7 +176,7 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
     if ends != ["measured"]:
         if len(ends) != num_stages - 1:
             raise ConfigError(
-                [f"pipeline.split_points={ends} needs {len(ends) + 1} stages, but roles.stage={num_stages}"]
+                f"pipeline.split_points={ends} needs {len(ends) + 1} stages, but roles.stage={num_stages}"
             )
         return cut_after(units, ends)
     if saved is not None and saved.world_size == num_stages:

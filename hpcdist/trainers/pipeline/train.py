@@ -265,7 +265,7 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
     ctx.barrier()  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
     if len(data.train) < cfg.data.batch_size:
-        raise ConfigError([f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images"])
+        raise ConfigError(f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images")
     log_image_data(ctx, cfg.data, data, cfg.seed)
     return data
 

@@ -53,7 +53,7 @@ class Problem:
             with gymnasium.make(name, **options) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise ConfigError([f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}"]) from error
+            raise ConfigError(f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}") from error
         assert spec is not None
         is_box, mistake = isinstance(acts, spaces.Box) and len(acts.shape) == 1, ""
         if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
@@ -63,7 +63,7 @@ class Problem:
         elif spec.max_episode_steps is None:
             mistake = "no time limit: set rl.max_episode_steps"
         if mistake:
-            raise ConfigError([f"rl.env_id={name} has {mistake}"])
+            raise ConfigError(f"rl.env_id={name} has {mistake}")
         none = np.zeros(0, np.float32)
         return cls(
             name=name,

@@ -55,7 +55,7 @@ class History:
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     if (monitor := cfg.checkpoint.monitor) not in EVAL_METRICS:
-        raise ConfigError([f"checkpoint.monitor={monitor!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
+        raise ConfigError(f"checkpoint.monitor={monitor!r} is not measured: use one of {', '.join(EVAL_METRICS)}")
     rl = cfg.section(RlConfig)
     problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
     if ctx.role == "observer":

@@ -88,13 +88,13 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
     for pattern in patterns:
         files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
         if not files:
-            raise ConfigError([f"rnn.files: {pattern!r} matches no file"])
+            raise ConfigError(f"rnn.files: {pattern!r} matches no file")
         found |= files
     if not patterns:
         folder = Path(sysconfig.get_path("stdlib"))
         found = {path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts)}
         if not found:
-            raise ConfigError([f"rnn.files: {folder} has no source of Python's standard library: set it to text files"])
+            raise ConfigError(f"rnn.files: {folder} has no source of Python's standard library: set it to text files")
     paths = sorted(found)
     random.Random(seed).shuffle(paths)  # noqa: S311  # not for cryptography
     texts, left = [], int(max_mb * 1e6)
@@ -103,7 +103,7 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
             with open(path, "rb") as file:
                 text = file.read(left).decode(errors="replace")
         except OSError as error:
-            raise ConfigError([f"rnn.files: {path} cannot be read: {error.strerror or error}"]) from error
+            raise ConfigError(f"rnn.files: {path} cannot be read: {error.strerror or error}") from error
         left -= len(text.encode())
         texts.append(text)
         if left <= 0:
@@ -128,8 +128,8 @@ class Columns:
         length = len(stream) // (num_columns * parts)
         if length < 2:
             raise ConfigError(
-                [f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
-                 "raise rnn.max_corpus_mb or rnn.eval_fraction, or lower rnn.batch_size"]
+                f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
+                 "raise rnn.max_corpus_mb or rnn.eval_fraction, or lower rnn.batch_size"
             )  # fmt: skip
         columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
         self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()

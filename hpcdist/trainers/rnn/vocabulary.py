@@ -352,8 +352,8 @@ def check_vocab_size(saved: Restored, vocab_size: int) -> None:
     """Raise ConfigError unless the checkpoint was trained on a vocabulary of this size."""
     if (trained := saved.trainer["vocab_size"]) != vocab_size:
         raise ConfigError(
-            [f"the text has {vocab_size} different tokens, but the checkpoint was trained on {trained}:"
-             " resume with the same text and tokenizer"]
+            f"the text has {vocab_size} different tokens, but the checkpoint was trained on {trained}:"
+             " resume with the same text and tokenizer"
         )  # fmt: skip
 
 
