@@ -298,11 +298,7 @@ class Host:
 
 
 def runtime_checks(
-    host: Host,
-    *,
-    expected: bool = True,
-    which: Callable[[str], object] = shutil.which,
-    query: RunCommand = run_command,
+    host: Host, *, expected: bool = True, which: Callable[[str], object] = shutil.which, query: RunCommand = run_command
 ) -> list[Check]:
     """Return one result per installed runtime, or a note if there is none and one is `expected`."""
     installed = [command for command in _RUNTIMES if which(command)]

@@ -252,11 +252,7 @@ def terms(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> tuple
 
 
 def check_sums(
-    group: dist.ProcessGroup | None,
-    backend: str,
-    device: torch.device,
-    topology: Topology,
-    groups: Groups,
+    group: dist.ProcessGroup | None, backend: str, device: torch.device, topology: Topology, groups: Groups
 ) -> None:
     """Compare sums of a group, by default the default group, with the expected ones; name the faulty rank."""
     rank, num_ranks = topology.rank, topology.world_size

@@ -75,10 +75,7 @@ class TorchTransport:
             if device is not None and text and name != endpoint.names[ctx.rank]
         }
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=num_threads,
-            init_method="hpcdist://",
-            device_maps=maps or None,
-            _transports=_TRANSPORTS,
+            num_worker_threads=num_threads, init_method="hpcdist://", device_maps=maps or None, _transports=_TRANSPORTS
         )
         signed = _SignedPickler(ctx.attempt.read_key())
         unsigned = internal._InternalRPCPickler()

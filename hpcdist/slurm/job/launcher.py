@@ -29,13 +29,7 @@ from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
-from hpcdist.slurm.client import (
-    CurrentJob,
-    UnkillableSteps,
-    end_orphaned_steps,
-    running_steps,
-    signal_named_steps,
-)
+from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
 from hpcdist.slurm.components import allocations, components, hosts_by_rank, is_het, nodes_of
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nodes

@@ -30,13 +30,7 @@ from hpcdist.rank.collective_check import Stopwatch, Timing, measure, synchroniz
 from hpcdist.rank.context import Context
 from hpcdist.rank.device import Device
 from hpcdist.trainers.comm import COMM_OPERATIONS, PAIRS, CommConfig, parse_bytes
-from hpcdist.trainers.comm.operations import (
-    DTYPES,
-    OPERATIONS,
-    Operation,
-    OperationKind,
-    check,
-)
+from hpcdist.trainers.comm.operations import DTYPES, OPERATIONS, Operation, OperationKind, check
 from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, as_text, bottleneck
 
 log = logging.getLogger(__name__)

@@ -63,11 +63,7 @@ def train(ctx: Context, cfg: Config) -> None:
     meter = Meter.restore(ctx, saved)
 
     def save(metrics: Mapping[str, float]) -> None:
-        state = {
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-            "position": progress.state_dict(),
-        }
+        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "position": progress.state_dict()}
         ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
     if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact` adds gradients in the order of the micro-batches
@@ -208,10 +204,7 @@ def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Ten
 def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
     """Return the model on this rank's device; call it on every rank."""
     module = build_model(
-        cfg.model.name,
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
+        cfg.model.name, num_classes=data.num_classes, in_channels=data.in_channels, image_size=data.image_size
     )
     if cfg.model.sync_batch_norm:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)

@@ -279,8 +279,7 @@ def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
     names = [name for name, _ in stage.named_parameters()]
     states = optimizer.state_dict()["state"]
     return Shard(
-        model=stage.state_dict(),
-        trainer={"optimizer": {names[index]: state for index, state in states.items()}},
+        model=stage.state_dict(), trainer={"optimizer": {names[index]: state for index, state in states.items()}}
     )
 
 
