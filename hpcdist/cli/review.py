@@ -239,9 +239,7 @@ def cost(
         hpcdist cost
         hpcdist cost digits
     """
-    from hpcdist.config.launch_schema import ClusterConfig
-    from hpcdist.config.written import read_section
-    from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, cost_of, hours_text, money, percent, read_ledger
+    from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, cost_of, hours_text, percent, read_ledger
     from hpcdist.review.text import duration
     from hpcdist.run.lookup import list_runs, resolve
     from hpcdist.run.status import update_job_starts
@@ -255,7 +253,6 @@ def cost(
         other = resolve(name, runs_dir)
         runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]
     found: dict[str, Ledger] = {}
-    sites: dict[str, ClusterConfig] = {}
     without: list[RunDir] = []
     problems: list[str] = []
     for run in runs:
@@ -267,10 +264,7 @@ def cost(
             problems.append(f"run {run.name} is left out: {error}")
             continue
         if ledger.entries:
-            found[title := f"{run.experiment}/{run.name}"] = ledger
-            sites[title] = ClusterConfig()
-            with suppress(HpcdistError, OSError):  # a damaged file
-                sites[title] = read_section(run.config, "cluster", ClusterConfig)
+            found[f"{run.experiment}/{run.name}"] = ledger
         else:
             without.append(run)
     if problems and not found:
@@ -283,27 +277,21 @@ def cost(
         print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
         words = [f"goodput: {percent(one.goodput)}", f"in the queue: {hours_text(one.queue_s)} h"]
         words += [f"energy: {one.energy_text}"] if one.energy_text else []
-        words += [f"{name}: {text}" for name, text in one.costs(sites[title]).items()]
+        words += [f"{name}: {text}" for name, text in one.costs.items()]
         say(", ".join(words))
         if one.is_short:
             say(f"{SHORT_RUN} ({duration(one.running_s)}): its start and end dominate the shares")
     else:
         rows = []
-        costs = {title: one.costs(sites[title]) for title, one in found.items()}
-        columns = [name for name in ("price", "CO₂") if any(name in one for one in costs.values())]
+        columns = [name for name in ("price", "CO₂") if any(name in one.costs for one in found.values())]
         for title, one in found.items():
             others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
             losses = ", ".join(f"{cause} {percent(seconds / one.allocated_s)}" for seconds, cause in others[:-3:-1])
             energy = "" if one.energy_kwh is None else amount(one.energy_kwh)
             hours = hours_text(one.allocated_s), one.goodput_text, losses, hours_text(one.queue_s)
-            rows.append([title, one.unit, *hours, energy, *(costs[title].get(name, "") for name in columns)])
+            rows.append([title, one.unit, *hours, energy, *(one.costs.get(name, "") for name in columns)])
         print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *columns), rows)
-        words = [cost_of(found.values())]
-        prices: dict[tuple[str, str], float] = {}
-        for before, value, after in filter(None, (one.price(sites[title]) for title, one in found.items())):
-            prices[before, after] = prices.get((before, after), 0.0) + value
-        words += [money(before, value, after) for (before, after), value in prices.items()]
-        say(f"together: {', '.join(words)}")
+        say(f"together: {cost_of(found.values())}")
     if without:
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")

@@ -27,7 +27,7 @@ from hpcdist.review.facts import (
     read_checkpoints,
     readable,
 )
-from hpcdist.review.ledger import SHORT_RUN, Ledger, hours_text, percent
+from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.text import (
     PATCH,
     TRAINING_PAGES,
@@ -285,7 +285,7 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
     if facts.standing is not None:
         words.append(_rank(facts.standing, facts.experiment))
     if ledger.entries:
-        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours")
+        words.append(cost_of([ledger]))
     early = [one for one in facts.attempts if one.status not in ("running", "finished")]
     killed = sum(one.failure == "killed" for one in early)
     lost = sum(one.steps_lost or 0 for one in facts.attempts)
@@ -337,7 +337,7 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
     if facts.attempts:
         yield "### Attempts\n\n" + _attempts(facts, num_attempts)
     if ledger.entries:
-        yield "### Cost\n\n" + _cost(facts, ledger)
+        yield "### Cost\n\n" + _cost(ledger)
     yield from _load(facts)
     if command := run_again_command(facts):
         secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
@@ -470,7 +470,7 @@ def _load(facts: RunFacts) -> Iterator[str]:
         yield f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
 
 
-def _cost(facts: RunFacts, ledger: Ledger) -> str:
+def _cost(ledger: Ledger) -> str:
     useful = "goodput not measured, since the script reports no steps"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
@@ -479,7 +479,7 @@ def _cost(facts: RunFacts, ledger: Ledger) -> str:
     if ledger.queue_s:
         words.append(f"{duration(ledger.queue_s)} in the queue")
     words += [ledger.energy_text] if ledger.energy_text else []
-    words += [f"{name} {text}" for name, text in ledger.costs(facts.stored.config.cluster).items()]
+    words += [f"{name} {escaped(text)}" for name, text in ledger.costs.items()]
     return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
 
 

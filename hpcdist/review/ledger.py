@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from hpcdist.config.launch_schema import ClusterConfig, read_price
+from hpcdist.config.written import read_section
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import LARGEST, read_json_lines
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
@@ -217,6 +220,7 @@ class Ledger:
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
     running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
     is_measured: bool = True  #: False with attempts of a plain script that reports no steps
+    site: ClusterConfig = field(default_factory=ClusterConfig)  #: with the prices
 
     @cached_property
     def seconds(self) -> dict[Cause, float]:
@@ -252,20 +256,21 @@ class Ledger:
         """The measured energy; empty without a sensor."""
         return "" if self.energy_kwh is None else f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
 
-    def price(self, site: ClusterConfig) -> tuple[str, float, str] | None:
-        """Return the price with the text before and after it, such as the currency; None without the site's price."""
-        text = site.price_per_gpu_hour if self.unit == "GPU" else site.price_per_core_hour
-        if text is None or (found := read_price(text)) is None:
-            return None
-        return found[0], found[1] * self.allocated_s / 3600, found[2]
+    @property
+    def price(self) -> tuple[str, float, str] | None:
+        """The price with the text before and after it, such as the currency; None without the site's price."""
+        text = self.site.price_per_gpu_hour if self.unit == "GPU" else self.site.price_per_core_hour
+        found = read_price(text or "")
+        return found and (found[0], found[1] * self.allocated_s / 3600, found[2])
 
-    def costs(self, site: ClusterConfig) -> dict[str, str]:
-        """Return the price, and the CO₂ of measured energy, by name; without a key of the site neither."""
+    @property
+    def costs(self) -> dict[str, str]:
+        """The price, and the CO₂ of measured energy, by name; without a key of the site neither."""
         found = {}
-        if (price := self.price(site)) is not None:
+        if (price := self.price) is not None:
             found["price"] = money(*price)
-        if site.co2_g_per_kwh is not None and self.energy_kwh is not None:
-            grams = site.co2_g_per_kwh * self.energy_kwh
+        if self.site.co2_g_per_kwh is not None and self.energy_kwh is not None:
+            grams = self.site.co2_g_per_kwh * self.energy_kwh
             found["CO₂"] = f"{amount(grams)} g" if grams < 1000 else f"{amount(grams / 1000)} kg"
         return found
 
@@ -298,7 +303,11 @@ def read_ledger(run: RunDir) -> Ledger:
                 for sensor, joules in sensors.items():
                     kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
                     energy[kind] = energy.get(kind, 0.0) + joules
+    site = ClusterConfig()
+    with suppress(ConfigError, RunFolderError, OSError):  # a damaged file
+        site = read_section(run.config, "cluster", ClusterConfig)
     return Ledger(
+        site=site,
         unit=unit_of(attempts),
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
@@ -325,11 +334,16 @@ def money(before: str, value: float, after: str) -> str:
 
 
 def cost_of(ledgers: Iterable[Ledger]) -> str:
-    """Return the sum of several ledgers; GPU-hours and core-hours cannot be added."""
+    """Return the hours and the price of ledgers; GPU-hours and core-hours, or currencies, cannot be added."""
     seconds: dict[str, float] = {}
+    prices: dict[tuple[str, str], float] = {}
     for one in ledgers:
         seconds[one.unit] = seconds.get(one.unit, 0.0) + one.allocated_s
-    return ", ".join(f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total)
+        if one.price is not None:
+            before, value, after = one.price
+            prices[before, after] = prices.get((before, after), 0.0) + value
+    words = [f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total]
+    return ", ".join([*words, *(money(before, value, after) for (before, after), value in prices.items() if value)])
 
 
 def percent(share: float | None) -> str:

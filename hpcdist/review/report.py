@@ -206,15 +206,13 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     facts, series = part(read_facts), part(read) or {}
     trainer_charts, other_charts = charts.metric_charts(series, declared, stored.config.checkpoint.monitor)
     figures, no_figures = read_figures(run.artifacts)
-    ledger = part(read_ledger) or Ledger()
     standing = facts.standing if facts else None
     earlier = part(lambda run: best_earlier(run, standing)) if standing else None
     before = (part(read, earlier) if earlier else None) or {}
     content: dict[str, Any] = {
         "run": run,
         "facts": facts,
-        "ledger": ledger,
-        "costs": ledger.costs(stored.config.cluster),
+        "ledger": part(read_ledger) or Ledger(),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
         "other_charts": other_charts,
         "trainer_charts": trainer_charts,

@@ -27,7 +27,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingEr
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable
-from hpcdist.review.ledger import Ledger, cost_of, hours_text, read_ledger
+from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import (
     CAUSES,
@@ -282,7 +282,7 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     if facts.best is not None and facts.best_value is not None:
         tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
     if ledger.entries:
-        tags["hpcdist.cost"] = f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {ledger.goodput_text}"
+        tags["hpcdist.cost"] = f"{cost_of([ledger])}, goodput {ledger.goodput_text}"
     # A run may fail before its first attempt.
     if causes := interruptions(facts.attempts, MAX_TAG) or facts.state.reason * (facts.state.status == "failed"):
         tags["hpcdist.interruptions"] = causes

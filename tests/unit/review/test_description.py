@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
 from hpcdist.review.comparison import compare_settings
@@ -145,10 +146,12 @@ def test_description_of_a_finished_run() -> None:
         Entry(cause="down", attempt=0, node="n1", seconds=1800.0),
         Entry(cause="data", attempt=1, node="n1", seconds=0.5),
     )
-    text = described(FINISHED, Ledger(unit="GPU", entries=entries, queue_s=90.0))
-    first = "**eval/loss 0.25** · 2 GPU-hours · 1 interruption, 20 steps lost\n"
+    site = ClusterConfig(price_per_gpu_hour="$3")
+    text = described(FINISHED, Ledger(unit="GPU", entries=entries, queue_s=90.0, site=site))
+    first = "**eval/loss 0.25** · 2 GPU-hours, &#36;6 · 1 interruption, 20 steps lost\n"
     assert text.startswith(f"{first}\n**finished**: trained 400 steps\n")
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
+    assert "in the queue; price &#36;6\n" in text
     assert (
         "| data | &lt;0.001 | &lt;0.1 % | waiting for the next batch |\n"
         "| compute | 1.5 | 75 % | training steps, or the whole running time of a script that reports none |\n"
