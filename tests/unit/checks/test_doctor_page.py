@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_recordings import recorded
 
 from hpcdist.checks import doctor as doctor
 from hpcdist.checks.doctor import (
@@ -106,7 +107,7 @@ def test_page_has_a_line_for_each_result_its_fix_below_and_a_summary() -> None:
     assert found["checks"][1] == {"section": "Two", **asdict(FAILURE)}
 
 
-RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
+RECORDED = parse_settings(recorded("config"))
 
 PARTITIONS = """\
 PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED \
