@@ -38,6 +38,7 @@ from hpcdist.host.machine import (
     num_cores,
     ok,
     shm_checks,
+    text_of,
     warning,
 )
 from hpcdist.review.explain import Finding, explain_attempt
@@ -135,11 +136,11 @@ class ResourceLimits:
         quotas, limits = [], [memory]
         for folder in _cgroups(root):
             # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
-            version_1 = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-            quota = (_text(folder / "cpu.max") or " ".join(version_1)).split()
+            version_1 = (text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            quota = (text_of(folder / "cpu.max") or " ".join(version_1)).split()
             if len(quota) == 2 and quota[0] not in ("max", "-1"):
                 quotas.append(int(quota[0]) / int(quota[1]))
-            limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+            limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes")
             limits += [int(limit)] if limit.strip().isdigit() else []
         shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"
         size = os.statvfs(shm) if shm.is_dir() else None
@@ -164,19 +165,12 @@ def _soft(limit: int) -> int:
 
 def _cgroups(root: Path) -> Iterator[Path]:
     """Yield this process's cgroup folders and their parents, of both versions: the lowest limit of all applies."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
         own = top / path.lstrip("/")
         # In a container the path is often the host's, and its folder does not exist.
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _size(num_bytes: int) -> str:
@@ -284,12 +278,11 @@ class Host:
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
-        ranges = Path("/etc/subuid")
         return cls(
             uid=os.getuid(),
             user=user,
             has_gpus=has_gpus,
-            subuid=ranges.read_text() if ranges.is_file() else "",
+            subuid=text_of(Path("/etc/subuid")),
             cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
             opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
             squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),

@@ -56,9 +56,7 @@ class Engine:
 
     def is_rootless_daemon(self) -> bool:
         """Return whether this is docker with a daemon of an ordinary user, who is root in its containers."""
-        if self.name != "docker":
-            return False
-        return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
+        return self.name == "docker" and "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
 
 
 def find_engine(requested: str | None) -> Engine:

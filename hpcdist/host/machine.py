@@ -123,9 +123,10 @@ def _look_up(name: str) -> dict[str, Any]:
     return found
 
 
-def _read(path: str) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
-        return Path(path).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 
@@ -341,7 +342,7 @@ def container_runtime(root: Path = Path("/")) -> str:
     The files alone prove nothing: the disk of a virtual machine, which is its root, may have been made of an image.
     """
     # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
-    mounts = [line.split() for line in _read(str(root / "proc/self/mountinfo")).splitlines()]
+    mounts = [line.split() for line in text_of(root / "proc/self/mountinfo").splitlines()]
     source = next((mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]), "")
     if source.startswith("/dev/") and not source.startswith("/dev/loop"):
         return ""

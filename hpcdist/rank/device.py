@@ -30,7 +30,7 @@ from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import SLURM_FIX, Roles, Topology, Variables
 from hpcdist.errors import ConfigError, TopologyError, shortened
-from hpcdist.host.machine import require_compiler
+from hpcdist.host.machine import require_compiler, text_of
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -176,10 +176,7 @@ def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store, en
 
 def cpus_beside(device: Device, pci_devices: Path = PCI_DEVICES) -> str:
     """Return the CPUs of the NUMA node to which a GPU is connected, such as `0-31,64-95`; empty if unknown."""
-    try:
-        return (pci_devices / (device.pci or "none") / "local_cpulist").read_text().strip()
-    except OSError:
-        return ""
+    return text_of(pci_devices / (device.pci or "none") / "local_cpulist").strip()
 
 
 def bind_to_cpus(beside: str, num_ranks: int, env: Mapping[str, str]) -> None:
