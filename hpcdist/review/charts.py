@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -27,13 +27,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, WIDTH - 12, 10, HEIGHT - 36
 _ROW_LEFT = 110
 #: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of the cells of a matrix (`.h0`, …).
 NUM_COLOURS, NUM_SHADES = 12, 9
-
-
-class Bar(NamedTuple):
-    begin: float
-    end: float
-    colour: str
-    title: str  #: shown by a browser under the pointer
 
 
 def number(value: float) -> str:
@@ -184,36 +177,8 @@ def _bands(frame: _Frame, starts: Mapping[float, str]) -> list[Markup]:
     return [_tag("path", class_="band", d=shaded), *names] if bands else []
 
 
-def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
-    """Return a row of bars for each name over a common axis, such as the time of each attempt."""
-    bars = [bar for row in rows.values() for bar in row]
-    low, high = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
-    bottom = 22 * len(rows) + 4
-    parts = [_text("label mid", x_label, (_ROW_LEFT + _RIGHT) / 2, bottom + 28)]
-    for tick in ticks(low, high, 8):
-        x = _ROW_LEFT + (tick - low) * scale
-        parts += [
-            _tag("path", class_="grid", d=f"M{x:.1f} 0V{bottom}"),
-            _text("tick mid", number(tick), x, bottom + 13),
-        ]
-    for index, (name, row) in enumerate(rows.items()):
-        top = index * 22 + 4
-        parts.append(_text("row", shortened(name, 18), 0, top + 12))
-        for bar in row:
-            left, width = _ROW_LEFT + (bar.begin - low) * scale, max(0.75, (bar.end - bar.begin) * scale)
-            parts.append(_rect(bar.colour, bar.title, left, top, width, 16))
-    return _svg(bottom + 34, parts, x_label)
-
-
 def shade(share: float) -> str:
     return f"h{min(NUM_SHADES - 1, int(share * NUM_SHADES))}"
-
-
-def shortened(text: str, length: int) -> str:
-    """Return a text of at most `length` characters; the middle of a longer one is left out."""
-    half = (length - 1) // 2
-    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
 #: Attempts with a row of their own in the timeline.
@@ -223,23 +188,28 @@ MAX_INTERVALS = 300
 
 
 def timeline(ledger: Ledger) -> Markup:
+    """Return a row of bars for each attempt over a common time axis, in the colours of the causes."""
     began = min(interval.began for interval in ledger.intervals)
-    ended = max(interval.ended for interval in ledger.intervals)
-    seconds = ended - began
-    unit, scale = ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
-    rows = {}
-    for attempt in sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]:
-        own = sorted((it for it in ledger.intervals if it.attempt == attempt), key=lambda it: it.began)
-        rows[f"attempt {attempt}" if attempt else "between attempts"] = [
-            Bar(
-                (interval.began - began) / scale,
-                (interval.ended - began) / scale,
-                f"var(--{interval.cause})",
-                f"{interval.cause}: {duration(interval.ended - interval.began)}",
-            )
-            for interval in joined(own, seconds / MAX_INTERVALS)
-        ]
-    return bar_rows(rows, x_label=f"{unit} since the beginning")
+    seconds = max(interval.ended for interval in ledger.intervals) - began
+    unit, unit_s = ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
+    attempts = sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]
+    shown = sorted((one for one in ledger.intervals if one.attempt in attempts), key=lambda one: one.began)
+    low, high = shown[0].began - began, max(one.ended for one in shown) - began
+    scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
+    bottom, label = 22 * len(attempts) + 4, f"{unit} since the beginning"
+    parts = [_text("label mid", label, (_ROW_LEFT + _RIGHT) / 2, bottom + 28)]
+    for tick in ticks(low / unit_s, high / unit_s, 8):
+        x = _ROW_LEFT + (tick * unit_s - low) * scale
+        grid = _tag("path", class_="grid", d=f"M{x:.1f} 0V{bottom}")
+        parts += [grid, _text("tick mid", number(tick), x, bottom + 13)]
+    for index, attempt in enumerate(attempts):
+        top = index * 22 + 4
+        parts.append(_text("row", f"attempt {attempt}" if attempt else "between attempts", 0, top + 12))
+        for one in joined([one for one in shown if one.attempt == attempt], seconds / MAX_INTERVALS):
+            left, spent_s = _ROW_LEFT + (one.began - began - low) * scale, one.ended - one.began
+            title = f"{one.cause}: {duration(spent_s)}"
+            parts.append(_rect(f"var(--{one.cause})", title, left, top, max(0.75, spent_s * scale), 16))
+    return _svg(bottom + 34, parts, label)
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:

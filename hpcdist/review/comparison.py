@@ -25,10 +25,10 @@ from hpcdist.review.uncertainty import (
     evaluated_on,
     is_other_data,
     mean_interval,
-    num_digits,
     num_evaluated,
     paired_interval,
     parse_npy,
+    signed,
 )
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import SAMPLES_FILE, DatasetRecord
@@ -77,14 +77,11 @@ class ComparedValue:
     def row(self) -> tuple[str, ...]:
         if self.delta is None:
             return self.metric, self.run, self.text, "", "", ""
-        if self.interval is not None:
-            digits = num_digits(self.interval[1] - self.interval[0]) + 1
-            delta, *ends = (f"{value:+.{digits}f}" for value in (self.delta, *self.interval))
-            return self.metric, self.run, self.text, delta, " to ".join(ends), self.verdict
-        before = self.value - self.delta
-        is_relative = _SPEED.match(self.metric) and before
-        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else f"{self.delta:+.4g}"
-        return self.metric, self.run, self.text, delta, "", self.verdict
+        before, between = self.value - self.delta, self.interval or ()
+        is_relative = before and not between and _SPEED.match(self.metric)
+        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else signed(self.delta, between)
+        ends = " to ".join(signed(end, between) for end in between)
+        return self.metric, self.run, self.text, delta, ends, self.verdict
 
 
 def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
