@@ -1,4 +1,4 @@
-"""The session of a GPU machine, and the table at the end of `make faults`."""
+"""The session of a GPU machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 from containers import CHECKOUT
 from hpcdist_runs import wait_for
-from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 
 pytestmark = pytest.mark.processes
 
@@ -130,21 +129,3 @@ def test_real_stages_name_existing_scripts_and_tests(session: ModuleType, tmp_pa
             script, *options = one.command(device, tmp_path)
             assert Path(script).is_file()
             assert all(isinstance(option, str) for option in options)
-
-
-# --- The tables at the end of `make faults`
-
-
-def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:
-    done = Cell("rank killed", "ddp", "cpu", 41.7, 5, 1, 2, 1, "equal", "once", "FINISHED", "ok")
-    assert as_lines([done, Cell("time limit", "ddp", verdict="FAILED")]) == [
-        "fault        trainer  devices  s   steps lost  starts  attempts  restarts  weights  points  MLflow",
-        "rank killed  ddp      cpu      42  5           1       2         1         equal    once    FINISHED  ok",
-        "time limit   ddp      cpu      0   -           -       -         -         ?        ?       ?         FAILED",
-    ]
-    entries = [("podman", "requeue", "41 s"), ("podman", "dead node", "FAILED"), ("pyxis", "requeue", "skipped")]
-    assert matrix_lines([MatrixEntry(*entry) for entry in entries]) == [
-        "runtime  requeue  dead node",
-        "podman   41 s     FAILED",
-        "pyxis    skipped  -",
-    ]

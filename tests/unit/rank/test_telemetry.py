@@ -324,13 +324,6 @@ def trainer(rank: TimedTrainer) -> TimedTrainer:
     return rank
 
 
-def test_step_consists_of_data_time_compute_time_and_waiting(trainer: TimedTrainer) -> None:
-    trainer.step(data=1, compute=4, rest=20)
-    trainer.step(data=2, compute=6, rest=10)
-    assert trainer.sums == (2, 43, 2, 3, 10)
-    assert trainer.timer.totals.means_since(Totals()) == {"step_s": 21.5, "data_s": 1.5, "compute_s": 5}
-
-
 #: One step: its calls, and the sums of steps and seconds after it.
 STEPS: dict[str, tuple[list[tuple[Any, ...]], tuple[float, ...]]] = {
     "compute time ends at the last gradient": (
