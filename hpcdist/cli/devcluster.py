@@ -150,8 +150,7 @@ def kill(
 
 @node_app.command("start")
 def start(
-    name: Node,
-    own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False,
+    name: Node, own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False
 ) -> None:
     """Start a killed node again.
 
@@ -167,8 +166,7 @@ def start(
 
 @node_app.command("slow")
 def slow(
-    name: Node,
-    rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None,
+    name: Node, rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None
 ) -> None:
     """Slow down a node's link; without options, restore its full speed.
 

@@ -21,15 +21,7 @@ from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.run.records import CAUSES, reached_step, read_standing
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
-from hpcdist.tracking.journal import (
-    Event,
-    SentFacts,
-    SentFiles,
-    clean_name,
-    event_files,
-    mark_of,
-    read_events,
-)
+from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, mark_of, read_events
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, read_series

@@ -27,14 +27,7 @@ from hpcdist.run.folder import RunDir, make_database, own_place, read_record
 from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.points import Point
-from hpcdist.tracking.uri import (
-    VARIABLES,
-    credentials_file,
-    is_server,
-    read_credentials,
-    sqlite_path,
-    version_in,
-)
+from hpcdist.tracking.uri import VARIABLES, credentials_file, is_server, read_credentials, sqlite_path, version_in
 
 # Settings that MLflow reads when it is imported or used. Retries of MLflow are off: they block for minutes
 # and may create a run twice. The shipper retries instead.

@@ -44,13 +44,7 @@ from hpcdist.run.records import (
 )
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
 from hpcdist.tracking.journal import clean_metric_name, clean_name
-from hpcdist.tracking.mlflow_client import (
-    MAX_TAG,
-    MlflowRun,
-    entities,
-    server_version,
-    translated,
-)
+from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, server_version, translated
 from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import VIEWS, is_server
 

@@ -82,10 +82,7 @@ def database(containers: Containers) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(
-    containers: Containers,
-    image: BuildImage,
-    database: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    containers: Containers, image: BuildImage, database: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Start the image like compose.yaml: not as root, with secrets in private files."""
     db_uri, db_password = without_password(database)

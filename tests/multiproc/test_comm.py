@@ -22,12 +22,7 @@ from hpcdist.rank.process_group import Groups
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import CommConfig, train
-from hpcdist.trainers.comm.operations import (
-    CALLS,
-    OPERATIONS,
-    Operation,
-    check,
-)
+from hpcdist.trainers.comm.operations import CALLS, OPERATIONS, Operation, check
 from hpcdist.trainers.comm.results import CheckResult, read_results
 
 CPU = torch.device("cpu")

@@ -42,14 +42,7 @@ from hpcdist.errors import HpcdistError, PreflightError, RendezvousError
 from hpcdist.host.files import read_json
 from hpcdist.rank import collective_check, process_group
 from hpcdist.rank.collective_check import Stopwatch
-from hpcdist.rank.process_group import (
-    Groups,
-    _AdmittingGloo,
-    guard_gloo,
-    open_store,
-    process_groups,
-    refuse_strangers,
-)
+from hpcdist.rank.process_group import Groups, _AdmittingGloo, guard_gloo, open_store, process_groups, refuse_strangers
 from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
 from hpcdist.rank.rpc_torch import _SignedPickler
 from hpcdist.run.folder import Attempt, RunDir
@@ -148,10 +141,7 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
                 dist.all_reduce(value, group=group)
                 sums.append(value.item())
         assert not dist.is_initialized()
-    with (
-        pytest.raises(ValueError, match="ours"),
-        grouped(at_port(ports[2], rank=here.rank, num_nodes=2), here.folder),
-    ):
+    with pytest.raises(ValueError, match="ours"), grouped(at_port(ports[2], rank=here.rank, num_nodes=2), here.folder):
         raise ValueError("ours")
     assert dist.is_initialized(), "groups are not destroyed after an error, because peers may be dead"
     return sums

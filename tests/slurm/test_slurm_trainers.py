@@ -237,9 +237,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=marks(case)) for case in CASES.values()],
-    ids=lambda case: str(case.trainer),
+    "case", [pytest.param(case, marks=marks(case)) for case in CASES.values()], ids=lambda case: str(case.trainer)
 )
 def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Finished], case: Case) -> None:
     found = finished[case.trainer]

@@ -53,10 +53,7 @@ def open_context(
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
             stop=StopAgreement(
-                group,
-                flag or StopFlag(),
-                RequestReader(attempt) if here.rank == 0 else None,
-                config.stop.pause_at_step,
+                group, flag or StopFlag(), RequestReader(attempt) if here.rank == 0 else None, config.stop.pause_at_step
             ),
             records=records,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),

@@ -89,11 +89,7 @@ class Scene:
     """A run with a launcher whose ranks execute the code that a test gives them."""
 
     def __init__(
-        self,
-        folder: Path,
-        runs_dir: Path,
-        torch: str = TORCH,
-        init_timeout_s: float = LaunchConfig.init_timeout_s,
+        self, folder: Path, runs_dir: Path, torch: str = TORCH, init_timeout_s: float = LaunchConfig.init_timeout_s
     ) -> None:
         self.run = new_run(runs_dir)
         write_package(folder, torch)

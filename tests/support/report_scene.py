@@ -196,11 +196,7 @@ def _rows(rng: random.Random, noise: float) -> list[Row]:
     """Return operations that take a start-up time plus size / speed, and a barrier."""
     rows = [
         row(operation, _noisy(start_s + size / speed, rng, noise), size)
-        for operation, start_s, speed in (
-            ("reduce", 4e-4, 3e8),
-            ("all_reduce", 2e-4, 6e8),
-            ("broadcast", 1e-4, 9e8),
-        )
+        for operation, start_s, speed in (("reduce", 4e-4, 3e8), ("all_reduce", 2e-4, 6e8), ("broadcast", 1e-4, 9e8))
         for size in (2**power for power in range(29))
     ]
     return [*rows, row("barrier", 2e-4, 0, algbw=None, busbw=None)]

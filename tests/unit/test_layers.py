@@ -37,7 +37,7 @@ cli
 
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("config.schema", "trainers"): "imports the declaration of a trainer when a config names that trainer",
+    ("config.schema", "trainers"): "imports the declaration of a trainer when a config names that trainer"
 }
 
 #: May be imported where torch is not installed, such as on a login node.

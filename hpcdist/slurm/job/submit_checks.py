@@ -186,13 +186,13 @@ _SBATCH_KEYS = {
 }
 #: Flags that hpcdist sets itself.
 _SBATCH_RESERVED = {
-    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "test-only", "wait", "wrap"),
+    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "test-only", "wait", "wrap")
 }
 _SRUN_KEYS = {
     key: _SBATCH_KEYS[key] for key in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
 }
 _SRUN_RESERVED = {
-    *("error", "input", "job-name", "kill-on-bad-exit", "multi-prog", "open-mode", "output", "pty", "test-only"),
+    *("error", "input", "job-name", "kill-on-bad-exit", "multi-prog", "open-mode", "output", "pty", "test-only")
 }
 
 

@@ -421,11 +421,7 @@ def test_value_that_could_not_be_loaded_is_refused_with_its_path(state: dict[str
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
     buffers = HostBuffers()
-    state = {
-        "w": torch.randn(1 << 22, device="cuda"),
-        "step": torch.tensor(1.0, device="cuda"),
-        "cpu": torch.ones(3),
-    }
+    state = {"w": torch.randn(1 << 22, device="cuda"), "step": torch.tensor(1.0, device="cuda"), "cpu": torch.ones(3)}
     buffers.copy(state)
     expected = state["w"].cpu()
     torch.cuda.set_sync_debug_mode("error")

@@ -96,9 +96,7 @@ def start_server() -> Iterator[Callable[..., str]]:
     with ExitStack() as running:
 
         def start(
-            health: int = 200,
-            search: Callable[[str], int] = lambda authorization: 200,
-            version: str = "3.17.2\n",
+            health: int = 200, search: Callable[[str], int] = lambda authorization: 200, version: str = "3.17.2\n"
         ) -> str:
             def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> list[bytes]:
                 code, text = {

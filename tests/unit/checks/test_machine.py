@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 
 from hpcdist.checks import machine
-from hpcdist.checks.machine import (
-    Host,
-    ResourceLimits,
-    all_gpu_checks,
-    host_name_checks,
-    resource_checks,
-    trial_checks,
-)
+from hpcdist.checks.machine import Host, ResourceLimits, all_gpu_checks, host_name_checks, resource_checks, trial_checks
 from hpcdist.checks.site import GIB
 from hpcdist.host.machine import Check, Gpu
 

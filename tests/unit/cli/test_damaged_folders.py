@@ -45,12 +45,7 @@ EXTRA = {
     "attempts/001/rank-00000.beat.json": {"time": 1.0, "step": 285, "total_steps": 300, "metrics": {"loss": 0.1}},
     "attempts/001/rank-00000.outcome.json": {"outcome": "stopped", "rank": 0, "host": "h", "step": 285, "time": 1.0},
     "attempts/001/request.json": {"action": "stop", "cause": "user", "by": "u", "time": 1.0},
-    "checkpoints/step-00000285/manifest.json": {
-        "step": 285,
-        "created": 1.0,
-        "write_s": 0.1,
-        "files": {},
-    },
+    "checkpoints/step-00000285/manifest.json": {"step": 285, "created": 1.0, "write_s": 0.1, "files": {}},
     "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
     "job.json": {"job_id": "41_0", "starts": {"0": {"nodes": "n1", "queue_s": 1.0}}},
     "container.json": {"runtime": "podman", "image": "i"},

@@ -136,10 +136,7 @@ IMAGE: list[dict[str, Any]] = [
         "Id": "ab" * 32,
         "Architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
         "Config": {
-            "Labels": {
-                "org.opencontainers.image.title": "hpcdist",
-                "org.opencontainers.image.version": __version__,
-            }
+            "Labels": {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": __version__}
         },
     }
 ]

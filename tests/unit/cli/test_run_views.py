@@ -136,11 +136,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     numbers = "loss 0.1235  accuracy 0.975"
     # At two steps in six seconds, 97 steps take a bit less than five minutes.
     eta = "ETA 0:04:51"
-    assert rows_of(console) == [
-        f"step 1/100  {numbers}",
-        f"step 3/100  {numbers}  {eta}",
-        f"step 100/100  {numbers}",
-    ]
+    assert rows_of(console) == [f"step 1/100  {numbers}", f"step 3/100  {numbers}  {eta}", f"step 100/100  {numbers}"]
 
 
 def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_one() -> None:

@@ -177,11 +177,7 @@ from hpcdist.errors import ConfigError, shown
                     "optim.grad_accum_steps=2 and data.global_batch_size exclude each other: set elastic.micro_batches",
                 ),
                 (8, "trainer: 'mine:train', roles: {a: 1, b: 1}", "roles and data.global_batch_size"),
-                (
-                    8,
-                    "model: {sync_batch_norm: true}",
-                    "model.sync_batch_norm normalises over the ranks, and data.",
-                ),
+                (8, "model: {sync_batch_norm: true}", "model.sync_batch_norm normalises over the ranks, and data."),
                 (
                     8,
                     "elastic: {micro_batches: 2}, launch: {num_ranks: 4}",

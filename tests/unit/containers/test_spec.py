@@ -14,14 +14,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.containers import spec as container
 from hpcdist.containers.images import local_container
-from hpcdist.containers.spec import (
-    RUNTIMES,
-    SCRIPT,
-    ContainerSpec,
-    Mount,
-    outer_env,
-    without_nested,
-)
+from hpcdist.containers.spec import RUNTIMES, SCRIPT, ContainerSpec, Mount, outer_env, without_nested
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command
@@ -30,10 +23,7 @@ from hpcdist.supervisor.plan import rank_command
 # --- The command lines of all runtimes
 
 RUN = RunDir(Path("/shared/runs/digits/my first"))
-MOUNTS = (
-    Mount(source="/shared", target="/shared"),
-    Mount(source="/scratch/imagenet", target="/data", read_only=True),
-)
+MOUNTS = (Mount(source="/shared", target="/shared"), Mount(source="/scratch/imagenet", target="/data", read_only=True))
 SPEC = ContainerSpec(
     runtime="podman",
     image="localhost/hpcdist:0.1.0",

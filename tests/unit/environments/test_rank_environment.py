@@ -370,10 +370,7 @@ def test_nodes_are_prepared_in_one_step(
     called = (tmp_path / "called").read_text()
     assert "--ntasks-per-node=1" in called
     assert called.endswith(f" -m hpcdist.environments.node_copy {json.dumps(asdict(NODE_REQUEST))}\n")
-    assert caplog.messages == [
-        "environment: copied to 2 of 2 nodes in 2.5 s",
-        "environment: venv-1 is on all 2 nodes",
-    ]
+    assert caplog.messages == ["environment: copied to 2 of 2 nodes in 2.5 s", "environment: venv-1 is on all 2 nodes"]
     assert read_json(run.rank_environment) == {
         "kind": "venv",
         "key": "venv-1",

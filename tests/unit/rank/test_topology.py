@@ -62,16 +62,10 @@ REFUSED: dict[str, list[tuple[Env, str]]] = {
         (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
         (OWN | {"HPCDIST_RANK": "one"}, "HPCDIST_RANK must be a whole number, got 'one'; let"),
         (OWN | {"HPCDIST_RANK": "9" * 5000}, "HPCDIST_RANK must be a whole number, got '999"),
-        (
-            OWN | {"HPCDIST_RANK": "4"},
-            "0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, ",
-        ),
+        (OWN | {"HPCDIST_RANK": "4"}, "0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "),
     ],
     "pass its SLURM_ variables on unchanged, also into containers": [
-        (
-            STEP | {"SLURM_STEP_NUM_TASKS": "6"},
-            "up to 5 tasks, but SLURM_STEP_NUM_TASKS differs (SLURM_PROCID=1, ",
-        ),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "6"}, "up to 5 tasks, but SLURM_STEP_NUM_TASKS differs (SLURM_PROCID=1, "),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2]"}, "names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1"),
         (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),

@@ -16,13 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.elastic import (
-    BufferChanges,
-    Division,
-    SavedDivision,
-    divide,
-    micro_batch_seed,
-)
+from hpcdist.rank.elastic import BufferChanges, Division, SavedDivision, divide, micro_batch_seed
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, settle_buckets
 
 

@@ -25,15 +25,7 @@ from hpcdist.review.comparison import (
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Ledger
 from hpcdist.review.uncertainty import npy
-from hpcdist.run.records import (
-    AttemptTimes,
-    DatasetRecord,
-    Origin,
-    TrainingRecord,
-    begin,
-    write_origin,
-    write_training,
-)
+from hpcdist.run.records import AttemptTimes, DatasetRecord, Origin, TrainingRecord, begin, write_origin, write_training
 from hpcdist.tracking.points import read_series
 
 LOSS = {step: 1 / step for step in range(1, 11)}

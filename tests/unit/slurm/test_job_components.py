@@ -120,10 +120,7 @@ def test_roles_with_different_hardware_need_a_heterogeneous_job(
 def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_requests() -> None:
     cfg = config(
         {"server": 1, "worker": 4},
-        {
-            "server": {"cpus_per_task": 8, "mem": "900M"},
-            "worker": {"nodes": 2, "gpus_per_node": 2, "mem": "2G"},
-        },
+        {"server": {"cpus_per_task": 8, "mem": "900M"}, "worker": {"nodes": 2, "gpus_per_node": 2, "mem": "2G"}},
         het=False,
         partition="main",
         constraint="a|b",
@@ -216,9 +213,7 @@ def test_nodes_of_each_component() -> None:
 # --- the rank table
 
 ROLES = config(
-    {"server": 1, "worker": 4},
-    {"worker": {"nodes": 2, "gpus_per_node": 2, "constraint": "a100"}},
-    partition="main",
+    {"server": 1, "worker": 4}, {"worker": {"nodes": 2, "gpus_per_node": 2, "constraint": "a100"}}, partition="main"
 )
 
 
@@ -281,8 +276,7 @@ def test_malformed_nodelist_is_rejected(nodelist: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tasks"),
-    [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1(x2),16", [1, 1, 16]), ("3,1(x2)", [3, 1, 1])],
+    ("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1(x2),16", [1, 1, 16]), ("3,1(x2)", [3, 1, 1])]
 )
 def test_tasks_per_node(text: str, tasks: list[int]) -> None:
     assert expand_tasks(text) == tasks

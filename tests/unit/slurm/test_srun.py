@@ -21,11 +21,7 @@ from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import on_nodes
 from hpcdist.slurm.job import node_steps
 from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
-from hpcdist.slurm.job.srun import (
-    rank_env,
-    step_command,
-    watchdog_command,
-)
+from hpcdist.slurm.job.srun import rank_env, step_command, watchdog_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
 from hpcdist.supervisor.hang import RankProcess
 from hpcdist.supervisor.launcher import Guard

@@ -396,7 +396,7 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
     assert conflicting_flags(ClusterConfig(sbatch={"no_kill": "true", "mincpus": "4"})) == [], "of a fixed size"
     assert conflicting_flags(ClusterConfig(nodes=4, min_nodes=2, sbatch={"mincpus": "4"}))
     assert conflicting_flags(ClusterConfig(sbatch={"segment": "2", "requeue": "expedite"})) == [
-        "cluster.sbatch.requeue repeats a key of the config: use cluster.requeue",
+        "cluster.sbatch.requeue repeats a key of the config: use cluster.requeue"
     ]
     assert conflicting_flags(ClusterConfig(segment=2, sbatch={"segment": "4"}))
 

@@ -191,11 +191,7 @@ OTHER = (hang.Frame("sleep", "/me/net.py", 3),)
 
 
 def snapshot(
-    rank: int,
-    frames: tuple[hang.Frame, ...] = WAITS,
-    *,
-    state: str = "sleeping",
-    calls: Sequence[hang.Calls] = (),
+    rank: int, frames: tuple[hang.Frame, ...] = WAITS, *, state: str = "sleeping", calls: Sequence[hang.Calls] = ()
 ) -> hang.RankSnapshot:
     place: dict[str, Any] = {"rank": rank, "host": f"n{rank // 4}", "pid": 100 + rank}
     stack: dict[str, Any] = {"frames": frames, "text": "stack\n" if frames else ""}

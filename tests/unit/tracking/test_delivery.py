@@ -29,10 +29,7 @@ from hpcdist.tracking.points import Point, SentPoints
 
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     scene.log([10, 20])
-    scene.file(
-        "journal/attempt-001.rank-00001.jsonl",
-        '{"t":5,"s":1,"m":{"odd[0]":NaN,"up":Infinity}}\n{"torn',
-    )
+    scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"odd[0]":NaN,"up":Infinity}}\n{"torn')
     assert scene.shipper().ship_once() == 5
     run = scene.entity
     assert run.info.status == "RUNNING"

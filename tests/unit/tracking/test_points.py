@@ -18,13 +18,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import points as journal_tail
 from hpcdist.tracking.journal import clean_metric_name, read_range
-from hpcdist.tracking.points import (
-    Batches,
-    JournalTail,
-    Point,
-    PointBudget,
-    SentPoints,
-)
+from hpcdist.tracking.points import Batches, JournalTail, Point, PointBudget, SentPoints
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
