@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -223,6 +224,7 @@ class _Connection:
         self._meeting = meeting
         self._socket = context.socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, 1000)  # sending waits for ever once a connection was refused
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MS)
@@ -238,7 +240,8 @@ class _Connection:
     def ask(self, request: Sequence[bytes], limit_s: float) -> list[bytes]:
         """Return the answer to a request. Raises OSError if rank 0 cannot be reached, RendezvousError if it refuses."""
         until = time.monotonic() + limit_s
-        self._socket.send_multipart(request)
+        with suppress(zmq.Again):  # the monitor tells why
+            self._socket.send_multipart(request)
         foreign = f"the program at {self._meeting} is not rank 0 of this attempt ({self._meeting.token})"
         while ready := dict(self._poller.poll(max(0, round(1000 * (until - time.monotonic()))))):
             if self._socket in ready:
