@@ -227,15 +227,14 @@ def status_of(task: Task) -> str:
 
 
 COUNT = """
-import os, signal, sys
-count = []
-signal.signal(signal.SIGUSR2, lambda *_: count.append(1))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + len(count)))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
+import signal, sys
+count, awaited = 0, (signal.SIGUSR2, signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # a handler just before signal.pause would leave it waiting
 print("up", file=open({pipe!r}, "w", buffering=1), flush=True)
-while True:
-    signal.pause()
+while signal.sigwait(awaited) == signal.SIGUSR2:
+    count += 1
     print("got", file=open({pipe!r}, "w", buffering=1), flush=True)
+sys.exit(10 + count)
 """
 
 
