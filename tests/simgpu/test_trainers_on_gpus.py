@@ -18,6 +18,14 @@ from slurm_faults import SIMULATED_GPUS, Cell
 pytestmark = pytest.mark.processes
 
 SLOW = [pytest.mark.slow, pytest.mark.quick_fault]
+#: Kinds in `make faults` alone.
+LONGEST = ("ddp", "hybrid")
+
+
+def marked(*kinds: str) -> list[object]:
+    return [pytest.param(kind, marks=[pytest.mark.faults] if kind in LONGEST else SLOW) for kind in kinds]
+
+
 #: Trainer, number of its GPUs, the rank that is killed, and its role. The parameter servers of `hybrid` use the CPU.
 ROLES = {
     "rl": (3, 2, "observer:1"),
@@ -45,7 +53,7 @@ def fill(cell: Cell, runs: Runs, name: str, gpus: Path, num_gpus: int) -> None:
     cell.weights, cell.points, cell.mlflow = "equal", "once", runs.mlflow_status(name)
 
 
-@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=SLOW) for kind in ROLES)])
+@pytest.mark.parametrize("kind", ["ddp", *marked(*ROLES)])
 def test_stopped_run_resumes_exactly(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
@@ -60,7 +68,7 @@ def test_stopped_run_resumes_exactly(
     fill(cell, runs, name, gpus, ROLES.get(kind, (2,))[0])
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in ("ddp", *ROLES)])
+@pytest.mark.parametrize("kind", marked("ddp", *ROLES))
 def test_run_restarts_exactly_after_a_rank_is_killed(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
@@ -76,7 +84,7 @@ def test_run_restarts_exactly_after_a_rank_is_killed(
     fill(cell, runs, f"killed-{kind}-{victim}", gpus, num_gpus)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs, gpus: Path) -> None:
     test_live_commands.test_running_run_saves_is_profiled_and_stops_by_tag(runs)
 

@@ -116,7 +116,7 @@ def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
     assert slurm_runs.param(name, "roles.worker") == "4"
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("select", ["CR_Core", "CR_Core,CR_LLN"])
 def test_roles_in_one_allocation_start_on_their_nodes(
     slurm_runs: SlurmRuns, devcluster: DevCluster, select: str
