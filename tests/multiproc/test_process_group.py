@@ -43,7 +43,7 @@ from hpcdist.host.files import read_json
 from hpcdist.rank import collective_check, process_group
 from hpcdist.rank.collective_check import Stopwatch
 from hpcdist.rank.process_group import Groups, _AdmittingGloo, guard_gloo, open_store, process_groups, refuse_strangers
-from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
+from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore, _Connection
 from hpcdist.rank.rpc_torch import _SignedPickler
 from hpcdist.run.folder import Attempt, RunDir
 
@@ -241,6 +241,30 @@ def test_store_between_nodes_answers_only_those_who_know_the_key(
     assert theirs.get("key") == b"value"
     assert ours.num_keys() == 1  # type: ignore[attr-defined]  # of the C++ classes too
     assert caplog.text.count("without this attempt's key") == 1
+
+
+def test_program_that_ends_the_connection_before_the_first_request_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ has no connection then, and sending would wait for ever."""
+    with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            sock, _ = server.accept()
+            with sock, suppress(ConnectionError):
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+                while sock.recv(1000):  # until the client has closed the connection
+                    pass
+
+        answered, ask = pool.submit(answer), _Connection.ask
+
+        def ask_late(connection: _Connection, *request: Any) -> list[bytes]:
+            answered.result()
+            return ask(connection, *request)
+
+        monkeypatch.setattr(_Connection, "ask", ask_late)
+        with pytest.raises(RendezvousError, match="is not rank 0 of this attempt"):
+            store_at(tmp_path, server.getsockname()[1], rank=1, num_nodes=2)
 
 
 def test_store_does_what_torch_expects(tmp_path: Path) -> None:
