@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import zmq
 from attacker import as_other_user
-from hpcdist_runs import assert_states_equal, unused_port
+from hpcdist_runs import assert_states_equal, unused_port, wait_for
 from launcher_env import OWN, topology_of
 from spawn import Rank, rank_env, spawn_ranks
 from torch import Tensor
@@ -260,6 +260,7 @@ def test_program_that_ends_the_connection_before_the_first_request_is_named(
 
         def ask_late(connection: _Connection, *request: Any) -> list[bytes]:
             answered.result()
+            wait_for(lambda: not connection._socket.poll(0, zmq.POLLOUT), "ZeroMQ to end the connection")
             return ask(connection, *request)
 
         monkeypatch.setattr(_Connection, "ask", ask_late)
