@@ -23,7 +23,6 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.pipeline.stages import (
-    Inbox,
     RpcEngine,
     Stage,
     Wire,
@@ -112,10 +111,8 @@ def stage_context(here: Rank, path: Path) -> Iterator[Context]:
 
 
 def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
-    inbox = Inbox()
-    found = []
-    with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
-        wire = Wire(ctx, group, inbox)
+    wire, found = Wire(torch.device("cpu")), []
+    with stage_context(here, path) as ctx, rpc_group(ctx, wire.functions) as wire.rpc:
         units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
         for checkpointing in (False, True):
             stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
@@ -131,18 +128,18 @@ def test_rpc_engine_equals_the_whole_model(tmp_path: Path, num_stages: int) -> N
     assert spawn_ranks(compare_rpc_engine, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
 
 
-def two_steps(here: Rank, path: Path, inbox: Inbox) -> None:
+def two_steps(here: Rank, path: Path, wire: Wire) -> None:
     images, labels = batch()
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
-    with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
+    with stage_context(here, path) as ctx, rpc_group(ctx, wire.functions) as wire.rpc:
         stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
-        engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2)
+        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=2)
         for _ in range(2):
             engine.step(inputs, targets, NUM_MICRO_BATCHES)
 
 
-class RefusingInbox(Inbox):
-    """An inbox that takes the tensors of one step, and none of the next one."""
+class RefusingWire(Wire):
+    """It takes the tensors of one step, and none of the next one."""
 
     def put(self, kind: str, number: int, tensor: Tensor) -> None:
         if number >= NUM_MICRO_BATCHES:
@@ -153,7 +150,7 @@ class RefusingInbox(Inbox):
 def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
     """Write the sender's error of the step in which the receiver takes no tensors; return that of the receiver."""
     with pytest.raises((PeerLost, RemoteError)) as caught:
-        two_steps(here, path, RefusingInbox() if here.rank == receiver else Inbox())
+        two_steps(here, path, (RefusingWire if here.rank == receiver else Wire)(torch.device("cpu")))
     if here.rank != receiver:
         (path / "error").write_text(str(caught.value))
         os.kill(os.getpid(), signal.SIGKILL)  # as the supervisor does; until then the receiver waits for a tensor

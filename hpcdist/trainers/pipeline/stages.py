@@ -224,42 +224,31 @@ CHECK_INTERVAL_S = 1.0
 Kind = Literal["activation", "gradient", "done"]
 
 
-class Inbox:
-    """Received tensors by kind and number, since RPC's threads may deliver them in another order.
+class Wire:
+    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent.
 
     It exists before its rank opens the RPC group, since neighbours that have opened theirs send at once.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tensors: dict[tuple[str, int], Tensor] = {}
+    rpc: RpcGroup
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrival = threading.Condition()
+        #: Received tensors by kind and number, since RPC's threads may deliver them in another order.
+        self._arrived: dict[tuple[str, int], Tensor] = {}
+        self._num_sent: Counter[tuple[int, Kind]] = Counter()
+        self._num_received: Counter[Kind] = Counter()
+        self._pending: deque[Future[None]] = deque()
+        self.waited_s = 0.0
         #: What the neighbours call.
         self.functions: dict[str, Callable[..., Any]] = {"put": self.put, "check_alive": lambda: None}
 
     def put(self, kind: str, number: int, tensor: Tensor) -> None:
         """Store a received tensor and wake up the thread that waits for it."""
-        with self._changed:
-            self._tensors[kind, number] = tensor
-            self._changed.notify()
-
-    def take(self, kind: str, number: int, timeout_s: float) -> Tensor | None:
-        """Return a tensor; None if it does not arrive in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: (kind, number) in self._tensors, timeout=timeout_s)
-            return self._tensors.pop((kind, number), None)
-
-
-class Wire:
-    """Connection of a stage to its two neighbours. Tensors of a kind are received in the order they are sent."""
-
-    def __init__(self, ctx: Context, rpc: RpcGroup, inbox: Inbox) -> None:
-        self._device = ctx.device
-        self._rpc = rpc
-        self._inbox = inbox
-        self._num_sent: Counter[tuple[int, Kind]] = Counter()
-        self._num_received: Counter[Kind] = Counter()
-        self._pending: deque[Future[None]] = deque()
-        self.waited_s = 0.0
+        with self._arrival:
+            self._arrived[kind, number] = tensor
+            self._arrival.notify()
 
     def send(self, rank: int, kind: Kind, tensor: Tensor) -> None:
         """Send a tensor to a neighbour without waiting. The caller must not change it afterwards.
@@ -269,7 +258,7 @@ class Wire:
         self._check_deliveries()
         number = self._num_sent[rank, kind]
         self._num_sent[rank, kind] += 1
-        self._pending.append(self._rpc.call(rank, "put", kind, number, tensor))
+        self._pending.append(self.rpc.call(rank, "put", kind, number, tensor))
 
     def receive(self, rank: int, kind: Kind) -> Tensor:
         """Return the next tensor of a kind; each kind comes from one neighbour.
@@ -277,14 +266,18 @@ class Wire:
         Raises PeerLost if the neighbour is gone, and PeerLost or RemoteError if a sent tensor could not be delivered:
         the neighbour would wait for that tensor, and this rank for the neighbour.
         """
-        number = self._num_received[kind]
+        key = kind, self._num_received[kind]
         self._num_received[kind] += 1
         began = time.perf_counter()
-        while (arrived := self._inbox.take(kind, number, CHECK_INTERVAL_S)) is None:
+        while not self._wait_for(key):
             self._check_deliveries()
-            self._rpc.call(rank, "check_alive").result()
+            self.rpc.call(rank, "check_alive").result()
         self.waited_s += time.perf_counter() - began
-        return arrived.to(self._device)
+        return self._arrived.pop(key).to(self._device)
+
+    def _wait_for(self, key: tuple[str, int]) -> bool:
+        with self._arrival:
+            return self._arrival.wait_for(lambda: key in self._arrived, CHECK_INTERVAL_S)
 
     def _check_deliveries(self) -> None:
         """Raise the error of the oldest delivery that has failed; a call that is not answered fails after a minute."""

@@ -39,7 +39,6 @@ from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.stages import (
-    Inbox,
     RpcEngine,
     Stage,
     Wire,
@@ -240,9 +239,8 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     names = [name for name, _ in model.named_parameters()]
     stage = Stage(model, units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
     del model  # frees the other stages
-    stage, inbox = stage.to(ctx.device), Inbox()
-    with rpc_group(ctx, inbox.functions) as rpc:
-        wire = Wire(ctx, rpc, inbox)
+    stage, wire = stage.to(ctx.device), Wire(ctx.device)
+    with rpc_group(ctx, wire.functions) as wire.rpc:
         engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
         if saved is not None:
