@@ -1,7 +1,10 @@
-"""Parts of the shipped training loops: progress with stop rules, meter, optimizer, schedule, order of gradients."""
+"""Parts of the shipped training loops: progress with stop rules, meter, optimizer, schedule, initial rows of tables,
+order of gradients.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -208,6 +211,24 @@ def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+#: Number of rows that `fill_rows` draws together.
+BLOCK_ROWS = 1024
+
+
+def fill_rows(out: Tensor, rows: range, *, table: str, scale: float, seed: int) -> None:
+    """Write the initial values of rows of a table into `out` [len(rows), dim]: uniform in ± scale.
+
+    They depend on (seed, table, row) only, so that they are equal for every number of servers.
+    """
+    for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
+        digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        drawn = torch.empty(BLOCK_ROWS, out.shape[1]).uniform_(-scale, scale, generator=generator)
+        first = block * BLOCK_ROWS
+        begin, end = max(rows.start, first), min(rows.stop, first + BLOCK_ROWS)
+        out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
 
 
 #: With a static graph DDP rebuilds its buckets after the second backward pass, otherwise after the first.

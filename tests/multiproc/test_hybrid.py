@@ -23,10 +23,11 @@ from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches
-from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, fill_initial
+from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose
 from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
@@ -94,9 +95,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
-        fill_initial(
-            table.weight.data, range(options.tables[name]), table=name, scale=options.init_scale, seed=cfg.seed
-        )
+        fill_rows(table.weight.data, range(options.tables[name]), table=name, scale=options.init_scale, seed=cfg.seed)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,

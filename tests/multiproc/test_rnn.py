@@ -23,7 +23,7 @@ from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn import train as rnn
 from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
-from hpcdist.trainers.rnn.train import LanguageModel
+from hpcdist.trainers.rnn.train import LanguageModel, initial_rows
 
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
@@ -92,7 +92,12 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
     size, rnn = corpus.vocab_size, cfg.section(RnnConfig)
     sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
-    return LanguageModel(**sizes, seed=cfg.seed)
+    model = LanguageModel(**sizes)
+    for table in ("encoder", "decoder"):
+        weight = model.get_submodule(table).weight
+        weight.data = initial_rows(table, range(size), weight.shape[1], cfg.seed)
+    nn.init.zeros_(model.decoder.bias)
+    return model
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ A server holds its rows of all tables in one matrix, so that several tables need
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,11 +27,10 @@ from hpcdist.config.topology import share_of
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.training_loop import fill_rows
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks
 
-#: Number of rows that are drawn together, from (seed, table, number of the block).
-BLOCK_ROWS = 1024
 #: Number of rows that are updated together, so that their gradients and state fit into a core's cache.
 UPDATE_ROWS = 2048
 
@@ -68,20 +66,6 @@ class Layout:
             placed[mine] = ids[mine] + shifts[server]
             begins = [begin + len(span) for begin, span in zip(begins, spans, strict=True)]
         return placed
-
-
-def fill_initial(out: Tensor, rows: range, *, table: str, scale: float, seed: int) -> None:
-    """Write the initial values of rows of a table into `out` [len(rows), dim]: uniform in ± scale.
-
-    They depend on (seed, table, row) only, so that they are equal for every number of servers.
-    """
-    for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
-        digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        drawn = torch.empty(BLOCK_ROWS, out.shape[1]).uniform_(-scale, scale, generator=generator)
-        first = block * BLOCK_ROWS
-        begin, end = max(rows.start, first), min(rows.stop, first + BLOCK_ROWS)
-        out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
 
 
 class SparseOptimizer:
@@ -192,7 +176,7 @@ class TableShard:
         self._layout = layout
         self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
         for table, span in self._spans.items():
-            fill_initial(self.table_rows(table), span, table=table, scale=cfg.init_scale, seed=seed)
+            fill_rows(self.table_rows(table), span, table=table, scale=cfg.init_scale, seed=seed)
         self.optimizer = SparseOptimizer(cfg.table_optimizer, cfg.table_lr, self.weight)
 
     def values(self, units: Units) -> Tensor:

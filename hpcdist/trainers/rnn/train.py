@@ -42,10 +42,19 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import share_of
 from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import (
+    Meter,
+    Progress,
+    build_optimizer,
+    fill_rows,
+    load_optimizer,
+    lr_factor,
+    set_lr,
+)
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.vocabulary import (
@@ -53,7 +62,6 @@ from hpcdist.trainers.rnn.vocabulary import (
     VocabularyClient,
     VocabularyServer,
     check_vocab_size,
-    row_bounds,
 )
 
 TRAINER, SERVER = "trainer", "parameter_server"
@@ -354,12 +362,12 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
 
 def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     rnn = cfg.section(RnnConfig)
-    start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
+    rows = share_of(ctx.role_index, ctx.roles.count(SERVER), vocab_size)
     server = VocabularyServer(
-        initial_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
-        initial_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
+        initial_rows("encoder", rows, rnn.embedding_size, cfg.seed),
+        initial_rows("decoder", rows, rnn.hidden_size, cfg.seed),
         cfg.optim,
-        start=start,
+        start=rows.start,
         vocab_size=vocab_size,
         num_trainers=ctx.roles.count(TRAINER),
         device=ctx.device,
@@ -370,35 +378,21 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     return server
 
 
-#: Rows are drawn in blocks of this size, so that their values do not depend on the number of shards.
-_BLOCK = 1024
-_BOUND = 0.1
-ENCODER, DECODER = 0, 1
-
-
-def initial_rows(start: int, stop: int, width: int, seed: int, table: int) -> Tensor:
-    """Return the initial rows `start` to `stop` of a table, uniform in ±0.1, float32 [stop - start, width]."""
-    blocks = []
-    for block in range(start // _BLOCK, -(-stop // _BLOCK)):
-        generator = torch.Generator().manual_seed((((2 * seed + table) << 24) + block) % 2**63)
-        blocks.append(torch.empty(_BLOCK, width).uniform_(-_BOUND, _BOUND, generator=generator))
-    offset = start // _BLOCK * _BLOCK
-    return torch.cat(blocks)[start - offset : stop - offset].clone()
+def initial_rows(table: str, rows: range, width: int, seed: int) -> Tensor:
+    """Return the initial values of rows of `encoder` or `decoder`, float32 [len(rows), width]."""
+    filled = torch.empty(len(rows), width)
+    fill_rows(filled, rows, table=table, scale=0.1, seed=seed)
+    return filled
 
 
 class LanguageModel(nn.Module):
     """Embedding, LSTM and decoder: from tokens int64 [B, T] to logits of the next tokens [B, T, vocab_size]."""
 
-    def __init__(
-        self, *, vocab_size: int, embedding: int, hidden: int, layers: int, dropout: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, *, vocab_size: int, embedding: int, hidden: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
-        rows = initial_rows(0, vocab_size, embedding, seed, ENCODER)
-        self.encoder = nn.Embedding(vocab_size, embedding, _weight=rows)
         self.lstm = build_lstm(embedding, hidden, layers, dropout)
+        self.encoder = nn.Embedding(vocab_size, embedding)
         self.decoder = nn.Linear(hidden, vocab_size)
-        self.decoder.weight = nn.Parameter(initial_rows(0, vocab_size, hidden, seed, DECODER))
-        nn.init.zeros_(self.decoder.bias)
         self.dropout = dropout
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import OptimConfig
+from hpcdist.config.topology import share_of
 from hpcdist.errors import ConfigError, PeerLost
 from hpcdist.rank.context import Restored
 from hpcdist.rank.rpc import RpcGroup
@@ -67,11 +68,6 @@ def join_scores(lses: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tenso
     """Join the scores of all servers into the `lse` over the whole vocabulary [n] and the loss of each token [n]."""
     lse = lses[0] if len(lses) == 1 else torch.logsumexp(torch.stack(list(lses)), 0)
     return lse, lse - torch.stack(list(chosen)).sum(0)
-
-
-def row_bounds(vocab_size: int, num_servers: int) -> list[int]:
-    """Return the bounds of the servers' rows: server i has the rows from bound i to bound i + 1."""
-    return [vocab_size * server // num_servers for server in range(num_servers + 1)]
 
 
 class VocabularyServer:
@@ -322,11 +318,12 @@ class VocabularyServer:
     def restore(self, saved: Restored) -> None:
         """Load rows and optimizer states from the shards of any number of servers."""
         check_vocab_size(saved, self.vocab_size)
-        bounds = row_bounds(self.vocab_size, saved.trainer["num_servers"])
+        num_servers = saved.trainer["num_servers"]
+        shares = [share_of(server, num_servers, self.vocab_size) for server in range(num_servers)]
         owners = [
-            saved.trainer["num_trainers"] + index
-            for index, (first, last) in enumerate(itertools.pairwise(bounds))
-            if first < self.stop and self.start < last
+            saved.trainer["num_trainers"] + server
+            for server, rows in enumerate(shares)
+            if rows.start < self.stop and self.start < rows.stop
         ]
         contents = [content for rank in owners if (content := saved.shard(rank)) is not None]
         first = contents[0]["rows"]["decoder.bias"][0]
@@ -367,7 +364,8 @@ class VocabularyClient:
         self._group, self._names = group, group.of_role("parameter_server")
         self._trainer = trainer
         self.vocab_size = vocab_size
-        self._bounds = torch.tensor(row_bounds(vocab_size, len(self._names)))
+        firsts = [share_of(server, len(self._names), vocab_size).start for server in range(len(self._names))]
+        self._bounds = torch.tensor([*firsts, vocab_size])
         self._device = device
 
     def _of_each(self, ids: Tensor) -> dict[str, slice]:

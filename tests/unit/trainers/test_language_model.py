@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,20 +12,21 @@ from torch import Tensor
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import OptimConfig
+from hpcdist.config.topology import share_of
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Columns, encode_bytes, load_corpus, read_texts, word_encoder
-from hpcdist.trainers.rnn.train import DECODER, ENCODER, initial_rows
-from hpcdist.trainers.rnn.vocabulary import VocabularyServer, join_scores, row_bounds
+from hpcdist.trainers.rnn.train import initial_rows
+from hpcdist.trainers.rnn.vocabulary import VocabularyServer, join_scores
 
 # --- The language model: initial rows.
 
 
 def test_initial_rows_do_not_depend_on_the_shards() -> None:
-    whole = initial_rows(0, 2500, 3, 1, ENCODER)
-    pieces = [initial_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
+    whole = initial_rows("encoder", range(2500), 3, 1)
+    pieces = [initial_rows("encoder", range(*span), 3, 1) for span in ((0, 900), (900, 1024), (1024, 2500))]
     assert torch.equal(torch.cat(pieces), whole)
-    assert not torch.equal(initial_rows(0, 2500, 3, 1, DECODER), whole)
+    assert not torch.equal(initial_rows("decoder", range(2500), 3, 1), whole)
 
 
 # --- Validation of configs of `trainer: rnn`.
@@ -112,15 +112,15 @@ def servers(num: int, cfg: OptimConfig, sharpness: float = 1.0) -> list[Vocabula
     encoder, weight = (torch.randn(VOCAB_SIZE, WIDTH, generator=generator) for _ in range(2))
     return [
         VocabularyServer(
-            encoder[a:b].clone(),
-            weight[a:b] * sharpness,
+            encoder[rows.start : rows.stop].clone(),
+            weight[rows.start : rows.stop] * sharpness,
             cfg,
-            start=a,
+            start=rows.start,
             vocab_size=VOCAB_SIZE,
             num_trainers=1,
             device=torch.device("cpu"),
         )
-        for a, b in itertools.pairwise(row_bounds(VOCAB_SIZE, num))
+        for rows in (share_of(server, num, VOCAB_SIZE) for server in range(num))
     ]
 
 
