@@ -6,7 +6,8 @@ MLflow's client is measured with a database, with a server, and as in a rank, wh
 
 Records of one and of five metrics. The kinds alternate within a round, so that other load affects all of them; the
 result is the median over rounds of the mean time per record. When the call returns, the journal's record is in the
-kernel's page cache, and MLflow's record is in its database. A checkpoint adds one durable flush of the journal.
+kernel's page cache, and MLflow's record is in its database, or with asynchronous logging in the memory of the process;
+this queue is emptied after each measurement. A checkpoint adds one durable flush of the journal.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from harness import argument_parser
 from mlflow import MlflowClient
 from mlflow.entities import Metric
+from mlflow.utils.async_logging.run_operations import RunOperations
 
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import rank_records
@@ -34,7 +36,7 @@ from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.rank_records import RankRecords
 
-Log = Callable[[dict[str, float], int], None]
+Log = Callable[[dict[str, float], int], RunOperations | None]
 METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in range(count)} for count in (1, 5)}
 
 
@@ -75,26 +77,28 @@ def rank_client(folder: Path) -> Iterator[MlflowClient]:
     records.close()
 
 
-def mlflow_loggers(client: MlflowClient) -> tuple[Log, Log]:
-    """Return two functions that log by MLflow's client: one call per metric, and one call per record."""
+def mlflow_loggers(client: MlflowClient) -> tuple[Log, Log, Log]:
+    """Return functions that log by MLflow's client: one call per metric, per record, and per record asynchronously."""
     run_id = client.create_run(client.create_experiment("bench")).info.run_id
 
     def log_metric(metrics: dict[str, float], step: int) -> None:
         for key, value in metrics.items():
             client.log_metric(run_id, key, value, step=step, synchronous=True)
 
-    def log_batch(metrics: dict[str, float], step: int) -> None:
+    def log_batch(metrics: dict[str, float], step: int, synchronous: bool = True) -> RunOperations | None:
         now = int(time.time() * 1000)
-        client.log_batch(run_id, [Metric(k, v, now, step) for k, v in metrics.items()], synchronous=True)
+        return client.log_batch(run_id, [Metric(k, v, now, step) for k, v in metrics.items()], synchronous=synchronous)
 
-    return log_metric, log_batch
+    return log_metric, log_batch, lambda metrics, step: log_batch(metrics, step, synchronous=False)
 
 
 def per_record_us(log: Log, metrics: dict[str, float], first_step: int, num_records: int) -> float:
     start = time.perf_counter()
-    for step in range(first_step, first_step + num_records):
-        log(metrics, step)
-    return (time.perf_counter() - start) / num_records * 1e6
+    queued = [log(metrics, step) for step in range(first_step, first_step + num_records)]
+    taken = time.perf_counter() - start
+    for record in filter(None, queued):
+        record.wait()
+    return taken / num_records * 1e6
 
 
 def flush_us(writer: JournalWriter, step: int) -> float:
@@ -119,6 +123,7 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
             "MLflow sqlite, log_batch": (sqlite[1], 10),
             "MLflow server, log_metric": (remote[0], 10),
             "MLflow server, log_batch": (remote[1], 10),
+            "MLflow server, asynchronous": (remote[2], 10),
         }
         times: dict[str, list[float]] = {}
         for turn in range(rounds + 1):

@@ -81,6 +81,10 @@ BENCHMARKS = (
                 target=0.3,
             ),
             Figure(
+                "command to first step, 8 ranks: unchanged script over torchrun",
+                ("by_ranks", "8", "hpcdist run, script", "over_torchrun"),
+            ),
+            Figure(
                 "command to first step: unchanged script over torchrun",
                 ("rows", "hpcdist run, script", "over_torchrun"),
             ),
@@ -142,6 +146,7 @@ BENCHMARKS = (
             Figure("journal record of five metrics", ("median_us", "journal, 5"), "µs", 20),
             Figure("MLflow's `log_metric`, sqlite", ("median_us", "MLflow sqlite, log_metric, 1"), "µs"),
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
+            Figure("MLflow's asynchronous `log_batch`, server", ("median_us", "MLflow server, asynchronous, 1"), "µs"),
         ),
     ),
     Benchmark(
@@ -232,7 +237,7 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark) -> dict[str, Any]:
-    """Run a benchmark and return its report, its JSON, date, duration and the load average before it."""
+    """Run a benchmark and return its report, its JSON, date, duration, machine and the load average before it."""
     load, began = os.getloadavg()[0], time.time()
     print(f"$ python {' '.join(benchmark.command)}", flush=True)
     done = subprocess.run(
@@ -251,20 +256,21 @@ def run(benchmark: Benchmark) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
         "minutes": (time.time() - began) / 60,
         "load_before": load,
+        "machine": machine_facts(),
     }
 
 
-def machine_facts() -> list[str]:
-    """Return lines about the processor, the operating system and the versions."""
+def machine_facts() -> str:
+    """Return the processor, the operating system and the versions."""
     text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*:\s*(.*)", text)
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
-    return [
-        f"- processor: {model[1] if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores usable,"
-        f" {int(memory[1]) / 2**20 if memory else 0:.0f} GiB",
-        f"- {platform.system()} {platform.release()}, Python {platform.python_version()}, {', '.join(versions)}",
-    ]
+    return (
+        f"{model[1] if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores usable,"
+        f" {int(memory[1]) / 2**20 if memory else 0:.0f} GiB, {platform.system()} {platform.release()},"
+        f" Python {platform.python_version()}, {', '.join(versions)}"
+    )
 
 
 def rows(benchmark: Benchmark, result: Mapping[str, Any]) -> Iterator[str]:
@@ -311,8 +317,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
         "`benchmarks/run_all.py` (`make bench`) writes this page except the notes at the end. Compare ratios within",
         "one run: absolute times depend on the load of the shared machine.",
         "",
-        *machine_facts(),
-        "- GPU figures: in the notes; `benchmarks/gpu.sh` ran on another machine, since this one has no GPU",
+        "GPU figures are in the notes: `benchmarks/gpu.sh` ran on other machines.",
         "",
         "| figure | measured | target | |",
         "|---|---|---|---|",
@@ -328,6 +333,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
             "",
             f"`python {' '.join(benchmark.command)}`, {result['date']}, {result['minutes']:.0f} min,"
             f" load average {result['load_before']:.1f} before",
+            *(["", result["machine"]] if "machine" in result else []),
             "",
             "```",
             result["report"],
