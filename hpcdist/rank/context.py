@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class Context:
         device: the device of this rank.
         timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
         groups: the control group and the store of all ranks.
+        timeout: time limit of a collective, longer than that after which the supervisor finds a hung rank.
         end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
     """
 
@@ -136,6 +138,7 @@ class Context:
         self.timer = StepTimer(HostClock() if device.type == "cpu" else EventClock(device))
         self.end_reason = ""
         self.groups = groups
+        self.timeout = timedelta(seconds=config.launch.hang_s + 60)
         self._records = records
         records.on_metrics = heartbeat.note_logged
         self._heartbeat = heartbeat
@@ -404,17 +407,19 @@ class Context:
         """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
         self._stop.flag.is_set = True
 
-    def agree_among(self, ranks: Sequence[int]) -> None:
+    def agree_among(self, ranks: Sequence[int]) -> Groups:
         """Let only `ranks` take part in the agreement of `should_stop`, because the others do not count steps.
 
-        Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards.
+        Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards. Returns
+        the group of `ranks`, for small values that they exchange.
         """
         self._times.leave_to(ranks)
-        group = gloo_group(ranks) if len(ranks) > 1 else None
+        group = gloo_group(ranks, self.timeout) if len(ranks) > 1 else None
         if self.rank not in ranks:
             self.timer.account.wait_for_work()
         else:
             self._stop.agree_in(group)
+        return Groups(group, self.groups.store)
 
     def alive(self) -> None:
         """Update the heartbeat from work without steps, such as a long evaluation or a download."""

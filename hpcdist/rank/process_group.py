@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """The process group and the store that the ranks use besides the default group."""
+    """A group of ranks for small values in host memory, which wait for no device, and the store of all ranks."""
 
     control: dist.ProcessGroup | None
-    """A gloo group of all ranks for small CPU tensors, which need not wait for the device; None for a single rank."""
+    """A gloo group; None for a single rank."""
     store: Store  #: of the rendezvous, which only ranks can access
 
     def barrier(self) -> None:
@@ -60,7 +60,7 @@ class Groups:
     def all_gather(self, value: T) -> list[T]:
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size(self.control)
         dist.all_gather_object(found, value, group=self.control)
         return found
 
@@ -69,7 +69,7 @@ class Groups:
         if self.control is None:
             return [value]
         is_main = dist.get_rank() == 0
-        found: list[Any] = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size(self.control)
         dist.gather_object(value, found if is_main else None, dst=0, group=self.control)
         return found if is_main else []
 
@@ -120,7 +120,7 @@ def process_groups(
     dist.destroy_process_group()
 
 
-def gloo_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a gloo group of these ranks, and None on the others; every rank has to take part."""
     # Before torch 2.15, ranks outside the group would split a default group of NCCL that is bound to a GPU, and wait
     # for its other ranks, which as members of a gloo group split nothing.

@@ -20,9 +20,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from hpcdist.config.topology import share_of
 from hpcdist.errors import DataError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.device import collective_backend
-from hpcdist.rank.process_group import gloo_group
+from hpcdist.rank.process_group import Groups, gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
@@ -45,16 +44,6 @@ from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, ba
 from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ProcessGroups:
-    """Groups of `torch.distributed`, besides that of the run."""
-
-    exchange: dist.ProcessGroup  #: trainers and servers: rows of tables and their gradients, on the host
-    host: dist.ProcessGroup  #: trainers: metrics and barriers
-    dense: dist.ProcessGroup  #: trainers: gradients of the dense part, on their devices
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -62,28 +51,39 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    ctx.agree_among(ctx.ranks_of("trainer"))  # servers count no steps
-    groups = make_groups(ctx, cfg)
+    trainers = ctx.agree_among(ctx.ranks_of("trainer"))  # servers count no steps
+    exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)  # rows of tables and their gradients, on the host
+    dense_group = make_dense_group(ctx)
     if ctx.role == "parameter_server":
-        serve_tables(ctx, cfg, layout, groups.exchange)
+        serve_tables(ctx, cfg, layout, exchange)
         return
     # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses a process group.
     with rpc_group(ctx) as rpc:
-        train_dense_part(ctx, cfg, layout, groups, rpc)
+        train_dense_part(ctx, cfg, layout, trainers, exchange, dense_group, rpc)
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_s`
 
 
-def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, rpc: RpcGroup) -> None:
+def train_dense_part(
+    ctx: Context,
+    cfg: Config,
+    layout: Layout,
+    trainers: Groups,
+    exchange: dist.ProcessGroup,
+    dense_group: dist.ProcessGroup,
+    rpc: RpcGroup,
+) -> None:
     """Train as a trainer, with constant learning rates; rank 0 exports the final model."""
-    model = build_dense_ddp(ctx, cfg, groups)
+    hybrid = cfg.section(HybridConfig)
+    num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
+    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         load_optimizer(optimizer, saved.trainer["optimizer"])
-    samples = load_samples(ctx, cfg, groups, layout, num_shares_of(saved, ctx.roles.count("trainer")))
-    hybrid, num_dense = cfg.section(HybridConfig), sum(weight.numel() for weight in model.module.parameters())
+    samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
+    num_dense = sum(weight.numel() for weight in model.module.parameters())
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
@@ -95,7 +95,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
     def save(metrics: Mapping[str, float]) -> None:
         """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
         tables.wait_until_applied()
-        dist.barrier(group=groups.host)
+        trainers.barrier()
         if ctx.is_main:
             rpc.order("save", progress.step, to=rpc.of_role("parameter_server"))
         state = {
@@ -108,7 +108,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
-    with table_client(ctx, groups.exchange, layout, first_batches) as tables:
+    with table_client(ctx, exchange, layout, first_batches) as tables:
         if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
             example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
             settle_buckets(model, lambda: model(example).sum())
@@ -120,7 +120,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
                 meter.add(loss_sum=loss * num_shares, num_steps=num_shares, num_samples=len(clicks))
                 progress.count_step()
                 if progress.log_is_due:
-                    ctx.log(interval_metrics(groups, progress, meter), progress.step)
+                    ctx.log(interval_metrics(trainers, progress, meter), progress.step)
                     meter.reset()
                 if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
                     save({})
@@ -130,7 +130,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
                     save({})
             with meter.paused():
                 with ctx.evaluating():
-                    metrics = evaluate(ctx, cfg, groups, tables, model.module, samples)
+                    metrics = evaluate(ctx, cfg, trainers, tables, model.module, samples)
                 ctx.log(metrics, progress.step)
                 progress.end_epoch(metrics)
                 save(metrics)
@@ -160,11 +160,10 @@ def train_step(
     return loss.item()
 
 
-def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) -> dict[str, float]:
+def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
-    sums = torch.tensor([meter.sums[name] for name in ("loss_sum", "num_steps", "num_samples")], dtype=torch.float64)
-    dist.all_reduce(sums, group=groups.host)
-    loss_sum, num_steps, num_samples = sums.tolist()
+    names = ("loss_sum", "num_steps", "num_samples")
+    loss_sum, num_steps, num_samples = trainers.sum([meter.sums[name] for name in names])
     return {
         "train/loss": loss_sum / num_steps,
         "train/epoch": progress.epochs,
@@ -175,7 +174,7 @@ def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) ->
 
 @torch.no_grad()
 def evaluate(
-    ctx: Context, cfg: Config, groups: ProcessGroups, tables: TableClient, dense: nn.Module, samples: Samples
+    ctx: Context, cfg: Config, trainers: Groups, tables: TableClient, dense: nn.Module, samples: Samples
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 
@@ -192,7 +191,7 @@ def evaluate(
             scores.append(logits_of(dense, pooled, numeric).cpu())
         ctx.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
-    logits, labels, *best = torch.cat(_gather(groups, torch.stack(mine)), dim=1)
+    logits, labels, *best = torch.cat(trainers.all_gather(torch.stack(mine)), dim=1)
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
     if ctx.is_main and len(labels.unique()) == 2:
         ctx.figure("calibration", calibration(logits.sigmoid().double(), labels))
@@ -209,33 +208,15 @@ def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
 # Set-up of a trainer: process groups, model, and its shares of the samples.
 
 
-def make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
-    """Create the process groups; every rank has to take part in the creation of each of them."""
-    trainers = ctx.ranks_of("trainer")
-
-    timeout = timedelta(seconds=cfg.launch.hang_s + 60)
-    exchange, host = gloo_group(range(ctx.world_size), timeout), gloo_group(trainers, timeout)
-    devices = ctx.groups.all_gather(ctx.device.type)
-    dense: Any = host
+def make_dense_group(ctx: Context) -> Any:
+    """Return the trainers' process group for gradients of the dense part, on their devices. Call it on every rank."""
+    trainers, devices = ctx.ranks_of("trainer"), ctx.groups.all_gather(ctx.device.type)
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
-    if len(backends) == 1 and backends != {"gloo"}:
-        # Every rank takes part, since NCCL splits a default group of its own in all its ranks.
-        own = ctx.device if ctx.rank in trainers else None
-        dense = dist.new_group(list(trainers), timeout, backends.pop(), device_id=own)
-    # Servers use the first one only.
-    return ProcessGroups(cast(dist.ProcessGroup, exchange), cast(dist.ProcessGroup, host), dense)
-
-
-def _gather(groups: ProcessGroups, value: T) -> list[T]:
-    values: list[Any] = [None] * dist.get_world_size(groups.host)
-    dist.all_gather_object(values, value, group=groups.host)
-    return values
-
-
-def build_dense_ddp(ctx: Context, cfg: Config, groups: ProcessGroups) -> DistributedDataParallel:
-    hybrid = cfg.section(HybridConfig)
-    num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
-    return ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
+    if len(backends) > 1 or backends == {"gloo"}:
+        return gloo_group(trainers, ctx.timeout)
+    # Every rank takes part, since NCCL splits a default group of its own in all its ranks.
+    own = ctx.device if ctx.rank in trainers else None
+    return dist.new_group(list(trainers), ctx.timeout, backends.pop(), device_id=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,14 +232,14 @@ class Samples:
     example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
 
 
-def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layout, num_shares: int) -> Samples:
+def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, num_shares: int) -> Samples:
     """Read this trainer's shares of the click log, and declare it."""
     hybrid = cfg.section(HybridConfig)
     shares = share_of(ctx.role_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
     train, test = (clicks.placed(layout.place) for clicks in loaded)
     bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
-    test_sizes, bag_sizes = zip(*_gather(groups, (len(test), bag_size)), strict=True)
+    test_sizes, bag_sizes = zip(*trainers.all_gather((len(test), bag_size)), strict=True)
     share_size = len(train) // len(shares)
     name, source, digest = identity(hybrid, cfg.seed)
     for split, count in (("train", share_size * num_shares), ("test", sum(test_sizes))):

@@ -300,9 +300,7 @@ def load_stage(
 
 def gather_model(ctx: Context, cfg: Config, setup: StageSetup) -> nn.Module | None:
     """Return the whole model on the CPU of rank 0, None elsewhere; call it on every rank."""
-    parts: list[Any] = [None] * ctx.world_size
-    state = {name: tensor.cpu() for name, tensor in setup.engine.stage.state_dict().items()}
-    dist.gather_object(state, parts if ctx.is_main else None, dst=0)
+    parts = ctx.groups.gather({name: tensor.cpu() for name, tensor in setup.engine.stage.state_dict().items()})
     if not ctx.is_main:
         return None
     model = build_whole_model(cfg, setup.data)

@@ -32,7 +32,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
 from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import (
     Meter,
@@ -74,28 +74,27 @@ CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
-    trainers = list(ctx.ranks_of(TRAINER))
-    ctx.agree_among(trainers)  # servers count no steps
-    timeout = timedelta(seconds=cfg.launch.hang_s + 60)
-    trainer_group = dist.new_group(trainers, timeout=timeout)  # every rank has to take part
+    trainers = ctx.agree_among(ctx.ranks_of(TRAINER))  # servers count no steps
+    # For gradients of the LSTM on the trainers' devices; every rank has to take part.
+    lstm_group = dist.new_group(list(ctx.ranks_of(TRAINER)), ctx.timeout)
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
     # A call may wait in its thread for those of the other trainers.
-    options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": 16 + CALLS_OF_TRAINER * len(trainers)}
+    num_threads = 16 + CALLS_OF_TRAINER * ctx.roles.count(TRAINER)
+    options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
     if ctx.role == SERVER:
         server = open_server(ctx, cfg, vocab_size)
         with rpc_group(ctx, server.functions, **options) as rpc:
             rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.shard())})
         return
-    assert isinstance(trainer_group, dist.ProcessGroup)
-    texts: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
-    dist.broadcast_object_list(texts, src=0, group=trainer_group)
+    assert isinstance(lstm_group, dist.ProcessGroup)
+    texts = trainers.broadcast([corpus.train, corpus.held_out] if corpus else [])
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
-        learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
+        learner = Learner(lstm, cfg, client, trainers, lstm_group, ctx.device)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
         if corpus and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner)
@@ -183,7 +182,7 @@ def max_in_flight(ctx: Context, cfg: Config, progress: Progress) -> int:
 
 def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
-    loss_sum, num_tokens = learner.sum_over_trainers([meter.sums["loss_sum"], meter.sums["num_tokens"]])
+    loss_sum, num_tokens = learner.trainers.sum([meter.sums["loss_sum"], meter.sums["num_tokens"]])
     return {
         "train/loss": loss_sum / num_tokens,
         "train/lr": learner.optimizer.param_groups[0]["lr"],
@@ -205,7 +204,7 @@ def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, flo
         ctx.alive()
     learner.lstm.train()
     learner.state = training_state
-    loss_sum, num_tokens = learner.sum_over_trainers([loss_sum, held_out.num_targets])
+    loss_sum, num_tokens = learner.trainers.sum([loss_sum, held_out.num_targets])
     loss = loss_sum / num_tokens
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
@@ -238,7 +237,8 @@ class Learner:
         lstm: nn.LSTM,
         cfg: Config,
         client: VocabularyClient,
-        trainer_group: dist.ProcessGroup,
+        trainers: Groups,
+        lstm_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         rnn = cfg.section(RnnConfig)
@@ -253,8 +253,9 @@ class Learner:
         self._max_norm = cfg.optim.max_grad_norm
         self._dropout = rnn.dropout
         self._batch_size = rnn.batch_size
-        self._trainer_group = trainer_group
-        self._num_trainers = dist.get_world_size(trainer_group)
+        self.trainers = trainers
+        self._lstm_group = lstm_group
+        self._num_trainers = dist.get_world_size(lstm_group)
         self._num_forward = 0
         #: Waits for the embedding rows of the next batch, as they are after the last update.
         self._receive_rows: Callable[[], Tensor] | None = None
@@ -297,7 +298,7 @@ class Learner:
             squared_at_servers = self.client.offer(number, ids, row_gradients)
             if self._copies is not None and self._num_trainers > 1:
                 # In async mode each trainer has offered its own gradients; one common factor keeps replicas equal.
-                (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
+                (squared_at_servers,) = self.trainers.sum([squared_at_servers])
             squared = squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(gradients))
             scale = min(1.0, self._max_norm / (math.sqrt(squared) + 1e-6))  # as torch's clip_grad_norm_
             self._receive_rows = self.client.push(number, ids, None, scale, lr, next_ids)
@@ -315,7 +316,7 @@ class Learner:
         if self._num_trainers == 1:
             return gradients
         joined = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(joined, group=self._trainer_group)
+        dist.all_reduce(joined, group=self._lstm_group)
         parts = joined.split([gradient.numel() for gradient in gradients])
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
@@ -323,16 +324,11 @@ class Learner:
         rows = self.client.pull(batch.ids)()
         return self.client.loss(self._run_lstm(self.lstm, rows, batch), batch.targets)
 
-    def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._trainer_group)
-        return [float(value) for value in total.tolist()]
-
     def settle(self) -> None:
         """Wait until the servers have applied the last update of every trainer."""
         if self._receive_rows is not None:
             self._receive_rows()  # sent after the update
-        dist.barrier(group=self._trainer_group)
+        self.trainers.barrier()
 
     def load(self, saved: Restored) -> None:
         """Load weights, optimizer and, if number and batch size of the trainers have not changed, the hidden state."""
