@@ -214,7 +214,7 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
         elif raw == REDACTED:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
-        elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
+        elif len(path := key.split(".")) > MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
         else:
             created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
@@ -231,12 +231,6 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
         origins["cluster.min_nodes"] = _COMMAND_LINE
     origins.update(dict.fromkeys(problems, _COMMAND_LINE))
     return problems
-
-
-def _depth(value: Any) -> int:
-    if not isinstance(value, dict | list):
-        return 0
-    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 @functools.cache
@@ -274,7 +268,7 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
             if "${" in str(value):
                 OmegaConf.create([value])
             insert(found, path, value)
-        except GrammarParseError:  # its message repeats the text
+        except (GrammarParseError, RecursionError):  # its message repeats the text
             problems.append(f"{'.'.join(path)}: malformed interpolation")
     config = OmegaConf.create(found)
     resolved: dict[str, Any] = {}
