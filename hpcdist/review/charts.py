@@ -316,7 +316,7 @@ def primary_chart(
     key, grey, dot = facts.monitor, f"best earlier run: {earlier}", None
     if key not in series:
         return None
-    if facts.best is not None and facts.best_value is not None:
+    if facts.best is not None:
         text = f"best checkpoint: {facts.best_text(number(facts.best_value))} at step {facts.best.step:,}"
         dot = (facts.best.step, facts.best_value), text
     if key not in before:

@@ -14,22 +14,12 @@ from typing import Any
 
 from hpcdist.host.files import read_regular
 from hpcdist.host.retry import retry
+from hpcdist.review import uncertainty
 from hpcdist.review.charts import number
 from hpcdist.review.description import SweepFacts, setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.text import clock, duration, text_of
-from hpcdist.review.uncertainty import (
-    MAX_RESULTS,
-    difference_interval,
-    evaluated_on,
-    is_other_data,
-    mean_interval,
-    num_evaluated,
-    paired_interval,
-    parse_npy,
-    signed,
-)
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import SAMPLES_FILE, DatasetRecord
 
@@ -79,8 +69,8 @@ class ComparedValue:
             return self.metric, self.run, self.text, "", "", ""
         before, between = self.value - self.delta, self.interval or ()
         is_relative = before and not between and _SPEED.match(self.metric)
-        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else signed(self.delta, between)
-        ends = " to ".join(signed(end, between) for end in between)
+        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else uncertainty.signed(self.delta, between)
+        ends = " to ".join(uncertainty.signed(end, between) for end in between)
         return self.metric, self.run, self.text, delta, ends, self.verdict
 
 
@@ -89,7 +79,7 @@ def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[
     base, first = next(iter(facts.items()))
     found = []
     for label, one in facts.items():
-        if one.best_value is not None and one.monitor == first.monitor:
+        if one.best is not None and one.monitor == first.monitor:
             text = one.best_text(number(one.best_value))
             value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
             found.append(value if one is first else _judged(value, first, one))
@@ -119,7 +109,7 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
         if one is not known[0]:
             value = replace(value, delta=mean - found[0].value, verdict=OTHER_DATA if other_data else NO_ERROR)
             # The best one is chosen among all: each pair of settings could have been the compared one.
-            if not other_data and (interval := mean_interval(known[0].values, one.values, num_pairs)):
+            if not other_data and (interval := uncertainty.mean_interval(known[0].values, one.values, num_pairs)):
                 value = replace(value, interval=interval, verdict=verdict_of(interval))
         found.append(value)
     return found
@@ -130,33 +120,33 @@ def verdict_of(interval: tuple[float, float]) -> str:
 
 
 def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedValue:
-    if first.best_value is None:
+    if first.best is None:
         return value
     value = replace(value, delta=value.value - first.best_value, verdict=NO_ERROR)
-    if is_other_data(*(evaluated_on(first.monitor, facts.datasets) for facts in (first, one))):
+    if uncertainty.is_other_data(*(uncertainty.evaluated_on(first.monitor, facts.datasets) for facts in (first, one))):
         return replace(value, verdict=OTHER_DATA)
     method, interval = UNPAIRED, None
-    num_first = num_evaluated(first.monitor, first.best_value, first.datasets)
-    num = num_evaluated(first.monitor, value.value, one.datasets)
+    num_first = uncertainty.num_evaluated(first.monitor, first.best_value, first.datasets)
+    num = uncertainty.num_evaluated(first.monitor, value.value, one.datasets)
     before, after = _samples(first), _samples(one)
     if before and after and before[0] == after[0]:
-        method, interval = f"paired, {len(after[1]):,} samples", paired_interval(before[1], after[1])
+        method, interval = f"paired, {len(after[1]):,} samples", uncertainty.paired_interval(before[1], after[1])
     elif num_first is not None and num is not None:
-        interval = difference_interval(first.best_value, num_first, value.value, num)
+        interval = uncertainty.difference_interval(first.best_value, num_first, value.value, num)
     return value if interval is None else replace(value, interval=interval, verdict=verdict_of(interval), method=method)
 
 
 def _samples(facts: RunFacts) -> tuple[tuple[str, str], Sequence[float]] | None:
     """Return digest and split of the evaluation data, and the per-sample results of the best value; None without."""
-    data = evaluated_on(facts.monitor, facts.datasets)
-    if facts.best is None or facts.best_value is None or data is None or not data.digest:
+    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
+    if facts.best is None or data is None or not data.digest:
         return None
     path = facts.best.path / SAMPLES_FILE
     try:
-        raw = retry(lambda: read_regular(path, 4 * MAX_RESULTS + 128), path)
+        raw = retry(lambda: read_regular(path, 4 * uncertainty.MAX_RESULTS + 128), path)
     except (OSError, ValueError):
         return None
-    found = parse_npy(raw, facts.best_value)
+    found = uncertainty.parse_npy(raw, facts.best_value)
     return ((data.digest, data.split), found) if found and len(found) == data.num_samples else None
 
 
@@ -195,7 +185,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     }
     if ledger.running_s:
         found["running"] = duration(ledger.running_s)
-    if facts.best_value is not None and facts.best is not None:
+    if facts.best is not None:
         found[f"best {facts.monitor}"] = f"{facts.best_text(number(facts.best_value))} at step {facts.best.step}"
     if ledger.allocated_s:
         found[f"{ledger.unit}-hours"] = hours_text(ledger.allocated_s)

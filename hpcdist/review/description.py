@@ -40,7 +40,7 @@ from hpcdist.review.text import (
     run_page,
     table,
 )
-from hpcdist.review.uncertainty import LARGEST_VALUE, signed, with_error
+from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text, signed
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Standing
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
@@ -279,7 +279,7 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
     Facts that a run does not have are left out; without any the line is empty.
     """
     words = []
-    if facts.best_value is not None:
+    if facts.best is not None:
         so_far = " so far" * facts.is_live
         words.append(f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}{so_far}")
     if facts.standing is not None:
@@ -387,7 +387,7 @@ def _progress(facts: RunFacts, progress: Progress, now: float) -> str:
 
 
 def _result(facts: RunFacts) -> Iterator[str]:
-    if facts.best is not None and facts.best_value is not None:
+    if facts.best is not None:
         direction = "lowest" if facts.monitor_mode == "min" else "highest"
         yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
         artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if facts.has_uploaded_best else ""
@@ -456,7 +456,7 @@ def _load(facts: RunFacts) -> Iterator[str]:
             f" it needs no hpcdist unless the code of the model does:\n\n{_block(code, 'python')}"
         )
     if checkpoint is not None and not is_final:
-        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best_value is not None else ""
+        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best is not None else ""
         if checkpoint is facts.best and facts.has_uploaded_best:
             source, first = "from MLflow", "import mlflow\n"
             last = (
@@ -511,11 +511,7 @@ class SettingFacts:
 
     @property
     def text(self) -> str:
-        """The mean, the standard deviation and, in brackets, the number of values."""
-        if (mean := self.mean) is None:
-            return ""
-        deviation = statistics.stdev(self.values) if len(self.values) > 1 else None
-        return f"{with_error(mean, deviation, f'{mean:.6g}')} ({len(self.values)})"
+        return mean_text(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)

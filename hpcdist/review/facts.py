@@ -21,31 +21,9 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import read_account
 from hpcdist.review.text import text_of
-from hpcdist.review.uncertainty import error_of, with_error
+from hpcdist.review.uncertainty import num_evaluated, share_error, with_error
+from hpcdist.run import records
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
-from hpcdist.run.records import (
-    MANIFEST_FILE,
-    AttemptTimes,
-    Cause,
-    DatasetRecord,
-    JobStart,
-    Override,
-    RerunRecord,
-    Standing,
-    TrainingRecord,
-    all_job_starts,
-    complete_checkpoints,
-    devices_of,
-    end_of,
-    overrides,
-    parameters,
-    read_origin,
-    read_rerun,
-    read_standing,
-    read_times,
-    read_training,
-    script_files,
-)
 
 T = TypeVar("T")
 
@@ -69,8 +47,8 @@ class CheckpointFacts:
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first; reads no tensors."""
     found = []
-    for step, path in complete_checkpoints(run):
-        if (manifest := readable(partial(read_json, path / MANIFEST_FILE))) is not None:
+    for step, path in records.complete_checkpoints(run):
+        if (manifest := readable(partial(read_json, path / records.MANIFEST_FILE))) is not None:
             named = _mapping(manifest.get("metrics")).items()
             metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
             created = finite_number(manifest.get("created"))
@@ -159,12 +137,12 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
     return text if len(text) <= max_chars else "…" + text[len(text) - max_chars + 1 :]
 
 
-def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
+def ends_by_slurm(run: RunDir) -> dict[int, records.JobStart]:
     """Return the starts of the job that Slurm has ended, by their last attempt, unless that finished."""
-    starts = readable(lambda: all_job_starts(run)) or []
+    starts = readable(lambda: records.all_job_starts(run)) or []
     last = {}
     for attempt in run.attempts():
-        if (times := read_times(attempt)) is not None:
+        if (times := records.read_times(attempt)) is not None:
             # The newest one: a start may begin in the second in which the one before ends.
             start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
             last[start] = (attempt.number, times.status)
@@ -176,9 +154,9 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
-    training = read_training(attempt)
+    training = records.read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
-    times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
+    times = records.read_times(attempt) or records.AttemptTimes(supervised=made, began=made)
     status, cause, ended = times.status, times.reason, times.ended
     request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
     # The state in Slurm's accounting says more than that Slurm ended the job.
@@ -190,12 +168,12 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", "", max(times.began, readable(lambda: end_of(attempt, times)) or 0.0)
+        status, cause, ended = "failed", "", max(times.began, readable(lambda: records.end_of(attempt, times)) or 0.0)
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
     # Of rank 0; other ranks may stop before it.
-    records = newest_beat(attempt), _read(attempt.outcome(0))
-    last_step = max((step for one in records if type(step := one.get("step")) is int), default=None)
+    known = newest_beat(attempt), _read(attempt.outcome(0))
+    last_step = max((step for one in known if type(step := one.get("step")) is int), default=None)
     is_script = not times.measured
     if is_script and training is None:
         last_step = None  # it has only logged values without a step
@@ -233,7 +211,7 @@ def last_beat(run: RunDir) -> dict[str, Any]:
 
 
 #: Causes of the time in which steps are done.
-_STEPS: tuple[Cause, ...] = ("data", "compute", "communication")
+_STEPS: tuple[records.Cause, ...] = ("data", "compute", "communication")
 #: Where the ranks have a Python of their own; empty if they use that of `host`.
 RankPython = Literal["", "container", "environment"]
 
@@ -292,15 +270,15 @@ class RunFacts:
     parameters: Mapping[str, Any] = field(default_factory=dict)  #: those that apply, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
-    overrides: Mapping[str, Override] = field(default_factory=dict)
+    overrides: Mapping[str, records.Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
     overrides_known: bool = False  #: whether the config as given is recorded
-    rerun: RerunRecord | None = None  #: the run that this run repeats
+    rerun: records.RerunRecord | None = None  #: the run that this run repeats
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
     devices: str = ""  #: of the ranks, see `TrainingRecord`
-    datasets: tuple[DatasetRecord, ...] = ()
+    datasets: tuple[records.DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
@@ -312,7 +290,7 @@ class RunFacts:
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
-    standing: Standing | None = None  #: rank in the experiment at the end of the run; None if it is unknown
+    standing: records.Standing | None = None  #: rank in the experiment at the end of the run; None if it is unknown
 
     @property
     def is_live(self) -> bool:
@@ -328,13 +306,14 @@ class RunFacts:
         return self.best is not None and bool(self.run_id) and not self.is_live and self.state.status != "stopped"
 
     @property
-    def best_value(self) -> float | None:
-        return None if self.best is None else self.best.metrics[self.monitor]
+    def best_value(self) -> float:
+        assert self.best is not None, "the caller has checked it"
+        return self.best.metrics[self.monitor]
 
     def best_text(self, without: str) -> str:
         """Return the best value with its error; the text `without` if the error is unknown."""
-        value = self.best_value
-        return "" if value is None else with_error(value, error_of(self.monitor, value, self.datasets), without)
+        num = num_evaluated(self.monitor, self.best_value, self.datasets)
+        return with_error(self.best_value, share_error(self.best_value, num), without)
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
@@ -350,8 +329,8 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     monitor = stored.config.checkpoint
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
-    records = [record for attempt in reversed(run.attempts()) if (record := read_training(attempt)) is not None]
-    training = next((one for one in records if one.datasets or one.num_parameters is not None), TrainingRecord())
+    known = [one for attempt in reversed(run.attempts()) if (one := records.read_training(attempt)) is not None]
+    training = next((one for one in known if one.datasets or one.num_parameters is not None), records.TrainingRecord())
     # Of rank 0; a resumed attempt may not have logged all metrics yet.
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
@@ -365,9 +344,9 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     samples = metrics.get("samples")
     return replace(
         _setup(run, state, stored),
-        parameters=parameters(run, stored),
+        parameters=records.parameters(run, stored),
         num_parameters=training.num_parameters,
-        devices=devices_of(run),
+        devices=records.devices_of(run),
         datasets=training.datasets,
         monitor=monitor.monitor,
         monitor_mode=monitor.monitor_mode,
@@ -375,19 +354,19 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
         samples_per_s=samples / spent_s if samples and spent_s > 0 else None,
         checkpoints=checkpoints,
-        script_files=tuple(script_files(run)),
+        script_files=tuple(records.script_files(run)),
         best=best_checkpoint(checkpoints, monitor),
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
         progress=_progress(run, attempts) if state.status == "running" else None,
-        standing=read_standing(run, state),
+        standing=records.read_standing(run, state),
     )
 
 
 def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
-    code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
+    code, origin, config = _mapping(environment.get("code")), records.read_origin(run), stored.config
     rank_python: RankPython = ""
     if container or (environment.get("launcher") == "slurm" and config.container.runtime != "none"):
         rank_python = "container"
@@ -424,9 +403,9 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         stored=stored,
         config_name=origin.config if origin else "",
         cluster_name=origin.cluster if origin else "",
-        overrides=overrides(origin, stored.values) if origin else {},
+        overrides=records.overrides(origin, stored.values) if origin else {},
         overrides_known=origin is not None and bool(origin.values),
-        rerun=read_rerun(run),
+        rerun=records.read_rerun(run),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
         model=config.model.name if stored.trainer and "model" in stored.trainer.shared_sections else "",
     )

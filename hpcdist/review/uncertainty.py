@@ -49,12 +49,8 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
     return data.num_samples if data is not None and is_known else None
 
 
-def error_of(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> float | None:
-    """Return the standard error of a proportion, half the width of Wilson's interval; None of any other metric."""
-    return share_error(value, num_evaluated(metric, value, datasets))
-
-
 def share_error(value: float, num: int | None) -> float | None:
+    """Return the standard error of a proportion, half the width of Wilson's interval; None if `num` is unknown."""
     if num is None:
         return None
     low, high = wilson(value, num, 1.0)
@@ -125,24 +121,10 @@ def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[fl
 
 
 def student_t(freedom: int, error: float) -> float:
-    """Return the quantile of Student's t distribution that `error` of all values exceed on both sides (Hill 1970)."""
-    if freedom == 1:
-        return 1 / math.tan(error * math.pi / 2)
-    if freedom == 2:
-        return math.sqrt(2 / (error * (2 - error)) - 2)
-    a = 1 / (freedom - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
-    y = (d * error) ** (2 / freedom)
-    if y > 0.05 + a:
-        x = statistics.NormalDist().inv_cdf(error / 2)
-        c += 0.3 * (freedom - 4.5) * (x + 0.6) * (freedom < 5)
-        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
-        y = (((((0.4 * x**2 + 6.3) * x**2 + 36) * x**2 + 94.5) / c - x**2 - 3) / b + 1) * x
-        return math.sqrt(freedom * math.expm1(a * y**2))
-    tail = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
-    return math.sqrt(freedom * ((tail * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y))
+    """Return the quantile of Student's t distribution that `error` of all values exceed on both sides."""
+    from scipy.special import stdtrit  # slow to import; MLflow requires SciPy
+
+    return float(stdtrit(freedom, 1 - error / 2))
 
 
 def mean_interval(first: Sequence[float], second: Sequence[float], num_pairs: int = 1) -> tuple[float, float] | None:
@@ -180,6 +162,14 @@ def with_error(value: float, error: float | None, without: str) -> str:
         return f"{value:.6g} ± {error:.1g}"
     digits = num_digits(error)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def mean_text(values: Sequence[float]) -> str:
+    """Return the mean, the standard deviation and, in brackets, the number of values; empty without any."""
+    if not values:
+        return ""
+    mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    return f"{with_error(mean, deviation, f'{mean:.6g}')} ({len(values)})"
 
 
 def signed(delta: float, interval: Sequence[float] | None) -> str:

@@ -18,21 +18,13 @@ from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import fill, write_atomic, write_json
+from hpcdist.review import uncertainty
 from hpcdist.review.comparison import NO_ERROR, verdict_of
-from hpcdist.review.description import SettingFacts, dataset_text
+from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.report import environment
 from hpcdist.review.text import clock, escaped, link, run_page, table
-from hpcdist.review.uncertainty import (
-    LARGEST_VALUE,
-    difference_interval,
-    evaluated_on,
-    mean_interval,
-    num_evaluated,
-    share_error,
-    with_error,
-)
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import Standing
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
@@ -92,10 +84,11 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         """The value with its error, the number of seeds, the cost, and the start of the first run."""
-        text = with_error(self.value, share_error(self.value, self.best.num_samples), f"{self.value:.6g}")
+        text = uncertainty.with_error(
+            self.value, uncertainty.share_error(self.value, self.best.num_samples), f"{self.value:.6g}"
+        )
         if len(self.results) > 1:
-            values = tuple(one.value for one in self.results)
-            text = SettingFacts(label="", values=values, num_cells=len(values)).text
+            text = uncertainty.mean_text([one.value for one in self.results])
         seeds = str(len(self.results)) if self.best.setting else ""
         hours = hours_text(sum(one.allocated_s for one in self.results))
         started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
@@ -114,15 +107,15 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     Raises TrackingError, RunFolderError if the folder of the run cannot be read, and OSError if it cannot be written.
     """
     facts, ledger = read_facts(run, state), read_ledger(run)
-    if facts.best_value is None or state.ended is None:
+    if facts.best is None or state.ended is None:
         return
-    data = evaluated_on(facts.monitor, facts.datasets)
+    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
     result = Result(
         metric=facts.monitor,
         mode=facts.monitor_mode,
         value=facts.best_value,
         data="" if data is None else dataset_text(data),
-        num_samples=num_evaluated(facts.monitor, facts.best_value, facts.datasets),
+        num_samples=uncertainty.num_evaluated(facts.monitor, facts.best_value, facts.datasets),
         ended=state.ended,
         allocated_s=ledger.allocated_s,
         unit=ledger.unit,
@@ -166,7 +159,7 @@ def _read(run: entities.Run) -> Result | None:
         found = fill(Result, {"data": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
     except (ValueError, TypeError, RecursionError, RunFolderError):
         return None
-    return found if abs(found.value) <= LARGEST_VALUE else None
+    return found if abs(found.value) <= uncertainty.LARGEST_VALUE else None
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:
@@ -199,9 +192,9 @@ def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
         sizes = before.best.num_samples, own.best.num_samples
         # The best one is chosen among all: each of the others could have been the compared one.
         if len(first) > 1 and len(second) > 1:
-            interval = mean_interval(first, second, len(others))
+            interval = uncertainty.mean_interval(first, second, len(others))
         elif len(first) == len(second) and sizes[0] and sizes[1]:
-            interval = difference_interval(before.value, sizes[0], own.value, sizes[1], len(others))
+            interval = uncertainty.difference_interval(before.value, sizes[0], own.value, sizes[1], len(others))
         compared = {
             "before": before.best.name,
             "before_run_id": before.best.run_id,

@@ -206,7 +206,7 @@ class RunPage:
                 with translated(opened.uri):
                     opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
             opened.set_tags(tags)
-            if facts.best is not None and facts.best_value is not None:
+            if facts.best is not None:
                 time_ms = int(1000 * (facts.best.created or 0.0))  # the same in each request: it is stored once
                 opened.log_points([Point(best_metric(facts.monitor), facts.best_value, time_ms, facts.best.step)])
         self._shown, self._next = status, now + INTERVAL_S
@@ -273,7 +273,7 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
 def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     """Return the columns of the prepared views: rounded numbers, which MLflow's metrics are not, and their causes."""
     tags = {}
-    if facts.best is not None and facts.best_value is not None:
+    if facts.best is not None:
         tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
     if ledger.entries:
         tags["hpcdist.cost"] = f"{cost_of([ledger])}, goodput {ledger.goodput_text}"

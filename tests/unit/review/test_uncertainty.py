@@ -9,12 +9,13 @@ import pytest
 
 from hpcdist.review.uncertainty import (
     difference_interval,
-    error_of,
     is_other_data,
     mean_interval,
     npy,
+    num_evaluated,
     paired_interval,
     parse_npy,
+    share_error,
     student_t,
     with_error,
 )
@@ -49,7 +50,7 @@ VAL = DatasetRecord(name="digits", split="val", num_samples=100, digest="2b")
 def test_an_accuracy_has_the_error_of_its_test_samples(
     metric: str, value: float, datasets: tuple[DatasetRecord, ...], text: str
 ) -> None:
-    assert with_error(value, error_of(metric, value, datasets), f"{value:g} alone") == text
+    assert with_error(value, share_error(value, num_evaluated(metric, value, datasets)), f"{value:g} alone") == text
 
 
 NUM_PAIRS = 1000
