@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO, TypeVar
@@ -32,8 +33,7 @@ def run_within(
     killed command is negative; after a timeout, the last line of stderr names the limit.
 
     Args:
-        is_enough: decides in place of the limit, which then has no effect, from the output so far when to kill the
-            command.
+        is_enough: decides from the output so far whether to end the command before the limit.
 
     Raises FileNotFoundError if the command does not exist.
     """
@@ -41,20 +41,23 @@ def run_within(
         given.write(stdin.encode())
         given.seek(0)
         process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
-        late = ""
+        until, is_late, is_cut = time.monotonic() + limit_s, False, False
         try:
-            if is_enough is not None:
-                while not _ends_within(process, POLL_S) and not is_enough(_text(output)):
-                    pass
-            elif not _ends_within(process, limit_s):
-                late = f"\nno answer within {limit_s:g} s\n"
+            while not (is_late or is_cut):
+                left_s = until - time.monotonic()
+                if _ends_within(process, left_s if is_enough is None else min(left_s, POLL_S)):
+                    break
+                is_late = time.monotonic() >= until
+                is_cut = is_enough is not None and is_enough(_text(output))
+            else:
                 process.terminate()
                 _ends_within(process, KILL_DELAY_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        code = -1 if late else process.returncode
+        late = f"\nno answer within {limit_s:g} s\n" if is_late else ""
+        code = -1 if is_late or is_cut else process.returncode
         return subprocess.CompletedProcess(command, code, _text(output), _text(errors) + late)
 
 

@@ -99,7 +99,7 @@ PIECE_BYTES = 1 << 16
 #: Shown part of a line that is longer than a piece.
 SHOWN_BYTES = 2000
 _TRUNCATED = b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES
-#: Of more new text than this, only the last piece is shown.
+#: Of more new text than this, `LogTail` yields only the last piece by default.
 MAX_NEWS_BYTES = 1 << 20
 #: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
 TAIL_BYTES = 8 << 20
@@ -112,8 +112,9 @@ _READ_BYTES = 1 << 20
 class LogTail:
     """New lines of a log file since the last call."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_news_bytes: int = MAX_NEWS_BYTES) -> None:
         self._path = path
+        self._max_news_bytes = max_news_bytes
         self._position = 0
         #: Whether the position is inside a truncated line.
         self._in_line = False
@@ -124,7 +125,7 @@ class LogTail:
             size = os.fstat(file.fileno()).st_size
             if size < self._position:  # shortened by `limit_log`
                 self._position, self._in_line = size, True
-            if size - self._position > MAX_NEWS_BYTES:
+            if size - self._position > self._max_news_bytes:
                 self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
                 yield f"[{self._position - before:,} bytes not shown, see {self._path}]\n"
             while True:

@@ -9,6 +9,7 @@ Each line of the protocol has the name of its node, so it does not depend on sru
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -120,7 +121,8 @@ def ask(
     An impatient caller runs an announced command: `limit_s` begins with the last start on a node, and nodes without a
     start are given up after PATIENCE_S.
     """
-    done = run_within(step, limit_s, env=env, is_enough=None if patient else _Enough(nodes, limit_s))
+    is_enough = None if patient else _Enough(nodes, limit_s)
+    done = run_within(step, limit_s if patient else math.inf, env=env, is_enough=is_enough)
     found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
     by_node = {node: answer for node, answer in found.items() if answer is not None}
     return Answers(by_node, set(found), done.stderr, done.returncode < 0)

@@ -464,18 +464,16 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
     # Sending the signal takes a while if Slurm's controller does not answer.
     left_s = max(0.0, began + limit_s - time.monotonic())
     command = [*_COMMAND, "stacks", str(attempt.path), f"{left_s * (1 - _START_SHARE):.1f}"]
-    messages = attempt.path / "stacks.log"
     snapshots: dict[int, RankSnapshot] = {}
     try:
-        ranks.examine(command, output=messages, limit_s=left_s, interrupted=interrupted)
+        if messages := ranks.examine(command, limit_s=left_s, interrupted=interrupted):
+            (attempt.path / "stacks.log").write_text(messages)
         while ranks.running and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
             ranks.wait(left_s)
         for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
             for value in (read_json(path) or {"ranks": []})["ranks"]:
                 snapshots[value["rank"]] = RankSnapshot.from_json(value)
             path.unlink()
-        if messages.exists() and not messages.stat().st_size:
-            messages.unlink()
         if not snapshots:
             return None
         missing = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in snapshots}
@@ -500,16 +498,12 @@ def read_activities(
     attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]
 ) -> dict[int, Activity]:
     """Return the activities of the ranks on the nodes that answer within `limit_s`, by rank."""
-    output = attempt.path / "activity.log"
     try:
-        command = [*_COMMAND, "activity", str(attempt.path)]
-        ranks.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
-        lines = output.read_text(errors="replace").splitlines()
-        output.unlink()
-        rows = [json.loads(line) for line in lines if line.startswith("[")]
+        output = ranks.examine([*_COMMAND, "activity", str(attempt.path)], limit_s=limit_s, interrupted=interrupted)
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
         return {rank: Activity(*row) for rank, *row in rows}
     except (OSError, ValueError, TypeError) as error:
-        log.warning("the CPU time of the ranks is unknown: %s: %s", output, error)
+        log.warning("the CPU time of the ranks is unknown: %s", error)
         return {}
 
 

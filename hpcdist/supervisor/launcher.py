@@ -4,12 +4,10 @@ processes whose parent has died. The launchers are in `supervisor/local.py` and 
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,8 +37,11 @@ class Ranks(Protocol):
         """Return the last message of the program that starts the ranks."""
 
     def signal(self, number: signal.Signals) -> None: ...
-    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command on each node of the ranks until its end, `limit_s`, or soon after `interrupted` is true."""
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        """Run a command on each node of the ranks, and return what it prints.
+
+        It is ended after `limit_s`, or soon after `interrupted` is true.
+        """
 
     def close(self) -> None:
         """Kill the remaining ranks and their children, and release all resources."""
@@ -102,9 +103,6 @@ for group in groups:
 #: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
 _REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
 
-_POLL_S = 0.1
-_LEAVE_S = 1.0
-
 
 class Guard:
     """Starts children as leaders of process groups, which it kills when this process dies."""
@@ -143,33 +141,6 @@ class Guard:
     def fileno(self) -> int:
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
-
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: Path,
-        output: Path,
-        limit_s: float,
-        interrupted: Callable[[], bool],
-    ) -> None:
-        """Run a child until it ends; end it after `limit_s`, or soon after `interrupted` returns true."""
-        until = time.monotonic() + limit_s
-        process = self.start(command, env=env, cwd=cwd, output=output)
-        try:
-            while process.poll() is None and time.monotonic() < until and not interrupted():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_S)
-            if process.poll() is None:
-                process.terminate()  # srun then also ends its tasks
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LEAVE_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self.forget(process.pid)
 
     def forget(self, group: int) -> None:
         """Unregister the process group of an ended child, because the kernel may reuse its id."""

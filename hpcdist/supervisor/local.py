@@ -22,6 +22,7 @@ from hpcdist.config.topology import OWN_PLACE, OWN_RENDEZVOUS
 from hpcdist.config.written import secrets_of
 from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.host import retry
+from hpcdist.host.commands import run_within
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
 from hpcdist.rank.parent_client import NoParentError, RankRefusedError
@@ -251,8 +252,9 @@ class LocalRanks:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptors[rank], number)
 
-    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        self.guard.run(command, env=os.environ, cwd=self.cwd, output=output, limit_s=limit_s, interrupted=interrupted)
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        done = run_within(command, limit_s, is_enough=lambda _: interrupted())
+        return done.stdout + done.stderr
 
     def close(self) -> None:
         self._kill_groups()

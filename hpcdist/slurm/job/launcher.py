@@ -10,11 +10,11 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles, expand, expand_tasks
@@ -22,9 +22,9 @@ from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment, prepare_nodes
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
-from hpcdist.host.commands import last_line
+from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import read_json
-from hpcdist.host.log_files import PIECE_BYTES, last_lines
+from hpcdist.host.log_files import LogTail, last_lines
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
@@ -210,9 +210,10 @@ class SlurmLauncher:
         answers = ranks_on_nodes(self._run, "list", self.nodes.used, self._env)
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
 
-    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
         step = nodes_command(self.nodes.used, command)
-        self.guard.run(step, env=self._env, cwd=self.cwd, output=output, limit_s=limit_s, interrupted=interrupted)
+        done = run_within(step, limit_s, env=self._env, is_enough=lambda _: interrupted())
+        return done.stdout + done.stderr
 
     def broken(self) -> str:
         """Return why nodes are lost or fail, "" without such nodes; set `avoid` to those that can be replaced."""
@@ -263,9 +264,8 @@ class SlurmLauncher:
 class RankStep:
     """The ranks of one attempt, as one srun process.
 
-    A poll without news costs two system calls: srun's messages are read from the last position, and outcome files are
-    searched only after the attempt's folder has changed. `hosts` are the planned hosts of the ranks, if they are known;
-    with `shows_start` Slurm opens each rank's log when it launches the task.
+    Outcome files are searched only after the attempt's folder has changed. `hosts` are the planned hosts of the ranks,
+    if they are known; with `shows_start` Slurm opens each rank's log when it launches the task.
     """
 
     def __init__(
@@ -290,23 +290,14 @@ class RankStep:
         self.exits: dict[int, int] = {}
         self._running = list(range(self._num_ranks))
         self._hosts: dict[int, str] = {}
-        self._unread = b""
         self._folder_time: int | None = None
         self._changed_at = 0.0
         self._search_again = True
         self._next_search = 0.0
         self._reported: set[int] = set()
-        self._is_away = False
-        self._num_read = 0
-        self._messages = messages = attempt.path / "srun.log"
-        # Opened before srun starts: an error here would leave srun running.
-        self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
-        try:
-            self._process = launcher.guard.start(command, env=env, cwd=launcher.cwd, output=messages)
-        except BaseException:
-            self._log.close()
-            raise
-        self._log.seek(0)
+        self._log = attempt.path / "srun.log"
+        self._messages = LogTail(self._log, max_news_bytes=sys.maxsize)
+        self._process = launcher.guard.start(command, env=env, cwd=launcher.cwd, output=self._log)
         self._descriptor = os.pidfd_open(self._process.pid)
 
     @property
@@ -328,12 +319,8 @@ class RankStep:
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
         if not ended:
-            try:
+            with suppress(OSError):  # `Watch` logs an unavailable folder
                 self._poll(ended=False)
-            except OSError as error:
-                if not self._is_away:
-                    log.warning("%s: %s; the ranks continue", error.filename or self._messages, error.strerror)
-                self._is_away = True
             if self._next_query is not None and time.monotonic() > self._next_query:
                 # srun waits forever for the tasks of a killed slurmstepd.
                 if self._launcher.running_ranks() == set():
@@ -359,40 +346,18 @@ class RankStep:
         return [rank for rank in range(self._num_ranks) if rank not in started]
 
     def last_message(self) -> str:
-        lines = retry(lambda: last_lines(self._messages, _LAST_LINES), self._messages)
+        lines = retry(lambda: last_lines(self._log, _LAST_LINES), self._log)
         return last_line("\n".join(text for _, text in lines)) or "no output of srun"
 
     def _poll(self, *, ended: bool) -> None:
-        self._read_messages(to_the_end=ended)
+        for text in self._messages.news():
+            self._count_exits(text)
+        if ended:
+            self._count_exits(self.last_message())  # a killed srun may leave an incomplete line
         self._find_failures(in_any_case=ended)
-        if self._is_away:
-            log.warning("%s is available again", self._attempt.path)
-        self._is_away = False
 
-    def _read_messages(self, *, to_the_end: bool) -> None:
-        """Evaluate srun's messages since the last call, complete lines only."""
-        while True:
-            try:
-                data = self._log.read(PIECE_BYTES)
-            except OSError:
-                # A stale file handle stays stale.
-                reopened = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
-                reopened.seek(self._num_read)
-                self._log = reopened
-                raise
-            if not data:
-                break
-            self._num_read += len(data)
-            *whole, rest = (self._unread + data).split(b"\n")
-            # Messages of srun are short; longer lines may be cut.
-            self._unread = rest[-PIECE_BYTES:]
-            self._count_exits(b"\n".join(whole))
-        if to_the_end:
-            self._count_exits(self._unread)
-            self._unread = b""
-
-    def _count_exits(self, text: bytes) -> None:
-        for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
+    def _count_exits(self, text: str) -> None:
+        for rank, (host, code) in ended_tasks(text, self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if rank not in self.exits:
                 self.exits[rank] = self._launcher.containers.exit_code(self._attempt, rank, host, code)
@@ -422,8 +387,8 @@ class RankStep:
     def signal(self, number: signal.Signals) -> None:
         signal_named_steps(step_name(self._attempt), number.name.removeprefix("SIG"))
 
-    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        self._launcher.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        return self._launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""
@@ -442,7 +407,6 @@ class RankStep:
                 self._process.wait()
         self._launcher.containers.clean_up(self._attempt, failed=failed)
         self._launcher.guard.forget(self._process.pid)
-        self._log.close()
         os.close(self._descriptor)
 
 

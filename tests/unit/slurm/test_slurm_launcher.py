@@ -442,13 +442,11 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     preflight(monkeypatch)
     fake(slurm, "srun", 'echo "$@"')
     with launcher_of(slurm, runs_dir) as launcher:
-        attempt = launcher._run.new_attempt()
-        ranks = launcher.start(attempt)
-        output = attempt.path / "stacks.log"
-        ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)
+        ranks = launcher.start(launcher._run.new_attempt())
+        output = ranks.examine(["python", "-m", "look"], limit_s=60, interrupted=lambda: False)
         ranks.close()
     options = "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1"
-    assert output.read_text() == f"{options} --input=none python -m look\n"
+    assert output == f"{options} --input=none python -m look\n"
 
 
 # --- exit codes of tasks from the messages of srun
