@@ -66,10 +66,10 @@ def train(ctx: Context, cfg: Config) -> None:
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "position": progress.state_dict()}
         ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
+    ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
     if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact` adds gradients in the order of the micro-batches
         settle_order_of_gradients(ctx, cfg, data, model)
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+    while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         model.train()
         for micro_batches in epoch_steps(ctx, cfg, data, model, progress):
             set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
@@ -226,7 +226,8 @@ def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model:
     """Let DDP choose now in which order it adds gradients, see `settle_buckets`; two ranks have only one order."""
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:
-        batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
+        division = ctx.division(len(data.train))
+        batch_size = max(1, division.global_batch_size // division.num_micro_batches)
     samples = [torch.arange(batch_size) % len(data.test)]
     images, labels = next(data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last))
 

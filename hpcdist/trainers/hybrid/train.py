@@ -109,11 +109,11 @@ def train_dense_part(
 
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, exchange, layout, first_batches) as tables:
+        ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
         if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
             example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
             settle_buckets(model, lambda: model(example).sum())
-        ctx.training_begins()  # the time until here counts as start-up
-        while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
             rest = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
             for clicks, lookup in tables.look_up(islice(rest, progress.steps_until_evaluation), train=True):
                 loss = train_step(ctx, model, optimizer, tables, clicks, lookup, loss_weight)

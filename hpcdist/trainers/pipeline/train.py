@@ -75,7 +75,7 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
         ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
 
     ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+    while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         engine.stage.train()
         steps = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
         for images, labels in islice(steps, progress.steps_until_evaluation):

@@ -108,7 +108,7 @@ def train_policy(
         ctx.save(progress.step, model=policy, trainer=state, metrics=metrics)
 
     ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
+    while not progress.end_reason:  # until solved, or a stop rule of the config applies, known after an evaluation
         for _ in range(progress.steps_until_evaluation):
             rollout = observers.next_rollout(progress.step, policy.actor_state())
             set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))

@@ -137,7 +137,7 @@ def train_lstm(
     following = next(batches)
     in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
     ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+    while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         if progress.step_in_epoch == 0:
             learner.state = None  # the columns start anew
         while progress.steps_until_evaluation:
