@@ -33,7 +33,7 @@ from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words
-from hpcdist.slurm.output import NodeState
+from hpcdist.slurm.output import NodeState, is_usable
 from hpcdist.slurm.preflight_checks import check_nodes
 from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 
@@ -158,8 +158,6 @@ def _store(request: Request) -> list[Check]:
     return site.store_checks(request.store, request.env)
 
 
-#: Node states of `sinfo` in which a node accepts no jobs.
-_BAD = ("down", "drain", "fail", "error", "inval", "unknown", "not_responding", "reboot")
 #: Limits for nodes to find each other, and for the whole step of the preflight beside the ranks.
 MEET_S = 20.0
 STEP_TIMEOUT_S = 60.0
@@ -234,7 +232,7 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
         node = known.get(name)
         if node is None:
             bad.append(warning(name, "Slurm has no node of this name any more", node=name))
-        elif node.state.lower().startswith(_BAD) or "*" in node.state:
+        elif not is_usable(node.state):
             parts = [node.state + (" (does not answer)" if "*" in node.state else "")]
             if node.since is not None:
                 parts.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")

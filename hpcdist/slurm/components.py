@@ -101,6 +101,9 @@ def _component(
 ) -> JobComponent:
     own = {name: getattr(request, name) for name in _INHERITED}
     values = {name: getattr(cluster, name) if value is None else value for name, value in own.items()}
+    if values["mem"] is not None and parse_memory_mb(values["mem"]) is None:
+        key = "cluster.mem" if request.mem is None else f"cluster.roles.{roles[0]}.mem"
+        raise ConfigError(f"{key}={values['mem']} is not a memory size: write 64G, or MiB without a unit")
     return JobComponent(roles=roles, nodes=nodes, tasks_per_node=tasks_per_node, sbatch=request.sbatch, **values)
 
 
@@ -159,9 +162,6 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         problem = "cluster.roles: gpu_type differs between roles, which needs a heterogeneous job (cluster.het)"
         raise ConfigError(problem)
     memories = {part.mem: parse_memory_mb(part.mem) for part in parts if part.mem is not None}
-    if None in memories.values():
-        wrong = next(mem for mem, size in memories.items() if size is None)
-        raise ConfigError(f"cluster.mem must be like 64G, got {wrong!r}")
     return replace(
         parts[0],
         roles=tuple(role for part in parts for role in part.roles),

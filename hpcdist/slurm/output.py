@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-_MEMORY = re.compile(r"([0-9]{1,18})([KMGT]?)B?", re.IGNORECASE)
+_MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 #: The name of a job may contain anything; the key after it is the same in all releases.
 _JOB_NAME = re.compile(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)")
@@ -81,9 +81,9 @@ def parse_seconds(text: str) -> int | None:
 
 
 def parse_memory_mb(text: str) -> float | None:
-    """Return a memory size of sbatch (`64G`, `2000`) in MiB; None for anything else."""
+    """Return a memory size of sbatch or sacct (`64G`, `2000`, `1.5M`) in MiB; None for anything else."""
     match = _MEMORY.fullmatch(text.strip())
-    return int(match[1]) * _MB[match[2].upper()] if match else None
+    return float(match[1]) * _MB[match[2].upper()] if match else None
 
 
 def parse_gpus(text: str) -> tuple[str | None, int]:
@@ -95,8 +95,8 @@ def parse_gpus(text: str) -> tuple[str | None, int]:
 
 # Partitions and nodes of a cluster, from `scontrol` and `sinfo`.
 
-#: States in which a node takes no jobs (`sinfo`'s long names); `*` after a state marks a node that does not respond.
-_UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
+#: States in which a node takes no jobs (`sinfo`'s long names).
+_UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future", "not_responding", "reboot")
 _GRES_GPUS = re.compile(r"\bgpu(?::([^:,()]+))?(?::[^:,()]+)*:([0-9]{1,9})")
 #: Formats of `sinfo` for the nodes of all partitions, and for single nodes.
 PARTITION_FORMAT = "%R|%D|%c|%m|%G|%T|%N"
@@ -151,6 +151,11 @@ class NodeState:
         return self.state.startswith(("down", "fail")) or self.state.endswith("*")
 
 
+def is_usable(state: str) -> bool:
+    """Return whether a node in a state takes jobs; `*` after it marks a node that does not respond."""
+    return not (state.startswith(_UNUSABLE) or state.endswith("*"))
+
+
 def count_nodes(groups: Iterable[NodeGroup]) -> int:
     return sum(group.num_nodes for group in groups)
 
@@ -178,7 +183,7 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
                 memory_mb=memory_mb,
                 gpus=gpus.total(),
                 gpu_types={kind: number for kind, number in gpus.items() if kind},
-                usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
+                usable=is_usable(state),
                 names=names,
             )
         )
@@ -336,7 +341,7 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
         job_id,
         row,
         restarts=len(starts) - 1,
-        max_rss=max((step["MaxRSS"] for step in steps), key=_num_bytes, default=""),
+        max_rss=max((step["MaxRSS"] for step in steps), key=lambda size: parse_memory_mb(size) or -1, default=""),
         step_states=tuple(step["JobState"] for step in steps),
     )
 
@@ -360,11 +365,6 @@ def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
         nodes=parse_text(facts.get("NodeList")),
         **more,
     )
-
-
-def _num_bytes(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)", text)
-    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else -1.0
 
 
 # The starts of a job in accounting, from sacct.

@@ -149,12 +149,11 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
 
 
 def parent_command(run_dir: Path, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the command of the process that forks ranks; see `rank/parent.py`."""
+    """Return the command of the process that forks ranks, on a node with the arguments `LIMIT_S NAME…`.
+
+    See `rank/parent.py`.
+    """
     return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), *arguments]
-
-
-def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:
-    return parent_command(run_dir, f"{limit_s:g}", *names, python=python)
 
 
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:

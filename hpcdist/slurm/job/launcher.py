@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from hpcdist.config.schema import Config, role_device
@@ -61,53 +62,49 @@ SEARCH_PAUSE = 50.0
 FOLDER_TICK_S = 2.0
 
 
+@dataclass(eq=False)
 class SlurmLauncher:
     """Starts ranks with srun in the current allocation. A context manager."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        job: CurrentJob,
-        environment: RankEnvironment,
-        *,
-        import_path: Sequence[str],
-        cwd: Path,
-        box: ContainerSpec | None = None,
-    ) -> None:
+    run: RunDir
+    config: Config
+    job: CurrentJob
+    environment: RankEnvironment
+    _: KW_ONLY
+    import_path: Sequence[str]
+    cwd: Path
+    box: ContainerSpec | None = None
+
+    def __post_init__(self) -> None:
+        config, box, env = self.config, self.box, self.environment.env
         #: Nodes that the job must not get again.
         self.avoid: list[str] = []
-        self._run = run
-        self._config = config
-        self._job = job
-        self._environment = environment
         self._is_prepared = False
-        self.cwd = cwd
-        self._box = box
         self._het = is_het(config)
-        env = environment.env
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
-        self._env = {**env, **code_env(import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
-        self._python = box.python if box else environment.python
+        self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
+        self._python = box.python if box else self.environment.python
         outlives_nodes = config.cluster.outlives_nodes
-        allocated = JobNodes([job.nodes] if outlives_nodes and job.nodes else nodes_of(config, env), het=self._het)
+        by_component = [self.job.nodes] if outlives_nodes and self.job.nodes else nodes_of(config, env)
+        allocated = JobNodes(by_component, het=self._het)
         #: The nodes of each attempt.
         self.nodes = FixedNodes(allocated)
         if outlives_nodes:
-            self.nodes = ElasticNodes(run, config, job, allocated.names, self._env)
-        self._hosts = hosts_by_rank(components(self.nodes.sized(config)), self.nodes.used.by_component)
+            self.nodes = ElasticNodes(self.run, config, self.job, allocated.names, self._env)
         self.containers = NoContainers()
         if box is not None:
-            self.containers = ContainerSteps(box, run, self._env, het=self._het, present=lambda: self.nodes.answering)
-        self._preflight = Preflight(run, config, job, allocated, env=self._env, python=self._python, box=box)
+            self.containers = ContainerSteps(
+                box, self.run, self._env, het=self._het, present=lambda: self.nodes.answering
+            )
+        self._preflight = Preflight(self.run, config, self.job, allocated, env=self._env, python=self._python, box=box)
 
     @property
     def num_ranks(self) -> int:
-        return sum(part.num_ranks for part in components(self.nodes.sized(self._config)))
+        return sum(part.num_ranks for part in components(self.nodes.sized(self.config)))
 
     @property
     def resources(self) -> Resources:
-        config = self.nodes.sized(self._config)
+        config = self.nodes.sized(self.config)
         return job_resources(config, self.nodes.used.by_component, self._env, self.nodes.idle)
 
     def __enter__(self) -> SlurmLauncher:
@@ -116,12 +113,10 @@ class SlurmLauncher:
         with suppress(HpcdistError):
             self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
         self.guard = Guard()
-        self._parents = ParentSteps(
-            self._run, self._config, self.guard, env=self._env, python=self._python, box=self._box
-        )
+        self._parents = ParentSteps(self.run, self.config, self.guard, env=self._env, python=self._python, box=self.box)
         # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
-        job_id = self._env["SLURM_JOB_ID"] if self._het else self._job.id
-        output = self._run.path / "attempts" / "job-watchdog.log"
+        job_id = self._env["SLURM_JOB_ID"] if self._het else self.job.id
+        output = self.run.path / "attempts" / "job-watchdog.log"
         self._watchdog = WatchdogStep(job_id, self.guard, env=self._env, cwd=self.cwd, output=output)
         if self._het:
             self._watchdog.start()
@@ -150,19 +145,19 @@ class SlurmLauncher:
         self._watchdog.move(batch_host, self.nodes.used.names, self.nodes.answering)
         self.containers.prepare(self._end_orphaned_steps)
         if not self._is_prepared:
-            prepare_nodes(self._environment, self._run, self.nodes.fit, self._env)
+            prepare_nodes(self.environment, self.run, self.nodes.fit, self._env)
             self._is_prepared = True
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
-        config, used = self.nodes.sized(self._config), self.nodes.used
-        self._hosts = hosts_by_rank(components(config), used.by_component)
+        config, used = self.nodes.sized(self.config), self.nodes.used
+        hosts = hosts_by_rank(components(config), used.by_component)
         command = step_command(
             config,
             attempt,
             self._parents.task_command(used.names),
-            self._box,
+            self.box,
             used.names if used.chosen else (),
             overlap=bool(self.nodes.abandoned),
         )
@@ -170,25 +165,23 @@ class SlurmLauncher:
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if is_placed:
             hostfile = attempt.path / "hosts"
-            hostfile.write_text("".join(f"{host}\n" for host in self._hosts))
+            hostfile.write_text("".join(f"{host}\n" for host in hosts))
             # Slurm sorts the nodes of a step: the first one need not be rank 0's.
-            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
+            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": hosts[0]}
             # srun would warn that the allocation's value does not fit.
             env.pop("SLURM_NTASKS_PER_NODE", None)
         env = dict(self.containers.env(env))
-        require_same(self._run.path, env)
+        require_same(self.run.path, env)
         return RankStep(
             command,
             env,
             attempt,
             self,
             # Without a hostfile the user may have set another --distribution.
-            hosts=self._hosts if len(used.by_component) > 1 or used.chosen else (),
-            first_ranks={host: self._hosts.index(own[0]) for own in used.by_component for host in own}
-            if self._het
-            else {},
+            hosts=hosts if len(used.by_component) > 1 or used.chosen else (),
+            first_ranks={host: hosts.index(own[0]) for own in used.by_component for host in own} if self._het else {},
             # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
-            shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
+            shows_start=not (self._het and self.box is not None and self.box.runtime == "pyxis"),
         )
 
     def _check_nodes(self, attempt: Attempt) -> None:
@@ -205,9 +198,9 @@ class SlurmLauncher:
 
     def running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
-        if self._box is not None:  # its ranks may belong to another user on the node, who cannot be listed
+        if self.box is not None:  # its ranks may belong to another user on the node, who cannot be listed
             return None
-        answers = ranks_on_nodes(self._run, "list", self.nodes.used, self._env)
+        answers = ranks_on_nodes(self.run, "list", self.nodes.used, self._env)
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
@@ -229,7 +222,7 @@ class SlurmLauncher:
                 return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
             if (left := self._end_orphaned_steps()) is not None:
                 return left.reason + self._avoid(left.nodes)
-            blamed = failing_node(self._run, self.nodes.used.names)
+            blamed = failing_node(self.run, self.nodes.used.names)
             if blamed and self._avoid([blamed]):
                 return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         except HpcdistError as error:
@@ -249,7 +242,7 @@ class SlurmLauncher:
         self.avoid = []
         # A heterogeneous job has one list of excluded nodes per component, and Slurm shows only the leader's.
         with suppress(HpcdistError):  # keep the nodes if Slurm does not answer
-            if nodes and not self._het and self._job.replaceable(nodes, idle_only=idle_only):
+            if nodes and not self._het and self.job.replaceable(nodes, idle_only=idle_only):
                 self.avoid = list(nodes)
         return ", avoided from now on" if self.avoid else ""
 
@@ -257,47 +250,41 @@ class SlurmLauncher:
         return end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, self.nodes.abandoned)
 
     def _kill_ranks(self) -> list[str]:
-        answers = ranks_on_nodes(self._run, "kill", self.nodes.used, self._env)
+        answers = ranks_on_nodes(self.run, "kill", self.nodes.used, self._env)
         return [node for node in self.nodes.used.names if answers.get(node) != []]
 
 
+@dataclass(eq=False)
 class RankStep:
     """The ranks of one attempt, as one srun process.
 
-    Outcome files are searched only after the attempt's folder has changed. `hosts` are the planned hosts of the ranks,
-    if they are known; with `shows_start` Slurm opens each rank's log when it launches the task.
+    Outcome files are searched only after the attempt's folder has changed.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        attempt: Attempt,
-        launcher: SlurmLauncher,
-        *,
-        hosts: Sequence[str] = (),
-        first_ranks: Mapping[str, int] | None = None,
-        shows_start: bool = True,
-    ) -> None:
-        self._launcher = launcher
-        self._shows_start = shows_start
+    command: Sequence[str]
+    env: Mapping[str, str]
+    attempt: Attempt
+    launcher: SlurmLauncher
+    _: KW_ONLY
+    hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
+    first_ranks: Mapping[str, int] | None = None  #: by host, in a heterogeneous job; see `ended_tasks`
+    shows_start: bool = True  #: whether Slurm opens each rank's log when it launches the task
+
+    def __post_init__(self) -> None:
         self._next_query: float | None = None
         self._query_interval_s = REPORTED_S
-        self._planned_hosts = hosts
-        self._first_ranks = first_ranks
-        self._num_ranks = launcher.num_ranks  # those of the launcher may change for the next attempt
-        self._attempt = attempt
+        self._num_ranks = self.launcher.num_ranks  # those of the launcher may change for the next attempt
         self.exits: dict[int, int] = {}
         self._running = list(range(self._num_ranks))
-        self._hosts: dict[int, str] = {}
+        self._seen_hosts: dict[int, str] = {}
         self._folder_time: int | None = None
         self._changed_at = 0.0
         self._search_again = True
         self._next_search = 0.0
         self._reported: set[int] = set()
-        self._log = attempt.path / "srun.log"
+        self._log = self.attempt.path / "srun.log"
         self._messages = LogTail(self._log, max_news_bytes=sys.maxsize)
-        self._process = launcher.guard.start(command, env=env, cwd=launcher.cwd, output=self._log)
+        self._process = self.launcher.guard.start(self.command, env=self.env, cwd=self.launcher.cwd, output=self._log)
         self._descriptor = os.pidfd_open(self._process.pid)
 
     @property
@@ -308,9 +295,9 @@ class RankStep:
 
     def host_of(self, rank: int) -> str:
         """Return the host from srun's messages or the heartbeat; before these the planned host, or the allocation."""
-        planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
-        beat = read_json(self._attempt.beat(rank)) or {}
-        return str(self._hosts.get(rank) or beat.get("host") or planned)
+        planned = self.hosts[rank] if self.hosts else os.environ["SLURM_JOB_NODELIST"]
+        beat = read_json(self.attempt.beat(rank)) or {}
+        return str(self._seen_hosts.get(rank) or beat.get("host") or planned)
 
     def wait(self, timeout_s: float) -> None:
         """Return when the step has ended or the time is over."""
@@ -323,13 +310,13 @@ class RankStep:
                 self._poll(ended=False)
             if self._next_query is not None and time.monotonic() > self._next_query:
                 # srun waits forever for the tasks of a killed slurmstepd.
-                if self._launcher.running_ranks() == set():
+                if self.launcher.running_ranks() == set():
                     log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
                     self.exits |= dict.fromkeys(self.running, 0)
                 self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
                 self._next_query = time.monotonic() + self._query_interval_s
         else:
-            retry(lambda: self._poll(ended=True), self._attempt.path)
+            retry(lambda: self._poll(ended=True), self.attempt.path)
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
@@ -337,10 +324,10 @@ class RankStep:
 
     def absent(self) -> list[int]:
         """Return the ranks without any file in the attempt's folder."""
-        if not self._shows_start:
+        if not self.shows_start:
             return []
         # Listing the folder refreshes a network file system's cache; opening a single file does not.
-        names = retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
+        names = retry(lambda: os.listdir(self.attempt.path), self.attempt.path)
         matches = (_FILE_OF_RANK.match(name) for name in names)
         started = {int(match[1]) for match in matches if match}
         return [rank for rank in range(self._num_ranks) if rank not in started]
@@ -357,56 +344,56 @@ class RankStep:
         self._find_failures(in_any_case=ended)
 
     def _count_exits(self, text: str) -> None:
-        for rank, (host, code) in ended_tasks(text, self._first_ranks).items():
-            self._hosts.setdefault(rank, host)
+        for rank, (host, code) in ended_tasks(text, self.first_ranks).items():
+            self._seen_hosts.setdefault(rank, host)
             if rank not in self.exits:
-                self.exits[rank] = self._launcher.containers.exit_code(self._attempt, rank, host, code)
+                self.exits[rank] = self.launcher.containers.exit_code(self.attempt, rank, host, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
         began = time.monotonic()
-        changed = os.stat(self._attempt.path).st_mtime_ns
+        changed = os.stat(self.attempt.path).st_mtime_ns
         if changed != self._folder_time:
             self._folder_time, self._changed_at, self._search_again = changed, began, True
         if not in_any_case and (not self._search_again or began < self._next_search):
             return
         # A further change within the resolution of the folder's time stamp does not change the time stamp.
         self._search_again = began < self._changed_at + FOLDER_TICK_S
-        outcomes = self._attempt.outcomes(skip=self._reported)
+        outcomes = self.attempt.outcomes(skip=self._reported)
         self._reported |= outcomes.keys()
         for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
             if outcome["outcome"] in ("failed", "rejected"):
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
                 self._next_query = began + self._query_interval_s
-        for rank, code in self._launcher.containers.reported_exits(self._attempt, skip=self.exits).items():
+        for rank, code in self.launcher.containers.reported_exits(self.attempt, skip=self.exits).items():
             self.exits.setdefault(rank, code)
         # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)
 
     def signal(self, number: signal.Signals) -> None:
-        signal_named_steps(step_name(self._attempt), number.name.removeprefix("SIG"))
+        signal_named_steps(step_name(self.attempt), number.name.removeprefix("SIG"))
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
-        return self._launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
+        return self.launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""
         failed = self._process.poll() is None or any(self.exits.values())
-        left = failed and self._launcher.nodes.end_ranks(self._attempt)
+        left = failed and self.launcher.nodes.end_ranks(self.attempt)
         if self._process.poll() is None:
             if left:
                 os.killpg(self._process.pid, signal.SIGKILL)
             # Killing srun alone would leave its tasks running.
-            elif not signal_named_steps(step_name(self._attempt), "KILL"):
+            elif not signal_named_steps(step_name(self.attempt), "KILL"):
                 self._process.terminate()  # the step has not been created, or the controller does not answer
             try:
                 self._process.wait(END_STEP_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self._launcher.containers.clean_up(self._attempt, failed=failed)
-        self._launcher.guard.forget(self._process.pid)
+        self.launcher.containers.clean_up(self.attempt, failed=failed)
+        self.launcher.guard.forget(self._process.pid)
         os.close(self._descriptor)
 
 

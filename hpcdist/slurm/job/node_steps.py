@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, prin
 from hpcdist.slurm.output import parse_text
 from hpcdist.supervisor.hang import family, find_ranks
 from hpcdist.supervisor.launcher import Guard
-from hpcdist.supervisor.plan import forked_task_command, node_parent_command, rank_command
+from hpcdist.supervisor.plan import forked_task_command, parent_command, rank_command
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def obstacle_to_fork(config: Config, box: ContainerSpec | None, env: Mapping[str
 def planned_commands(run: RunDir, config: Config, python: str) -> tuple[list[str], list[str]]:
     """Return the command of the parents' step and that of a task, as far as they are known before the job."""
     output = run.path / "attempts" / "rank-parent-%N.log"
-    parent = node_parent_command(run.path, config.launch.init_timeout_s, ["NAME"], python)
+    parent = parent_command(run.path, f"{config.launch.init_timeout_s:g}", "NAME", python=python)
     return (
         parents_command(config.cluster, None, parent, output=output),
         forked_task_command(run.path, "NAME", CONNECT_S, _answer_limit_s(config), python),
@@ -98,32 +98,27 @@ class _Step:
     is_new: bool = True
 
 
+@dataclass(eq=False)
 class ParentSteps:
     """Keeps one step of parents for the nodes of the attempts, if `cluster.fork` is set and the ranks can be forked."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        guard: Guard,
-        *,
-        env: Mapping[str, str],
-        python: str,
-        box: ContainerSpec | None = None,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._guard = guard
-        self._env = env
-        self._python = python
+    run: RunDir
+    config: Config
+    guard: Guard
+    _: KW_ONLY
+    env: Mapping[str, str]
+    python: str
+    box: ContainerSpec | None = None
+
+    def __post_init__(self) -> None:
         #: srun's messages.
-        self._messages = run.path / "attempts" / "rank-parent.log"
+        self._messages = self.run.path / "attempts" / "rank-parent.log"
         self._step: _Step | None = None
         #: Names of steps on other sets of nodes.
         self._abandoned: list[str] = []
-        obstacle = obstacle_to_fork(config, box, env)
-        self._is_usable = config.cluster.fork and not obstacle
-        if config.cluster.fork and obstacle:
+        obstacle = obstacle_to_fork(self.config, self.box, self.env)
+        self._is_usable = self.config.cluster.fork and not obstacle
+        if self.config.cluster.fork and obstacle:
             log.warning("cluster.fork has no effect: %s", obstacle)
 
     def task_command(self, nodes: Sequence[str]) -> list[str]:
@@ -137,24 +132,21 @@ class ParentSteps:
                 log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
                 self._is_usable = False
         if self._step is None:
-            return rank_command(self._run.path, self._python)
+            return rank_command(self.run.path, self.python)
         connect_s, self._step.is_new = CONNECT_S if self._step.is_new else 0.0, False
-        limit_s = _answer_limit_s(self._config)
-        return forked_task_command(self._run.path, self._step.name, connect_s, limit_s, self._python)
+        limit_s = _answer_limit_s(self.config)
+        return forked_task_command(self.run.path, self._step.name, connect_s, limit_s, self.python)
 
     def _start(self, nodes: Sequence[str]) -> _Step:
-        name = f"{self._env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
+        name = f"{self.env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
         begin = self._messages.stat().st_size if self._messages.exists() else 0
+        limit_s = f"{self.config.launch.init_timeout_s:g}"
         # The new parents end those of abandoned steps.
-        names = [name, *self._abandoned]
-        command = parents_command(
-            self._config.cluster,
-            nodes,
-            node_parent_command(self._run.path, self._config.launch.init_timeout_s, names, self._python),
-            output=self._messages.with_name("rank-parent-%N.log"),
-        )
-        env = {name: value for name, value in self._env.items() if not name.startswith(_OF_TASKS)}
-        process = self._guard.start(command, env=env, cwd=self._run.path, output=self._messages)
+        parent = parent_command(self.run.path, limit_s, name, *self._abandoned, python=self.python)
+        output = self._messages.with_name("rank-parent-%N.log")
+        command = parents_command(self.config.cluster, nodes, parent, output=output)
+        env = {name: value for name, value in self.env.items() if not name.startswith(_OF_TASKS)}
+        process = self.guard.start(command, env=env, cwd=self.run.path, output=self._messages)
         return _Step(tuple(nodes), name, process, begin)
 
     def _replace(self, step: _Step, nodes: Sequence[str]) -> None:
@@ -213,7 +205,7 @@ class ParentSteps:
         if step.process.poll() is None:
             os.killpg(step.process.pid, signal.SIGKILL)
             step.process.wait()
-        self._guard.forget(step.process.pid)
+        self.guard.forget(step.process.pid)
         self._step = None
 
 
@@ -257,21 +249,24 @@ def watch(job_id: str) -> None:
             print(error, flush=True)  # tried again at the next poll
 
 
+@dataclass(eq=False)
 class WatchdogStep:
-    def __init__(self, job_id: str, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
-        self._job_id = job_id
-        self._guard = guard
-        self._env = env
-        self._cwd = cwd
-        self._output = output
+    job_id: str
+    guard: Guard
+    _: KW_ONLY
+    env: Mapping[str, str]
+    cwd: Path
+    output: Path
+
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._node: str | None = None
 
     def start(self, node: str | None = None) -> None:
         """Start the watchdog on a node, or on one of the second component of a heterogeneous job."""
         self._node = node
-        command = watchdog_command(self._job_id, node)
-        self._process = self._guard.start(command, env=self._env, cwd=self._cwd, output=self._output)
+        command = watchdog_command(self.job_id, node)
+        self._process = self.guard.start(command, env=self.env, cwd=self.cwd, output=self.output)
 
     def move(self, batch_host: str, used: Sequence[str], present: Sequence[str]) -> None:
         """Let the watchdog run on one of the `present` nodes other than the batch host; none if nodes do not change."""
@@ -287,7 +282,7 @@ class WatchdogStep:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._guard.forget(self._process.pid)
+            self.guard.forget(self._process.pid)
             self._process = None
 
 

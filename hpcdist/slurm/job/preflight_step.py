@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 
 from hpcdist.config.launch_schema import NVIDIA
@@ -37,26 +37,21 @@ STEP_S = 60.0
 ROUNDS = 2
 
 
+@dataclass(eq=False)
 class Preflight:
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        job: CurrentJob,
-        nodes: JobNodes,
-        *,
-        env: Mapping[str, str],
-        python: str,
-        box: ContainerSpec | None,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._job = job
-        self._nodes = nodes
-        self._env = env if box is None else outer_env(box, env)
-        self._python = python
-        self._box = box
-        self._done = config.preflight.mode == "off" or len(nodes.names) < 2
+    folder: RunDir
+    config: Config
+    job: CurrentJob
+    nodes: JobNodes
+    _: KW_ONLY
+    env: Mapping[str, str]
+    python: str
+    box: ContainerSpec | None
+
+    def __post_init__(self) -> None:
+        if self.box is not None:
+            self.env = outer_env(self.box, self.env)
+        self._done = self.config.preflight.mode == "off" or len(self.nodes.names) < 2
         #: Nodes that failed and that other nodes can replace.
         self.avoid: list[str] = []
         #: Nodes that failed, unless the check concerns most nodes or `preflight.on_failure` is `stop`.
@@ -76,7 +71,7 @@ class Preflight:
             log.info("preflight: skipped, because the run is stopping")
             return
         # Slurm 22.05 numbers the tasks of heterogeneous steps incorrectly.
-        tasks = [] if self._nodes.het else expand(self._env["SLURM_JOB_NODELIST"])
+        tasks = [] if self.nodes.het else expand(self.env["SLURM_JOB_NODELIST"])
         checks = _find_problems(request, found, tasks)
         seconds = time.monotonic() - began
         self._write(attempt, request, found, checks, seconds)
@@ -91,20 +86,20 @@ class Preflight:
             log.info("preflight: %s (%.1f s with srun)", check.text, seconds)
 
     def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
-        config, parts = self._config, components(self._config)
+        config, parts = self.config, components(self.config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
         # pyxis unpacks the image on each node before the step starts. Killing the step earlier does not end the
         # unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
-        unpack_s = PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
-        port = int(self._env.get("HPCDIST_MASTER_PORT") or port_for(self._env["SLURM_JOB_ID"], attempt.number))
+        unpack_s = PROBE_TIMEOUT_S if self.box is not None and self.box.runtime == "pyxis" else 0.0
+        port = int(self.env.get("HPCDIST_MASTER_PORT") or port_for(self.env["SLURM_JOB_ID"], attempt.number))
         return ProbeRequest(
-            nodes=tuple(self._nodes.names),
+            nodes=tuple(self.nodes.names),
             port=port,
             token=token,
-            run_folder=str(self._run.path),
-            checkpoint_folder=str(self._run.checkpoints),
+            run_folder=str(self.folder.path),
+            checkpoint_folder=str(self.folder.checkpoints),
             witness=str(witness),
-            checkpoint_bytes=newest_checkpoint_bytes(self._run),
+            checkpoint_bytes=newest_checkpoint_bytes(self.folder),
             # If components differ, the minimum: no node fails for hardware that was not requested of it. The nodes
             # count by NVIDIA's driver.
             gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
@@ -117,9 +112,9 @@ class Preflight:
         for _ in range(ROUNDS):
             with witness_in(attempt.path / "preflight") as (witness, token):
                 request = self._request(attempt, witness, token)
-                command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
+                command = preflight_command(self.config, self.nodes, probe_command(request, self.python), self.box)
                 limit_s = request.deadline_s + STEP_S
-                found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
+                found = ask(command, request.nodes, limit_s, env={**self.env, **probe_env(request)})
                 if found.was_killed:
                     # Killing srun does not end its tasks.
                     signal_named_steps(PREFLIGHT_STEP, "KILL")
@@ -131,20 +126,20 @@ class Preflight:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
         more = f" (and {len(failures) - 1} more in {_text_file(attempt)})" if len(failures) > 1 else ""
         sentence = f"preflight: {failures[0].sentence()}{more}"
-        if self._config.preflight.on_failure == "stop":
+        if self.config.preflight.on_failure == "stop":
             return sentence
         blamed = list(dict.fromkeys(check.node for check in failures))
-        if "" in blamed or 2 * len(blamed) > len(self._nodes.names):
+        if "" in blamed or 2 * len(blamed) > len(self.nodes.names):
             return f"{sentence}; it concerns no single node, or most of them: none is excluded"
         self.blamed = blamed
-        if self._nodes.het:
+        if self.nodes.het:
             return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"
         try:
-            replaceable = self._job.replaceable(blamed, idle_only=False)
+            replaceable = self.job.replaceable(blamed, idle_only=False)
         except HpcdistError as error:
             return f"{sentence}; cannot find nodes to replace {', '.join(blamed)} ({error})"
         if not replaceable:
-            partition = f"partition {self._job.partition}" if self._job.partition else "the partition"
+            partition = f"partition {self.job.partition}" if self.job.partition else "the partition"
             return f"{sentence}; {partition} has no node to replace {', '.join(blamed)}"
         self.avoid = blamed
         return sentence

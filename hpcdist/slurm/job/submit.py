@@ -146,15 +146,8 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     first, *others = allocations(config)
     cluster = component_cluster(config.cluster, first)
     components = [line for part in others for line in component_lines(component_cluster(config.cluster, part))]
-    optional = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "mem": cluster.mem,
-        "constraint": cluster.constraint,
-        "exclude": cluster.exclude,
-        "gpus_per_node": cluster.gpu_request,
-    }
+    names = ("partition", "account", "qos", "mem", "constraint", "exclude")
+    optional = {name: getattr(cluster, name) for name in names} | {"gpus_per_node": cluster.gpu_request}
     most, least = cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes
     size: dict[str, Any] = {"nodes": most}
     # The supervisor goes on without a failed node.
@@ -198,13 +191,9 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
 
 def component_lines(cluster: ClusterConfig) -> list[str]:
     """Return the #SBATCH lines of a further component; job name, account, time limit and others are the first one's."""
+    names = ("partition", "constraint", "mem", "exclude", "nodes", "segment")
     flags = {
-        "partition": cluster.partition,
-        "constraint": cluster.constraint,
-        "mem": cluster.mem,
-        "exclude": cluster.exclude,
-        "nodes": cluster.nodes,
-        "segment": cluster.segment,
+        **{name: getattr(cluster, name) for name in names},
         "ntasks-per-node": cluster.tasks_per_node,
         "gpus-per-node": cluster.gpu_request,
         "cpus-per-task": cluster.cpus_per_task,

@@ -103,9 +103,7 @@ def _requested(cluster: ClusterConfig) -> tuple[str, int]:
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     name, nodes, gpus, kind = partition.name, partition.nodes, cluster.gpus_per_node, cluster.gpu_type
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
-    memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
-    if cluster.mem is not None and memory is None:
-        findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
+    memory = parse_memory_mb(cluster.mem or "0") or 0
     types = ", ".join(sorted({own for group in nodes for own in group.gpu_types})) or "none"
     unit = f"GPUs of type {kind} (its types: {types})" if kind else "GPUs"
     most_gpus = max((group.gpus_of(kind) for group in nodes), default=0)
@@ -115,7 +113,7 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         for request, requested, most, unit in (
             (tasks, cpus, max((group.cpus for group in nodes), default=0), "cores"),
             (f"cluster.gpus_per_node={cluster.gpu_request}", gpus, most_gpus, unit),
-            (f"cluster.mem={cluster.mem}", memory or 0, max((group.memory_mb for group in nodes), default=0), "MiB"),
+            (f"cluster.mem={cluster.mem}", memory, max((group.memory_mb for group in nodes), default=0), "MiB"),
         )
         if nodes and requested > most
     ]
@@ -123,7 +121,7 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     asked, fewest = _requested(cluster)
     if too_large or fewest > count_nodes(nodes):
         return
-    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus_of(kind) >= gpus and g.memory_mb >= (memory or 0)]
+    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus_of(kind) >= gpus and g.memory_mb >= memory]
     total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
     if fewest > total:
         why = f"{total} nodes of partition {name} have the requested hardware: lower the number or the request"

@@ -19,7 +19,7 @@ from supervisor_scene import NamedPipe
 from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.slurm.job.node_steps import kill_ranks
 from hpcdist.supervisor.hang import find_ranks
-from hpcdist.supervisor.plan import forked_task_command, node_parent_command
+from hpcdist.supervisor.plan import forked_task_command, parent_command
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -58,7 +58,7 @@ class Node:
     ) -> None:
         if not (self.folder / "torch.py").exists():
             write_package(self.folder, torch)
-        command = node_parent_command(self.run.path, limit_s, [self.name, *earlier], sys.executable)
+        command = parent_command(self.run.path, f"{limit_s:g}", self.name, *earlier)
         env = self.env | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
         with open(self.run.path / output, "wb") as log:
             shell = ["sh", "-c", '"$@" & wait $!; exit $?', "sh", *command]

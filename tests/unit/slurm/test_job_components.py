@@ -167,7 +167,7 @@ def test_single_allocation_requests_the_maximum_memory() -> None:
          "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)"),
         ({"constraint": "fast"},
          "cluster.roles: constraint differs between roles, which needs a heterogeneous job (cluster.het)"),
-        ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
+        ({"mem": "lots"}, "cluster.roles.worker.mem=lots is not a memory size: write 64G, or MiB without a unit"),
     ],
 )  # fmt: skip
 def test_requests_that_need_a_heterogeneous_job_are_rejected(request_: dict[str, Any], message: str) -> None:

@@ -151,7 +151,7 @@ def test_rank_without_a_file_has_not_started(step: Step) -> None:
     (step.attempt.path / ".rank-00001.reserve").touch()
     (step.attempt.path / "rank-00003.beat.json").touch()
     assert step.ranks.absent() == [0]
-    step.ranks._shows_start = False
+    step.ranks.shows_start = False
     assert step.ranks.absent() == [], "unknown for ranks that leave no file"
     step.print("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
@@ -382,7 +382,7 @@ def test_lost_and_failing_nodes_are_avoided_if_replaceable(
         write_json(run.new_attempt().failure, asdict(failure))
     launcher = launcher_of(slurm, runs_dir, spare)
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
-    assert cast(FakeJob, launcher._job).queries == [(["n2"], idle_only)]
+    assert cast(FakeJob, launcher.job).queries == [(["n2"], idle_only)]
 
 
 FULL = PreflightError("preflight: n1: disk: full")
@@ -395,7 +395,7 @@ def test_nodes_are_not_queried_after_a_failed_preflight(
     preflight(monkeypatch, FULL, failed=True, avoid=avoid)
     with launcher_of(slurm, runs_dir) as launcher:
         with pytest.raises(PreflightError, match=r"^preflight: n1: disk: full$"):
-            launcher.start(launcher._run.new_attempt())
+            launcher.start(launcher.run.new_attempt())
         assert (launcher.broken(), launcher.avoid) == (why, avoid)
 
 
@@ -406,20 +406,20 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     (slurm / "ranks").write_text(surviving(n1=[]))
     fake(slurm, "srun", f'{IF_KILL} cat ranks;; *) echo "$@";; esac')
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
-    cast(FakeJob, launcher._job).id = "5_2"
+    cast(FakeJob, launcher.job).id = "5_2"
     with launcher:
         assert (launcher.num_ranks, launcher.nodes.used.by_component) == (4, [("n1", "n2")])
-        ranks = launcher.start(launcher._run.new_attempt())
+        ranks = launcher.start(launcher.run.new_attempt())
         ranks.wait(10)
         ranks.close()
         assert (launcher.num_ranks, launcher.nodes.used.by_component) == (2, [("n2",)])
         assert launcher.resources.idle == ("n1",)
         assert launcher.resources.nodes["n2"].ranks == [0, 1]
         assert ranks.host_of(1) == "n2"
-        watchdog = launcher._run.path / "attempts" / "job-watchdog.log"
+        watchdog = launcher.run.path / "attempts" / "job-watchdog.log"
         wait_for(lambda: "--nodelist=n2" in watchdog.read_text(), "the watchdog on a node other than the batch host")
         assert watchdog.read_text().endswith(" 5_2\n"), "it must not requeue the whole array"
-    words = (ranks._attempt.path / "srun.log").read_text()
+    words = (ranks.attempt.path / "srun.log").read_text()
     assert "--nodes=1 --ntasks=2" in words
     assert "--nodelist=n2" in words
 
@@ -432,7 +432,7 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
     (slurm / "ranks").write_text(surviving(n1=[]))
     with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
         with pytest.raises(HpcdistError, match="no answer"):
-            launcher.start(launcher._run.new_attempt())
+            launcher.start(launcher.run.new_attempt())
         assert launcher.nodes.replace_lost() == "no answer from n2: continuing on 1 of 2 nodes"
 
 
@@ -442,7 +442,7 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     preflight(monkeypatch)
     fake(slurm, "srun", 'echo "$@"')
     with launcher_of(slurm, runs_dir) as launcher:
-        ranks = launcher.start(launcher._run.new_attempt())
+        ranks = launcher.start(launcher.run.new_attempt())
         output = ranks.examine(["python", "-m", "look"], limit_s=60, interrupted=lambda: False)
         ranks.close()
     options = "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1"

@@ -273,7 +273,6 @@ def test_valid_request() -> None:
          " partition gpu offers at most 64 cores per node: lower it or choose another"),
         ({}, {"mem": "1T"},
          "cluster.mem=1T: partition gpu offers at most 256000 MiB per node: lower it or choose another"),
-        ({}, {"mem": "lots"}, "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"),
         ({}, {"nodes": 3, "gpus_per_node": 1},
          "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request"),
         ({}, {"gpu_type": "h100", "gpus_per_node": 2}, "cluster.gpus_per_node=h100:2: partition gpu offers at most 0"
