@@ -76,16 +76,9 @@ FOLDER_S = 60.0
 SLOW_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    env: Mapping[str, str]
-    folder: Path  #: the folder of runs, or of one run
-    store: str  #: the URI of the MLflow store of a run started on this machine; empty if it cannot be determined
-    store_problem: str = ""  #: why the store cannot be determined
-
-
-def machine_sections(request: Request) -> list[Section]:
-    env, user = request.env, user_name()
+def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], list[Check]]) -> list[Section]:
+    """Return the sections about this machine; `folder`: of runs, or of one run; `store`: the checks of MLflow."""
+    user = user_name()
     inside = bool(container_runtime())
     slurm = start(read_slurm).result  # one query for all sections
 
@@ -118,13 +111,13 @@ def machine_sections(request: Request) -> list[Section]:
         ),
         Section(
             "Folder of runs",
-            lambda: site.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
+            lambda: site.folder_checks(folder, on_cluster=slurm().reached, in_container=inside),
             FOLDER_S,
-            f"its file system hangs: see `df {request.folder}`, or set another --runs-dir",
+            f"its file system hangs: see `df {folder}`, or set another --runs-dir",
         ),
         Section(
             "MLflow",
-            lambda: _store(request),
+            store,
             SLOW_S,
             "its host name may not resolve, or its database hangs; metrics wait in the run folder",
         ),
@@ -146,16 +139,8 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     if reason := private_network.why_refused():
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
         return [*checks, note("network", text)]
-    return [
-        *checks,
-        ok("network", "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"),
-    ]
-
-
-def _store(request: Request) -> list[Check]:
-    if not request.store:
-        return [warning("store", request.store_problem)]
-    return site.store_checks(request.store, request.env)
+    text = "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"
+    return [*checks, ok("network", text)]
 
 
 #: Limits for nodes to find each other, and for the whole step of the preflight beside the ranks.

@@ -22,25 +22,9 @@ import psutil
 import hpcdist
 from hpcdist.checks.site import GIB, version_of
 from hpcdist.config.launch_schema import GPU_BACKENDS
+from hpcdist.host import machine as host_machine
 from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.machine import (
-    Check,
-    Gpu,
-    driver_checks,
-    failure,
-    gpu_checks,
-    install_command,
-    locked_memory,
-    locked_memory_checks,
-    lookup_checks,
-    loopback_checks,
-    note,
-    num_cores,
-    ok,
-    shm_checks,
-    text_of,
-    warning,
-)
+from hpcdist.host.machine import Check, Gpu, failure, note, ok, warning
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import readable
 from hpcdist.run.folder import RunDir
@@ -55,10 +39,13 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
         ok("hpcdist", f"{hpcdist.__version__}, {Path(hpcdist.__file__).parent}"),
     ]
     if not torch and torch_required:
-        return [*checks, failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
+        return [
+            *checks,
+            failure("torch", "not installed: a run on this machine would fail", host_machine.install_command("train")),
+        ]
     if not torch:
         text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
-        return [*checks, note("torch", text, install_command("train"))]
+        return [*checks, note("torch", text, host_machine.install_command("train"))]
     vision = version_of("torchvision")
     # torchvision pins the version of torch exactly.
     lines = (vision and metadata.requires("torchvision")) or []
@@ -73,7 +60,7 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
         checks.append(ok("torch", f"{torch}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"))
     if not vision:
         checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
-    if problems := [*driver_checks(found)]:
+    if problems := [*host_machine.driver_checks(found)]:
         return checks + problems
     return [*checks, ok("driver", driver + (f", supports CUDA {cuda}" if cuda else ""))] if driver else checks
 
@@ -88,7 +75,7 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
     checks = []
     for gpu in found:
         text = gpu.name + (f", {gpu.total_mb / 1024:.0f} GiB" if gpu.total_mb else "")
-        problems = [replace(check, text=f"{text}: {check.text}") for check in gpu_checks(vars(gpu))]
+        problems = [replace(check, text=f"{text}: {check.text}") for check in host_machine.gpu_checks(vars(gpu))]
         checks += problems or [ok(f"GPU {gpu.index}", text)]
     if num_visible < len(found):
         text = f"{num_visible} of {len(found)} according to CUDA_VISIBLE_DEVICES"
@@ -101,7 +88,7 @@ GIVE_UP_S = 15.0
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
-    if problems := [*lookup_checks(host, found), *loopback_checks(host, found)]:
+    if problems := [*host_machine.lookup_checks(host, found), *host_machine.loopback_checks(host, found)]:
         unaffected = "; runs on this machine alone are not affected"
         return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]
     back = found.get("reverse") or f"no name ({found['reverse_error']}): fast, so harmless"
@@ -136,16 +123,18 @@ class ResourceLimits:
         quotas, limits = [], [memory]
         for folder in _cgroups(root):
             # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
-            version_1 = (text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-            quota = (text_of(folder / "cpu.max") or " ".join(version_1)).split()
+            version_1 = (host_machine.text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            quota = (host_machine.text_of(folder / "cpu.max") or " ".join(version_1)).split()
             if len(quota) == 2 and quota[0] not in ("max", "-1"):
                 quotas.append(int(quota[0]) / int(quota[1]))
-            limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes")
+            limit = host_machine.text_of(folder / "memory.max") or host_machine.text_of(
+                folder / "memory.limit_in_bytes"
+            )
             limits += [int(limit)] if limit.strip().isdigit() else []
         shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"
         size = os.statvfs(shm) if shm.is_dir() else None
         return cls(
-            cores=num_cores(),
+            cores=host_machine.num_cores(),
             quota=min(quotas, default=None),
             memory_bytes=memory,
             memory_limit_bytes=min(limits) if min(limits) < memory else None,
@@ -153,7 +142,7 @@ class ResourceLimits:
             shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
             max_files=_soft(resource.RLIMIT_NOFILE),
             max_processes=_soft(resource.RLIMIT_NPROC),
-            locked_bytes=locked_memory(),
+            locked_bytes=host_machine.locked_memory(),
             rdma=infiniband.is_dir() and any(infiniband.iterdir()),
         )
 
@@ -165,7 +154,7 @@ def _soft(limit: int) -> int:
 
 def _cgroups(root: Path) -> Iterator[Path]:
     """Yield this process's cgroup folders and their parents, of both versions: the lowest limit of all applies."""
-    for line in text_of(root / "proc/self/cgroup").splitlines():
+    for line in host_machine.text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
         own = top / path.lstrip("/")
@@ -200,8 +189,8 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         checks.append(failure("shm", text, fix))
     else:
         text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
-        checks += [*shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
-    limits = [*locked_memory_checks(found.locked_bytes)] if found.rdma else []
+        checks += [*host_machine.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
+    limits = [*host_machine.locked_memory_checks(found.locked_bytes)] if found.rdma else []
     for name, value, flag in (
         ("open files", found.max_files, "ulimit -n 65536"),
         ("processes", found.max_processes, "ulimit -u 65536"),
@@ -282,7 +271,7 @@ class Host:
             uid=os.getuid(),
             user=user,
             has_gpus=has_gpus,
-            subuid=text_of(Path("/etc/subuid")),
+            subuid=host_machine.text_of(Path("/etc/subuid")),
             cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
             opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
             squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),

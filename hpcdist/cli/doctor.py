@@ -21,7 +21,7 @@ from hpcdist.host.log_files import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpcdist.checks.doctor import Request, Section
+    from hpcdist.checks.doctor import Section
     from hpcdist.host.machine import Check
 
 
@@ -75,7 +75,7 @@ def doctor(
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist
-    from hpcdist.checks.doctor import document, execute, machine_sections, run_sections, would_fail
+    from hpcdist.checks.doctor import document, execute, run_sections, would_fail
     from hpcdist.config.loading import load_run_config
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
@@ -94,12 +94,12 @@ def doctor(
         "run": str(found.path) if found is not None else None,
     }
     if found is None:
-        sections = machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
+        sections = _machine_sections(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     else:
         config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
         sections = run_sections(found, config)
         if job_of(found) is None:  # a local run: this machine, too
-            sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, found.path))
+            sections += _machine_sections(Path(config.runs_dir), config.tracking.uri, found.path)
     if as_json:
         page = [_redacted(*section) for section in execute(sections)]
         say(json.dumps(document(page, facts), indent=2))
@@ -108,16 +108,21 @@ def doctor(
     return 1 if would_fail(page) else 0
 
 
-def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
-    """Return the environment, folder and MLflow store that a run would use; `folder` is the one written to."""
-    from hpcdist.checks.doctor import Request
+def _machine_sections(runs_dir: Path, uri: str, folder: Path) -> list[Section]:
+    """Return the sections about this machine and the MLflow store of a run; `folder` is the one written to."""
+    from hpcdist.checks.doctor import machine_sections
+    from hpcdist.checks.site import store_checks
     from hpcdist.errors import TrackingError
+    from hpcdist.host.machine import warning
     from hpcdist.tracking.uri import choose_uri
 
-    try:
-        return Request(env=os.environ, folder=folder, store=choose_uri(os.environ, uri, runs_dir))
-    except TrackingError as error:
-        return Request(env=os.environ, folder=folder, store="", store_problem=str(error))
+    def store() -> list[Check]:
+        try:
+            return store_checks(choose_uri(os.environ, uri, runs_dir), os.environ)
+        except TrackingError as error:
+            return [warning("store", str(error))]
+
+    return machine_sections(os.environ, folder, store)
 
 
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:

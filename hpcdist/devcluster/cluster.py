@@ -19,22 +19,7 @@ from typing import Any
 from hpcdist.devcluster import host
 from hpcdist.devcluster import settings as files
 from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds, wait_until
-from hpcdist.devcluster.settings import (
-    ACCOUNT,
-    CLUSTER,
-    HEAD,
-    HOST,
-    HOST_PORT,
-    LINK,
-    NODE_PORT,
-    Daemon,
-    Layout,
-    Settings,
-    daemons,
-    inside,
-    option,
-    slurmd,
-)
+from hpcdist.devcluster.settings import CLUSTER, HEAD, HOST, LINK, Daemon, Layout, Settings, inside, slurmd
 from hpcdist.errors import DevClusterError
 from hpcdist.host.files import write_atomic
 
@@ -101,7 +86,7 @@ def make_network(settings: Settings, layout: Layout) -> None:
     for name in (HEAD, *settings.nodes):
         layout.namespace(name).touch()
         run(["unshare", f"--net={layout.namespace(name)}", "true"])
-    link = f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
+    link = f"link add {LINK} type veth peer name {files.HOST_PORT} netns {layout.namespace(HEAD)}\n"
     run(["ip", "-batch", "-"], stdin=link + settings.batch(HOST, LINK))
     run(inside(layout, HEAD, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
     for node in settings.nodes:
@@ -160,7 +145,7 @@ class NodeStatus:
 class Status:
     settings: Settings | None  #: None without a cluster
     nodes: tuple[NodeStatus, ...] = ()
-    dead: tuple[str, ...] = ()  #: daemons that are not running
+    dead: tuple[str, ...] = ()  #: files.daemons that are not running
     controller_answers: bool = False
 
     @property
@@ -184,7 +169,7 @@ def up(
     """
     host.require_root("up")
     with exclusive(), ExitStack() as stack:
-        # Users and daemons read the configuration; secrets have stricter modes.
+        # Users and files.daemons read the configuration; secrets have stricter modes.
         stack.callback(os.umask, os.umask(0o022))
         host.refuse_beside_slurm(layout)
         if install:
@@ -218,10 +203,8 @@ def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     up = recorded is not None and host.members(host.mounted_namespaces(layout).values())
     if recorded is not None and up and recorded != requested:
         name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))
-        raise DevClusterError(
-            f"a dev cluster is running with {option(name)} {getattr(recorded, name)}, not {getattr(requested, name)}:"
-            " `hpcdist devcluster down` first"
-        )
+        values = f"{files.option(name)} {getattr(recorded, name)}, not {getattr(requested, name)}"
+        raise DevClusterError(f"a dev cluster is running with {values}: `hpcdist devcluster down` first")
     return requested
 
 
@@ -234,8 +217,8 @@ def recorded_settings(layout: Layout) -> Settings | None:
 
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
-    """Start the daemons that are not running, each after those that it depends on answer."""
-    munged, mariadbd, slurmdbd, slurmctld, *_ = daemons(settings, layout)
+    """Start the files.daemons that are not running, each after those that it depends on answer."""
+    munged, mariadbd, slurmdbd, slurmctld, *_ = files.daemons(settings, layout)
     env = client_env(layout)
 
     def wait(daemon: Daemon, *question: str) -> None:
@@ -265,17 +248,17 @@ def _add_accounts(layout: Layout, users: list[str]) -> None:
     known = {tuple(row.split("|")) for row in rows}
     if CLUSTER not in {row[0] for row in known}:
         run(["sacctmgr", "-i", "add", "cluster", CLUSTER], env=env)
-    if (CLUSTER, ACCOUNT, "") not in known:
-        run(["sacctmgr", "-i", "add", "account", ACCOUNT, f"cluster={CLUSTER}"], env=env)
+    if (CLUSTER, files.ACCOUNT, "") not in known:
+        run(["sacctmgr", "-i", "add", "account", files.ACCOUNT, f"cluster={CLUSTER}"], env=env)
     for user in dict.fromkeys(["root", *users]):
-        if (CLUSTER, ACCOUNT, user) not in known:
-            run(["sacctmgr", "-i", "add", "user", user, f"account={ACCOUNT}"], env=env)
+        if (CLUSTER, files.ACCOUNT, user) not in known:
+            run(["sacctmgr", "-i", "add", "user", user, f"account={files.ACCOUNT}"], env=env)
 
 
 def wait_for_node(settings: Settings, layout: Layout, node: str, daemon: Daemon) -> None:
     def answers() -> bool:
         try:
-            socket.create_connection((settings.addresses[node], NODE_PORT), timeout=1).close()
+            socket.create_connection((settings.addresses[node], files.NODE_PORT), timeout=1).close()
         except OSError:
             return False
         found = {status.name: status.state for status in _nodes(settings, layout)}
@@ -298,7 +281,7 @@ def status(layout: Layout) -> Status:
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
-    dead = tuple(daemon.name for daemon in daemons(settings, layout) if not host.is_running(layout, daemon))
+    dead = tuple(daemon.name for daemon in files.daemons(settings, layout) if not host.is_running(layout, daemon))
     answers = succeeds(["scontrol", "ping"], env=client_env(layout))
     return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
 

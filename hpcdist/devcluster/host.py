@@ -17,12 +17,9 @@ import psutil
 
 from hpcdist.devcluster.settings import (
     BARE_ENV,
-    COMMANDS,
     HEAD,
     LINK,
     NETWORK,
-    PACKAGES,
-    SERVICES,
     Daemon,
     Layout,
     Settings,
@@ -228,12 +225,23 @@ def remove(layout: Layout) -> None:
 
 # Requirements of a dev cluster, and its changes to this machine: packages and /etc/hosts.
 
+#: Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins.
+PACKAGES = (
+    *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
+    *("munge", "mariadb-server", "iproute2"),
+)
+SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
+#: Commands that a cluster needs.
+COMMANDS = (
+    *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),
+    *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
+    *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
+)
 HOSTS = Path("/etc/hosts")
 SITE_CONF = Path("/etc/slurm/slurm.conf")
 POLICY = Path("/usr/sbin/policy-rc.d")
 #: invoke-rc.d and deb-systemd-invoke call this script before they start a package's service.
 DENY_STARTS = "#!/bin/sh\n# hpcdist devcluster: removed when its packages are installed\nexit 101\n"
-DENIED = 101
 INSTALL_WITHIN_S = 900.0
 
 
@@ -340,12 +348,7 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
 @contextmanager
 def _services_stay_down() -> Iterator[None]:
     if POLICY.exists() and POLICY.read_text() != DENY_STARTS:
-        asked = subprocess.run([POLICY, "slurmctld", "start"], capture_output=True, check=False)
-        if asked.returncode != DENIED:
-            raise DevClusterError(
-                f"{POLICY} lets packages start services: install {' '.join(PACKAGES)} yourself, and stop them"
-            )
-        yield
+        yield  # that of a container image denies starts as well
         return
     POLICY.write_text(DENY_STARTS)
     POLICY.chmod(0o755)

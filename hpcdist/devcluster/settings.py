@@ -259,18 +259,6 @@ def taken_names(text: str, settings: Settings) -> list[str]:
 
 # The commands of a dev cluster as pure functions: argument lists, and input of `ip -batch -`.
 
-#: Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins.
-PACKAGES = (
-    *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
-    *("munge", "mariadb-server", "iproute2"),
-)
-SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
-#: Commands that a cluster needs.
-COMMANDS = (
-    *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),
-    *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
-    *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
-)
 #: Environment of every command, because a caller inside a Slurm job has conflicting variables.
 BARE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 BRIDGE = "br0"

@@ -198,15 +198,6 @@ def test_install_is_rejected_beside_another_slurm_and_without_apt_get(bare_machi
 
 
 @pytest.mark.processes
-def test_install_is_rejected_if_a_policy_lets_services_start(bare_machine: Path) -> None:
-    put_command(bare_machine / "apt-get", "exit 1")
-    put_command(host.POLICY, "exit 0")
-    with pytest.raises(DevClusterError, match=r"policy-rc.d lets packages start services"):
-        host.install({})
-    assert host.POLICY.exists()
-
-
-@pytest.mark.processes
 def test_failed_install_reports_the_last_error(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", "echo 'E: no network' >&2; exit 100")
     with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed: E: no network"):
