@@ -75,8 +75,8 @@ docs: install ## build the documentation into site/; a broken link or reference 
 recording: install ## record the README's terminal session on a dev cluster; needs root and the Slurm packages
 	$(BIN)/python scripts/record_terminal.py docs/images/recording.svg
 
-screenshots: install ## take the README's pictures of MLflow; needs Chromium
-	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'model_metrics or parent_run_of_a_sweep or overview_compares or rank_was_killed' -m ''
+screenshots: install ## take the pictures of MLflow and of a report; needs Chromium
+	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'overview_compares or rank_was_killed' -m ''
 
 lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)

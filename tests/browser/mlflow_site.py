@@ -71,7 +71,7 @@ def started_site(folder: Path, state: Path) -> Iterator[Site]:
 
         # Concurrent runs would wait for the first one to create the tables.
         open_client(f"sqlite:///{runs.database}")
-        finished = start("run", *config("finished", *FINISHED))
+        finished = start("run", *config("baseline", *FINISHED))
         link = stack.enter_context(ui(runs, state))
         failing = start("run", *config("failing", *FAILING))
         stopped = start("run", *config("stopped", *STOPPED))
