@@ -39,6 +39,7 @@ from hpcdist.review.text import (
     one_line,
     run_page,
     table,
+    with_code,
 )
 from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text, signed
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
@@ -309,7 +310,7 @@ def _rank(standing: Standing, experiment: str) -> str:
 
 
 def _status(state: State) -> str:
-    return escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
+    return with_code(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
 
 
 def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_attempts: int, now: float) -> Iterator[str]:
@@ -318,7 +319,7 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
     status = [_status(facts.state)]
     if finding is not None:  # the fix of an exception names the line of the code, and its cause is the status
-        status.append(escaped(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
+        status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
     yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)

@@ -48,8 +48,18 @@ def text_of(value: Any) -> str:
 
 def escaped(text: str, limit: int = 300) -> Markdown:
     """Return `one_line` of a text so that Markdown shows it as it is."""
+    return _escaped(one_line(text, limit))
+
+
+def with_code(text: str, limit: int) -> Markdown:
+    """Return `one_line` of a text as `escaped` does, and text between backticks as code."""
+    parts = re.split(r"(`[^`]+`)", one_line(text, limit))
+    return Markdown("".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts)))
+
+
+def _escaped(line: str) -> Markdown:
     # The backslashes first: those of the entities would be shown.
-    return Markdown(_SPECIAL.sub(r"\\\g<0>", one_line(text, limit)).translate(_HTML))
+    return Markdown(_SPECIAL.sub(r"\\\g<0>", line).translate(_HTML))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 
 from hpcdist.host.files import read_json
+from hpcdist.review.text import TRAINING_PAGES
 from hpcdist.tracking.mlflow_client import open_client
 
 #: Two epochs of 45 steps.
@@ -48,7 +49,7 @@ class Site:
     def page_of(self, name: str, tab: str = "") -> str:
         """Return the address of a run's page, or of one of its tabs."""
         ids = read_json(self.runs.run_dir(name).mlflow) or {}
-        return f"{self.url}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}/{tab}"
+        return f"{self.url}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}/{tab}?{TRAINING_PAGES}"
 
     def series(self, name: str, metric: str) -> list[float]:
         """Return the values of a metric in the store, in the order of steps."""

@@ -27,7 +27,7 @@ from hpcdist.review.description import (
 )
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.review.text import Markdown, duration, escaped, table
+from hpcdist.review.text import Markdown, duration, escaped, table, with_code
 from hpcdist.run.folder import State
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override, RerunRecord
 
@@ -343,6 +343,7 @@ def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> N
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
         "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
     )
+    assert with_code("use `a_b` <x> `y", 100) == "use `a_b` &lt;x&gt; \\`y"
     assert escaped("x" * 400, 10) == "x" * 9 + "…"
     assert table(("a", "b"), [("*", Markdown("*"))]) == "| a &ensp;| b |\n| --- | --- |\n| \\* &ensp;| * |"
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
