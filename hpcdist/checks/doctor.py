@@ -85,7 +85,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     def gpus() -> list[Check]:
         found, num_files = host_machine.gpus(), host_machine.gpu_device_files()
         visible = host_machine.visible_gpus(len(found), env)
-        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.driver_version())
+        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.versions().get("driver", ""))
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
@@ -163,7 +163,7 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
 
 def _status(run: RunDir) -> list[Check]:
     now = status_of(run)
-    checks = [status_check(run, now), *_suspect(run)]
+    checks = [status_check(run, now)]
     if now.slurm_error:
         text = f"Slurm cannot be reached: {now.slurm_error}"
         checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
@@ -184,16 +184,6 @@ def status_check(run: RunDir, now: RunStatus) -> Check:
     if now.name == "failed":
         return warning("state", text, f"for the cause run `hpcdist explain {run.name}`")
     return ok("state", text)
-
-
-def _suspect(run: RunDir) -> list[Check]:
-    """Return a warning if several attempts have failed, all on the same node of a job."""
-    found = [read_json(attempt.failure) for attempt in run.attempts()]
-    hosts = [str(failure.get("host", "")) for failure in found if failure is not None]
-    if job_of(run) is None or len(hosts) < 2 or len({*hosts}) > 1 or not hosts[0]:
-        return []
-    fix = f"`hpcdist resume {run.name} cluster.exclude={hosts[0].partition('.')[0]}`, and report the node"
-    return [warning("suspect", f"all {len(hosts)} failures happened on this node", fix, node=hosts[0])]
 
 
 def _node_states(run: RunDir) -> list[Check]:

@@ -182,11 +182,6 @@ def job_end_checks(found: SlurmFacts) -> list[Check]:
             mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
             modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
         checks += [_preempted(mode, grace, kill_wait, names) for (mode, grace), names in modes.items()]
-    codes = {name: settings.get(name, "") for name in ("RequeueExit", "RequeueExitHold")}
-    if listed := ", ".join(f"{name}={value}" for name, value in codes.items() if {1, 2} & _numbers(value)):
-        text = f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again"
-        fix = "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes"
-        checks.append(warning("requeue", text, fix))
     return checks
 
 
@@ -207,12 +202,6 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
         more += " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
         return note("preemption", text, "; ".join(filter(None, [fix, more])))
     return Check(name="preemption", level="ok" if mode == "REQUEUE" else "note", text=text, fix=fix)
-
-
-def _numbers(text: str) -> set[int]:
-    """Return the exit codes of a list such as `1-3,42`."""
-    ends = (part.strip().partition("-")[::2] for part in text.split(","))
-    return {code for first, last in ends if first.isdigit() for code in range(int(first), int(last or first) + 1)}
 
 
 GIB = 2**30

@@ -188,7 +188,7 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
     from hpcdist.config.document import find_config
     from hpcdist.containers.images import find_engine, inspect, local_container, require_driver, require_fit
     from hpcdist.containers.spec import Mount
-    from hpcdist.host.machine import driver_version
+    from hpcdist.host.machine import versions
     from hpcdist.run.lease import user_name
     from hpcdist.run.snapshot import is_own
     from hpcdist.supervisor.plan import Machine
@@ -224,7 +224,7 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
             folder = str(file.parent)
             spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
     if spec.gpus and facts:
-        require_driver(facts, driver_version())
+        require_driver(facts, versions().get("driver", ""))
     return spec
 
 

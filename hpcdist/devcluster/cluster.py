@@ -145,7 +145,7 @@ class NodeStatus:
 class Status:
     settings: Settings | None  #: None without a cluster
     nodes: tuple[NodeStatus, ...] = ()
-    dead: tuple[str, ...] = ()  #: files.daemons that are not running
+    dead: tuple[str, ...] = ()  #: daemons that are not running
     controller_answers: bool = False
 
     @property
@@ -169,7 +169,7 @@ def up(
     """
     host.require_root("up")
     with exclusive(), ExitStack() as stack:
-        # Users and files.daemons read the configuration; secrets have stricter modes.
+        # Users and daemons read the configuration; secrets have stricter modes.
         stack.callback(os.umask, os.umask(0o022))
         host.refuse_beside_slurm(layout)
         if install:
@@ -217,7 +217,7 @@ def recorded_settings(layout: Layout) -> Settings | None:
 
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
-    """Start the files.daemons that are not running, each after those that it depends on answer."""
+    """Start the daemons that are not running, each after those that it depends on answer."""
     munged, mariadbd, slurmdbd, slurmctld, *_ = files.daemons(settings, layout)
     env = client_env(layout)
 
@@ -290,7 +290,6 @@ def down(layout: Layout) -> int:
     """Remove a cluster in any state with all its files; return the number of killed processes."""
     host.require_root("down")
     with exclusive():
-        host.remove_left_policy()
         killed = remove(layout)
         host.write_hosts(files.without_hosts_block(host.HOSTS.read_text()))
     return killed

@@ -358,12 +358,6 @@ def _services_stay_down() -> Iterator[None]:
         POLICY.unlink()
 
 
-def remove_left_policy() -> None:
-    """Remove the policy of a killed installation."""
-    if POLICY.exists() and POLICY.read_text() == DENY_STARTS:
-        POLICY.unlink()
-
-
 # Container runtimes of a dev cluster, so that a containerised launch can be tried before it is submitted elsewhere.
 #
 # The nodes share this machine's files. Scripts in the cluster's `bin` replace the programs of the runtimes. They select

@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from hpcdist.host.commands import within
@@ -54,20 +53,11 @@ def space(path: Path) -> dict[str, int]:
     return found | ({"free_files": status.f_favail} if status.f_files else {})
 
 
-@contextmanager
-def _own_file(folder: Path, kind: str) -> Iterator[Path]:
-    path = folder / f".{kind}-{os.uname().nodename}-{os.getpid()}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
     """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent."""
     block = os.urandom(_CHUNK)  # incompressible
     began, written = time.perf_counter(), 0
-    with _own_file(existing(folder), "preflight") as path, open(path, "xb", buffering=0) as file:
+    with NamedTemporaryFile(dir=existing(folder), prefix=".preflight-", buffering=0) as file:
         while written < num_bytes and time.perf_counter() - began < limit_s:
             written += file.write(block[: num_bytes - written])
             os.fsync(file.fileno())
@@ -92,10 +82,10 @@ def lock_problem(folder: Path) -> str:
     """Return why flock does not exclude a second process of this machine in a folder; empty if it does."""
     code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     try:
-        with _own_file(folder, "lock") as path, open(path, "a") as file:
+        with NamedTemporaryFile(dir=folder, prefix=".lock-") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A second process, because some network file systems identify lock owners by process.
-            done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
+            done = subprocess.run([sys.executable, "-c", code, file.name], capture_output=True, check=False)
         return "" if done.returncode else "two processes got the same lock"
     except OSError as error:
         return error.strerror or str(error)

@@ -116,6 +116,8 @@ class Guard:
             start_new_session=True,
             text=True,
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
 
     def start(
         self,
@@ -132,27 +134,24 @@ class Guard:
                 ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
                 env=env,
                 cwd=cwd,
-                stdin=self._process.stdin,
+                stdin=self._pipe,
                 stdout=file if stdout is None else stdout.fileno(),
                 stderr=file,
                 start_new_session=True,
             )
 
     def fileno(self) -> int:
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
+        return self._pipe.fileno()
 
     def forget(self, group: int) -> None:
         """Unregister the process group of an ended child, because the kernel may reuse its id."""
-        assert self._process.stdin is not None
         # A run continues without its guard.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"-{group}\n")
-            self._process.stdin.flush()
+            self._pipe.write(f"-{group}\n")
+            self._pipe.flush()
 
     def close(self) -> None:
         """End the guard as the death of this process does: it kills the groups that are still registered."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._pipe.close()
         self._process.wait()

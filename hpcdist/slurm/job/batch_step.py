@@ -85,7 +85,7 @@ class JobLog:
 
 def supervise_job(run_dir: str) -> State:
     # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
+    for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     # Slurm sends SIGUSR2 to the ranks ahead of the time limit. The supervisor knows the limit without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -275,7 +275,6 @@ class RankStep:
         self._query_interval_s = REPORTED_S
         self._num_ranks = self.launcher.num_ranks  # those of the launcher may change for the next attempt
         self.exits: dict[int, int] = {}
-        self._running = list(range(self._num_ranks))
         self._seen_hosts: dict[int, str] = {}
         self._folder_time: int | None = None
         self._changed_at = 0.0
@@ -289,9 +288,7 @@ class RankStep:
 
     @property
     def running(self) -> list[int]:
-        if len(self._running) != self._num_ranks - len(self.exits):
-            self._running = [rank for rank in range(self._num_ranks) if rank not in self.exits]
-        return self._running
+        return [rank for rank in range(self._num_ranks) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
         """Return the host from srun's messages or the heartbeat; before these the planned host, or the allocation."""

@@ -227,8 +227,6 @@ def test_ends_of_jobs_and_preemption_are_explained() -> None:
         check = job_end_checks(slurm_facts(partitions=PARTITIONS.replace(old, new, 1)))[1]
         assert (check.level, text in check.text, fix in check.fix) == (level, True, True), check
     assert len(job_end_checks(slurm_facts(PreemptType="preempt/none"))) == 1
-    assert job_end_checks(slurm_facts(RequeueExit="1-3"))[-1].level == "warning"
-    assert job_end_checks(slurm_facts(RequeueExit="142,143"))[-1].name == "preemption"
 
 
 @pytest.fixture
@@ -272,18 +270,6 @@ def test_state_of_the_run_has_the_next_command(run: RunDir) -> None:
     state, host = checks_of(run)["Run"]
     assert (state.level, host.level) == ("ok", "note")
     assert host.text.startswith("the run was started on n9; the sections below")
-
-
-@pytest.mark.processes
-def test_node_with_all_failures_is_named(run: RunDir, slurm: Callable[..., None]) -> None:
-    slurm("RUNNING")
-    for node, is_suspect in (("n3.site", False), ("n3.site", True), ("n1", False)):
-        write_json(run.new_attempt().failure, {"kind": "killed", "rank": 3, "host": node})
-        found = {check.name: check for check in checks_of(run)["Run"]}
-        assert ("suspect" in found) == is_suspect
-        if is_suspect:
-            assert found["suspect"].sentence().startswith("n3.site: suspect: all 2 failures happened on this node; ")
-            assert found["suspect"].fix.startswith("`hpcdist resume first cluster.exclude=n3`")
 
 
 SINFO = """\

@@ -213,15 +213,10 @@ def test_install_prevents_packages_from_starting_services(bare_machine: Path) ->
     host.install({})
     assert seen.read_text() == "update 101\ninstall 101\n"
     assert not host.POLICY.exists()
-
-
-def test_down_removes_the_policy_of_a_killed_install(bare_machine: Path) -> None:
     host.POLICY.write_text("#!/bin/sh\nexit 101\n")
-    host.remove_left_policy()
+    (bare_machine / "no-such-command").unlink()
+    host.install({})
     assert host.POLICY.exists(), "a policy of the site is kept"
-    host.POLICY.write_text(host.DENY_STARTS)
-    host.remove_left_policy()
-    assert not host.POLICY.exists()
 
 
 @pytest.mark.processes
