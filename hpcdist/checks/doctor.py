@@ -22,9 +22,9 @@ from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, port_for
 from hpcdist.host import machine as host_machine
-from hpcdist.host.commands import last_line, start
+from hpcdist.host.commands import done_within, last_line, start
 from hpcdist.host.files import read_json
-from hpcdist.host.machine import Check, Level, container_runtime, note, ok, warning
+from hpcdist.host.machine import Check, container_runtime, note, ok, warning
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name
@@ -89,10 +89,10 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
-        lookups = host_machine.Lookups([host])
+        lookup = start(lambda: host_machine.look_up(host))
         groups = (group for partition in slurm().partitions or [] for group in partition.nodes)
         is_node = any(host.partition(".")[0] in expand(group.names) for group in groups)
-        found = lookups.result(checks_machine.GIVE_UP_S)[host]
+        found = done_within(checks_machine.GIVE_UP_S, lookup, {"late": checks_machine.GIVE_UP_S})
         return checks_machine.host_name_checks(host, found, is_node=is_node)
 
     def runtimes() -> list[Check]:
@@ -267,7 +267,6 @@ def _live(run: RunDir, config: Config) -> list[Check]:
 
 #: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
-_MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "warning": "warning", "failure": "FAILURE"}
 #: Widths of the columns, and the column of the text.
 _INDENT, _MARK, _NAME = 2, 9, 15
 _TEXT = _INDENT + _MARK + _NAME
@@ -279,7 +278,8 @@ def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[t
         yield "title", title
     for check in checks:
         name = f"{check.node} {check.name}".strip() if check.name != check.node else check.name
-        head = f"{'':{_INDENT}}{_MARKS[check.level]:<{_MARK}}{name:<{_NAME}}"
+        mark = check.level.upper() if check.level == "failure" else check.level
+        head = f"{'':{_INDENT}}{mark:<{_MARK}}{name:<{_NAME}}"
         yield from _wrapped(check.level, head if head.endswith(" ") else f"{head} ", check.text, width, _TEXT)
         if check.fix:
             yield from _wrapped("", f"{'':{_TEXT}}→ ", check.fix, width, _TEXT + 2)

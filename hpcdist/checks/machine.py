@@ -100,6 +100,8 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
 _LITTLE_MEMORY = 2 * GIB
 #: Ranks, data workers and RPC open hundreds of sockets and files.
 _FEW = 1024
+#: NCCL locks its send buffers for InfiniBand.
+_LOCKED_BYTES = 2**30
 #: cgroups version 1 writes larger values for `no limit`.
 _NO_LIMIT = 2**60
 
@@ -114,7 +116,7 @@ class ResourceLimits:
     shm_free_bytes: int
     max_files: int
     max_processes: int
-    locked_bytes: int | None  #: None without a limit
+    locked_bytes: int  #: that a process may lock in memory
     rdma: bool  #: whether there is an InfiniBand device, which must lock memory
 
     @classmethod
@@ -142,7 +144,7 @@ class ResourceLimits:
             shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
             max_files=_soft(resource.RLIMIT_NOFILE),
             max_processes=_soft(resource.RLIMIT_NPROC),
-            locked_bytes=host_machine.locked_memory(),
+            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
             rdma=infiniband.is_dir() and any(infiniband.iterdir()),
         )
 
@@ -190,7 +192,11 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
     else:
         text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
         checks += [*host_machine.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
-    limits = [*host_machine.locked_memory_checks(found.locked_bytes)] if found.rdma else []
+    limits = []
+    if found.rdma and found.locked_bytes < _LOCKED_BYTES:
+        text = f"only {found.locked_bytes / 1e6:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"
+        fix = "`ulimit -l unlimited` (limits.conf, LimitMEMLOCK=infinity of slurmd); containers: --ulimit memlock=-1"
+        limits.append(warning("locked memory", text, fix))
     for name, value, flag in (
         ("open files", found.max_files, "ulimit -n 65536"),
         ("processes", found.max_processes, "ulimit -u 65536"),
@@ -205,7 +211,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
 #: On a slow network file system, the import of torch takes most of this time.
 TRIAL_S = 90.0
 _TRIAL = (
-    *("bench_comm", "comm.operations=[all_reduce]", "comm.max_bytes=64K", "name=trial", "launch.hang_timeout_s=30"),
+    *("bench_comm", "comm.operations=[all_reduce]", "comm.max_bytes=64K", "name=trial", "launch.hang_timeout_s=60"),
     "launch.max_restarts=0",
     *("launch.init_timeout_s=60", "tracking.drain_timeout_s=0", "tracking.system_interval_s=0"),
 )

@@ -203,7 +203,8 @@ def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     up = recorded is not None and host.members(host.mounted_namespaces(layout).values())
     if recorded is not None and up and recorded != requested:
         name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))
-        values = f"{files.option(name)} {getattr(recorded, name)}, not {getattr(requested, name)}"
+        option = "--nodes" if name == "num_nodes" else f"--{name.replace('_', '-')}"
+        values = f"{option} {getattr(recorded, name)}, not {getattr(requested, name)}"
         raise DevClusterError(f"a dev cluster is running with {values}: `hpcdist devcluster down` first")
     return requested
 

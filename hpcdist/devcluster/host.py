@@ -370,11 +370,6 @@ PROGRAMS = {
     "docker": ("dockerd", "docker", "containerd", "runc"),
     "pyxis": ("enroot",),
 }
-_SOURCES = {
-    "apptainer": "install the package that the project apptainer publishes for this release",
-    "docker": "install Debian's package docker.io",
-    "pyxis": "install the package that the project enroot publishes",
-}
 _WITHIN_LIMITS = Path(__file__).with_name("runc_within_limits.sh")
 _HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 
@@ -385,9 +380,7 @@ def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) ->
     path = ":".join(folder for folder in folders if folder and Path(folder) != layout.bin)
     found = {name: shutil.which(name, path=path) for name in PROGRAMS[settings.runtime]}
     if missing := [name for name, place in found.items() if place is None]:
-        raise DevClusterError(
-            f"--runtime {settings.runtime}: {', '.join(missing)} not found on PATH: {_SOURCES[settings.runtime]}"
-        )
+        raise DevClusterError(f"--runtime {settings.runtime}: {', '.join(missing)} not found on PATH: install it first")
     if settings.runtime == "pyxis" and not Path(settings.pyxis_plugin).is_file():
         raise DevClusterError(
             f"--pyxis-plugin {settings.pyxis_plugin}: no such file: build pyxis for the installed Slurm with"

@@ -67,10 +67,6 @@ class Settings:
         return cls(**found)
 
 
-def option(name: str) -> str:
-    return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
-
-
 class Layout:
     """Paths of a cluster, all below its state folder, whose path is short, because it contains sockets."""
 

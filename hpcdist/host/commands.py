@@ -106,10 +106,6 @@ def start(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def within(limit_s: float, work: Callable[[], T]) -> T:
-    return start(work).result(limit_s)
-
-
 def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
     try:
         return future.result(limit_s)

@@ -7,14 +7,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import resource
 import shutil
 import socket
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -83,31 +82,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def locked_memory() -> int | None:
-    """Return the bytes that a process may lock in memory, as RDMA must; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+def look_up(name: str) -> dict[str, Any]:
+    """Return `address`, `forward_s`, `reverse` or `reverse_error`, `reverse_s`; or `error` and `forward_s`.
 
-
-class Lookups:
-    """Name lookups in background threads, because a broken resolver takes many seconds."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._began = time.monotonic()
-        self._running = {name: start(partial(_look_up, name)) for name in names}
-
-    def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
-        """Return by name: `late`; or `error`; or `address`, `forward_s`, `reverse` or `reverse_error`, `reverse_s`."""
-        found = {}
-        for name, running in self._running.items():
-            try:
-                found[name] = running.result(max(0.0, self._began + limit_s - time.monotonic()))
-            except TimeoutError:
-                found[name] = {"late": limit_s}
-        return found
-
-
-def _look_up(name: str) -> dict[str, Any]:
+    A broken resolver takes many seconds.
+    """
     began = time.monotonic()
     try:
         address = socket.gethostbyname(name)
@@ -404,8 +383,6 @@ LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
 FEW_FILES, NO_FILES = 1000, 50
 #: docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
 LITTLE_SHM_BYTES = 2**28
-#: NCCL locks its send buffers for InfiniBand.
-LOCKED_BYTES = 2**30
 #: The driver itself uses a few hundred MB of each GPU, and a display no more than that.
 USED_GPU_MB = 1024
 #: Each rank pays the time of a lookup at its start.
@@ -460,14 +437,6 @@ def shm_checks(free_bytes: int) -> Iterator[Check]:
         text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
         fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
         yield warning("shm", text, fix)
-
-
-def locked_memory_checks(limit_bytes: int | None) -> Iterator[Check]:
-    """Check the limit of locked memory on a machine with InfiniBand; None is no limit."""
-    if limit_bytes is not None and limit_bytes < LOCKED_BYTES:
-        text = f"only {limit_bytes / MB:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"
-        fix = "`ulimit -l unlimited` (limits.conf, LimitMEMLOCK=infinity of slurmd); containers: --ulimit memlock=-1"
-        yield warning("locked memory", text, fix)
 
 
 def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from hpcdist.host.commands import within
+from hpcdist.host.commands import start
 
 #: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
 LOCAL = frozenset(
@@ -95,8 +95,8 @@ def describe(folder: Path, limit_s: float) -> dict[str, Any]:
     """Return `folder`, `kind`, `source` and space of a path's file system; `error` if it fails or does not answer."""
     found: dict[str, Any] = {"folder": str(folder)}
     try:
-        found["kind"], found["source"] = within(limit_s, lambda: mount_of(folder))
-        found |= within(limit_s, lambda: space(folder))
+        found["kind"], found["source"] = start(lambda: mount_of(folder)).result(limit_s)
+        found |= start(lambda: space(folder)).result(limit_s)
     except TimeoutError:
         found["error"] = f"no answer in {limit_s:g} s"
     except OSError as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.host import machine, storage
-from hpcdist.host.commands import done_within, start, within
+from hpcdist.host.commands import done_within, start
 from hpcdist.host.network import tournament
 from hpcdist.slurm.on_nodes import node_name, print_answer
 
@@ -92,8 +92,8 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     """Return all facts of this node. Calls that may hang run in threads."""
     node = node_name(env)
     began = time.monotonic()
-    first = request.nodes[0]
-    lookups = machine.Lookups(() if request.addresses else {node, first})
+    names = () if request.addresses else (node, request.nodes[0])
+    lookups = {name: start(partial(machine.look_up, name)) for name in names}
     machine_facts = start(partial(read_machine, env))
     witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
     found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
@@ -104,7 +104,7 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     found["witness"] = done_within(FOLDER_S, witness, False)
     facts: dict[str, Any] = done_within(machine.DRIVER_S, machine_facts, {})
     found |= facts
-    found["lookups"] = lookups.result(LOOKUP_S)
+    found["lookups"] = {name: done_within(LOOKUP_S, one, {"late": LOOKUP_S}) for name, one in lookups.items()}
     return found | {"seconds": round(time.monotonic() - began, 2)}
 
 
@@ -126,7 +126,7 @@ def test_checkpoint_folder(request: ProbeRequest) -> dict[str, Any]:
         return found
     limit_s = WRITE_S + FOLDER_S
     try:
-        within(limit_s, lambda: storage.write_speed(folder, WRITE_BYTES, WRITE_S))
+        start(lambda: storage.write_speed(folder, WRITE_BYTES, WRITE_S)).result(limit_s)
     except TimeoutError:
         found["write_error"] = f"{WRITE_BYTES >> 20} MB were not on disk after {limit_s:g} s"
     except OSError as error:

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,11 +170,7 @@ class SupervisedJob:
     def is_ending(self) -> bool:
         # With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not
         # to the batch step. With proctrack/linuxproc, the supervisor has received it.
-        try:
-            return self.current.is_ending()
-        except SlurmError as error:
-            log.warning("the state of the job is unknown: %s", error)
-            return False
+        return self._asked(self.current.is_ending)
 
     def end_or_requeue(self, state: State) -> State:
         state = self._end_or_requeue(state)
@@ -184,7 +180,7 @@ class SupervisedJob:
     def _end_or_requeue(self, state: State) -> State:
         cause = _stop_cause(self.run, state)
         queued = replace(state, status="queued", ended=None)
-        if cause == "preemption" and state.status in ("stopped", "failed") and self._is_requeued():
+        if cause == "preemption" and state.status in ("stopped", "failed") and self._asked(self.current.is_requeued):
             # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
             return queued
         # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before
@@ -202,12 +198,12 @@ class SupervisedJob:
             return replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})")
         return queued
 
-    def _is_requeued(self) -> bool:
+    def _asked(self, question: Callable[[], bool]) -> bool:
         try:
-            return self.current.is_requeued()
+            return question()
         except SlurmError as error:
             # The state must be recorded. A job that Slurm has requeued nevertheless continues the run at its start.
-            log.warning("it is unknown whether Slurm has requeued the job: %s", error)
+            log.warning("the state of the job is unknown: %s", error)
             return False
 
 

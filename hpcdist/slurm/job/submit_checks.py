@@ -5,7 +5,6 @@ the folder of runs. All problems are reported at once, each with its key and the
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from hpcdist.config.topology import expand
 from hpcdist.containers.steps import container_problems
 from hpcdist.environments.rank_environment import environment_problems, module_problems, torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
-from hpcdist.host.files import LARGEST, read_json
+from hpcdist.host.files import LARGEST, read_json, user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.run import create
 from hpcdist.slurm import client
@@ -352,10 +351,9 @@ def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
     """Return Slurm's reason, with the key and the user's accounts if it is about the account."""
     if "account" not in reason.lower():
         return reason
-    user = pwd.getpwuid(os.getuid()).pw_name
     setting = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
     try:
-        names = client.user_accounts(user)
+        names = client.user_accounts(user_of(os.geteuid()))
     except SlurmError:
         names = []
     return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")

@@ -31,7 +31,7 @@ SUFFICIENT = ResourceLimits(
     shm_free_bytes=32 * GIB,
     max_files=65536,
     max_processes=65536,
-    locked_bytes=None,
+    locked_bytes=2**60,
     rdma=True,
 )
 
