@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import typer
@@ -85,22 +86,11 @@ def up(
         sudo hpcdist devcluster up --nodes 16
         sudo hpcdist devcluster up --runtime docker
     """
+    given = locals()  # by the names of the settings
     from hpcdist.devcluster import cluster
 
     layout = Layout()
-    asked = {
-        "num_nodes": num_nodes,
-        "cpus_per_node": cpus_per_node,
-        "gpus_per_node": gpus_per_node,
-        "gpu_type": gpu_type,
-        "topology": topology,
-        "expedited_requeue": expedited_requeue,
-        "memory_mb": memory_mb,
-        "proctrack": proctrack,
-        "runtime": runtime,
-        "pyxis_plugin": pyxis_plugin,
-    }
-    changes = {name: value for name, value in asked.items() if value is not None}
+    changes = {one.name: given[one.name] for one in fields(Settings) if given[one.name] is not None}
     caller = os.environ.get("SUDO_USER")
     allowed = [*(users or []), *([caller] if caller else [])]
     cluster.up(layout, changes, users=allowed, install=install, env=os.environ)

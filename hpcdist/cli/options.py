@@ -85,7 +85,6 @@ def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 @_bounded
 def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield names of experiments that have runs."""
     for folder in _experiments(ctx):
         if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
             yield folder.name
@@ -143,7 +142,6 @@ def _into_environment(uri: str | None) -> str | None:
 
 
 def argument(metavar: str, text: str, complete: Completer) -> Any:
-    """Return an argument with completion."""
     return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
 
 
@@ -229,7 +227,6 @@ class ScriptCommand(TyperCommand):
     """A command on `[CONFIG] [KEY=VALUE…] SCRIPT [ARG…]`: no word after a script is an option of hpcdist."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of the command line."""
         start = next((index for index, word in enumerate(args) if word == "--" or _is_script(word)), len(args))
         if start < len(args) and args[start] != "--":
             args = [*args[:start], "--", *args[start:]]
@@ -321,7 +318,6 @@ def wrapped(console: Console, text: str, indent: int) -> str:
 
 
 def exit_code(state: State) -> int:
-    """Return the exit code of a command that ends with a run in this state."""
     if state.status == "failed":
         return 2 if state.rejected else 1
     return 130 if state.status == "cancelled" else 0

@@ -109,10 +109,10 @@ def sync(
     from hpcdist.run.lookup import list_runs, resolve_run
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
-    listing = list_runs(runs_dir)
-    chosen = [resolve_run(name, runs_dir) for name in runs] if runs else listing.runs
-    if listing.note and not runs:
-        say(listing.note)
+    own, note = list_runs(runs_dir)
+    chosen = [resolve_run(name, runs_dir) for name in runs] if runs else own
+    if note and not runs:
+        say(note)
     code, counts = _upload([run for run in chosen if experiment in (None, run.experiment)], verbose=bool(runs))
     if not runs:
         results = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing to upload"
@@ -246,9 +246,9 @@ def cost(
     from hpcdist.run.sweeps import SweepDir
 
     name = named(name, runs_dir)
-    listing = list_runs(runs_dir)
-    runs = [run for run in listing.runs if run.experiment == name]
-    notes = [listing.note] if listing.note and runs else []
+    own, note = list_runs(runs_dir)
+    runs = [run for run in own if run.experiment == name]
+    notes = [note] if note and runs else []
     if not runs:  # not the name of an experiment
         other = resolve(name, runs_dir)
         runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]

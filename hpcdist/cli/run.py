@@ -1,6 +1,4 @@
-"""Commands that start runs or print their configs: `run`, `submit`, `resume`, `config`, and hidden ones that processes
-of hpcdist start.
-"""
+"""Commands that start runs or print their configs: `run`, `submit`, `resume`, `config`, and two hidden ones."""
 
 from __future__ import annotations
 
@@ -156,8 +154,8 @@ def _run_in_container(
     from hpcdist.containers.spec import RUNTIMES
     from hpcdist.run.folder import claim
 
-    is_file = Path(source).expanduser().is_file()
-    spec = _container(source, config, engine, image, is_file=is_file, dry_run=dry_run)
+    file = find_config(source).absolute() if Path(source).expanduser().is_file() else None
+    spec = _container(file, config, engine, image, dry_run=dry_run)
     overrides, variables = without_secrets(overrides)
     spec = replace(spec, env=(*spec.env, *variables))
     # The folders that a config sets, as absolute paths: `~` and relative paths differ inside.
@@ -165,7 +163,7 @@ def _run_in_container(
     chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
     arguments = [
         "run",
-        str(find_config(source).absolute()) if is_file else source,
+        str(file or source),
         *overrides,
         *(f"{key}={folder}" for key, (folder, usual) in chosen.items() if folder != usual),
         *([] if resume is None else ["--resume" if resume else "--new"]),
@@ -183,9 +181,11 @@ def _run_in_container(
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
-def _container(source: str, config: Config, engine: str, image: str, *, is_file: bool, dry_run: bool) -> ContainerSpec:
-    """Return the container with the mounts of a run. Raises UserMistake, or ImageError unless it is a dry run."""
-    from hpcdist.config.document import find_config
+def _container(file: Path | None, config: Config, engine: str, image: str, *, dry_run: bool) -> ContainerSpec:
+    """Return the container with the mounts of a run, whose config is in `file`, or is a shipped one.
+
+    Raises UserMistake, or ImageError unless it is a dry run.
+    """
     from hpcdist.containers.images import find_engine, inspect, local_container, require_driver, require_fit
     from hpcdist.containers.spec import Mount
     from hpcdist.host.machine import versions
@@ -205,7 +205,6 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
         facts = None
         say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
-    own_code = is_file or is_own(config)
     cwd = Path.cwd()
     spec = local_container(
         found.name,
@@ -214,14 +213,14 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
         user_name(),
         config,
         cwd,
-        own_code=own_code,
+        own_code=file is not None or is_own(config),
         num_gpus=Machine.inspect(os.environ).num_gpus,
         env=os.environ,
         rootless_daemon=found.is_rootless_daemon(),
     )
-    for file in filter(None, [find_config(source).absolute() if is_file else None, config.trainer.script_file]):
-        if not file.is_relative_to(cwd):
-            folder = str(file.parent)
+    for one in filter(None, [file, config.trainer.script_file]):
+        if not one.is_relative_to(cwd):
+            folder = str(one.parent)
             spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
     if spec.gpus and facts:
         require_driver(facts, versions().get("driver", ""))
@@ -318,9 +317,9 @@ def submit(
     axes = with_repetitions(sweep, repeat, words)
     if array_parallelism is not None and not axes:
         raise UserMistake("--array-parallelism needs --sweep or --repeat")
+    flags = submission_flags(dependency, begin)
     if axes:
         cells = sweeps.read_sweep(config, words, axes, cluster)
-        flags = submission_flags(dependency, begin)
 
         def check(one: Config) -> None:
             check_submission(one, flags, Path.cwd(), force=force)
@@ -329,7 +328,6 @@ def submit(
             cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
         )
     loaded = create.with_name(load_config(config, words, cluster=cluster))
-    flags = submission_flags(dependency, begin)
     origin = load_origin(config, words, cluster)
     return submit_run(loaded, flags, origin, follow=follow, dry_run=dry_run, test=test, force=force)
 

@@ -1,6 +1,4 @@
-"""Output of the commands on runs: plan, progress and end, the list of runs, the status of one, and following it;
-with rich on a terminal, as plain lines elsewhere.
-"""
+"""Output of the commands on runs, with rich on a terminal, as plain lines elsewhere: plan, progress, status, list."""
 
 from __future__ import annotations
 
@@ -19,18 +17,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
+from rich import progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Column
 from rich.text import Text
 
@@ -48,21 +37,11 @@ from hpcdist.review.explain import explain_attempt, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
+from hpcdist.run import status as run_status
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
-from hpcdist.run.lookup import Listing
 from hpcdist.run.records import script_files
 from hpcdist.run.snapshot import code_state
-from hpcdist.run.status import (
-    RunStatus,
-    StatusWatch,
-    close_if_lost,
-    job_of,
-    query_job,
-    query_jobs,
-    status_from,
-    update_job_starts,
-)
 from hpcdist.run.sweeps import checkpoint_config
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
@@ -129,10 +108,10 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(wrapped(console, text, 4), style), highlight=False, soft_wrap=True)
 
 
-class _Metrics(ProgressColumn):
+class _Metrics(progress.ProgressColumn):
     """The metrics in a progress bar: the only column that is cut on a narrow terminal."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
 
@@ -141,17 +120,17 @@ class RunView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the room that the others leave
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        self._progress = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the room that the others leave
+            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
             _Metrics(),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=console,
             expand=True,
             disable=not console.is_terminal,
         )
-        self._task: TaskID | None = None
+        self._task: progress.TaskID | None = None
         self._next_plain = 0.0
         #: Time and step of the first progress in this attempt, from which the rate is measured.
         self._began: tuple[float, int] | None = None
@@ -166,13 +145,11 @@ class RunView:
         self._progress.stop()
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        """Print the start of an attempt."""
         self._began = None
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
         self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
 
     def note(self, text: str) -> None:
-        """Print a line as it is."""
         _print_line(self._console, text)
 
     def output(self, text: str) -> None:
@@ -230,7 +207,6 @@ _LIVE = {
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return the metrics of a progress line."""
     shown = {name: metrics[key] for key, name in _LIVE.items() if key in metrics}
     return "  ".join(
         f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}" for name, value in shown.items()
@@ -284,19 +260,19 @@ MAX_SHOWN_CHECKPOINTS = 10
 
 
 def read_rows(
-    listing: Listing, experiment: str | None = None, sort: Literal["created", "best"] = "created"
+    runs: Sequence[RunDir], experiment: str | None = None, sort: Literal["created", "best"] = "created"
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each run, and notes on runs that cannot be read.
 
     The newest run is the last one, or with `sort="best"` the best one of each monitored metric.
     """
-    runs = [run for run in listing.runs if experiment in (None, run.experiment)]
-    snapshots = query_jobs(runs, skip_ended=True)
+    runs = [run for run in runs if experiment in (None, run.experiment)]
+    snapshots = run_status.query_jobs(runs, skip_ended=True)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for run in runs:
         try:
-            now = status_from(run, snapshots.get(run.path))
+            now = run_status.status_from(run, snapshots.get(run.path))
             row = {
                 "run": f"{run.experiment}/{run.name}",
                 "folder": str(run.path),
@@ -315,7 +291,7 @@ def read_rows(
     if sort == "best":
         signs = {"min": -1.0}
         rows.sort(key=lambda row: (row["best_metric"] or "", signs.get(row["best_mode"], 1.0) * (row["best"] or 0.0)))
-    return rows, [*notes, *filter(None, [listing.note])]
+    return rows, notes
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:
@@ -341,7 +317,6 @@ def _result_of(run: RunDir) -> dict[str, Any]:
 
 
 def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], runs_dir: Path) -> None:
-    """Print a table of runs, then the notes."""
     is_wide = console.width >= 140
     metrics, units = ({row[key] for row in rows if row[key]} for key in ("best_metric", "unit"))
     table: list[list[str | Text]] = []
@@ -396,8 +371,8 @@ def _last_part(metric: str) -> str:
 
 def read_status(run: RunDir) -> dict[str, Any]:
     """Return the status of a run as a JSON document; facts that a run does not have are None."""
-    snapshot = query_job(run)
-    now = status_from(run, snapshot)
+    snapshot = run_status.query_job(run)
+    now = run_status.status_from(run, snapshot)
     state = now.state
     slurm = None
     if snapshot is not None:
@@ -405,7 +380,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
         slurm = snapshot.info.describe(time.time()) if snapshot.info else unknown
     if snapshot is not None and now.name != "running":
         with suppress(HpcdistError, OSError):  # the folder of another user
-            update_job_starts(run)  # for the causes of the attempts
+            run_status.update_job_starts(run)  # for the causes of the attempts
     ended = []
     with suppress(RunFolderError, OSError):
         attempts = read_attempts(run, state, read_checkpoints(run)) if state.attempt else ()
@@ -438,7 +413,6 @@ def read_status(run: RunDir) -> dict[str, Any]:
 
 
 def show_status(console: Console, run: RunDir) -> None:
-    """Print the status of a run."""
     found = read_status(run)
     status, restarts = found["status"], found["restarts"]
     rows = {
@@ -485,7 +459,7 @@ def follow_to_end(run: RunDir, config: Config) -> int:
     """Follow a run until it ends, and upload an own one where its job does not. Returns the exit code."""
     from hpcdist.supervisor import children
 
-    uploads = job_of(run) is not None and is_mine(run.path)
+    uploads = run_status.job_of(run) is not None and is_mine(run.path)
     uploading = children.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
     try:
         with uploading:
@@ -512,7 +486,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()
-    watch = StatusWatch() if follow else None
+    watch = run_status.StatusWatch() if follow else None
     while True:
         # The status is read before the log: lines written in between are read in the next round.
         ended = watch is None or watch.poll([run])[0].final
@@ -544,7 +518,7 @@ def _log_of(attempt: Attempt, rank: int | None) -> Path:
 
 def follow(console: Console, run: RunDir) -> State:
     """Show a run's states and progress until its end, which is recorded if nobody else has. Returns its last state."""
-    watch = StatusWatch()
+    watch = run_status.StatusWatch()
     waiting = Event()
     shown_line, shown_error, num_shown = "", "", 0
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
@@ -567,12 +541,12 @@ def follow(console: Console, run: RunDir) -> State:
             num_shown = len(stragglers)
             waiting.wait(POLL_S)
     if found.name == "lost" and is_mine(run.path):
-        close_if_lost(run)
+        run_status.close_if_lost(run)
         return run.read_state()
     return found.state
 
 
-def _status_line(found: RunStatus) -> str:
+def _status_line(found: run_status.RunStatus) -> str:
     """Return the status line; a new one is printed when it changes."""
     facts, name = found.facts, found.name
     parts = [found.reason] if found.reason else []
@@ -585,7 +559,7 @@ def _status_line(found: RunStatus) -> str:
     return sentence_of(name, "; ".join(parts))
 
 
-def _expected_start(found: RunStatus) -> str:
+def _expected_start(found: run_status.RunStatus) -> str:
     """Return Slurm's estimate of the start, which changes too often to print a new line for it."""
     facts = found.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():

@@ -44,7 +44,9 @@ def runs(
     from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
-    rows, notes = read_rows(list_runs(runs_dir), experiment, sort)
+    found, note = list_runs(runs_dir)
+    rows, notes = read_rows(found, experiment, sort)
+    notes += [note] if note else []
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
@@ -63,22 +65,22 @@ def status(
     """
     from hpcdist.cli.run_views import read_status, show_status
     from hpcdist.run.lookup import resolve
-    from hpcdist.run.sweeps import SweepDir, checkpoint_config
+    from hpcdist.run.sweeps import SweepDir
 
     found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import show_cells
         from hpcdist.review.description import read_sweep_facts
 
-        cells = list(zip([str(cell["label"]) for cell in found.read()["cells"]], found.cells(), strict=True))
         if as_json:
-            made = [{"label": label} | read_status(cell) for label, cell in cells if os.path.lexists(cell.config)]
             facts = read_sweep_facts(found, found.read_state())
+            cells = zip(facts.cells, found.cells(), strict=True)
+            made = [{"label": one.label} | read_status(run) for one, run in cells if os.path.lexists(run.config)]
             settings = [asdict(one) | {"text": one.text} for one in facts.settings]
             document = {"sweep": found.name, "metric": facts.monitor, "settings": settings, "cells": made}
             say(json.dumps(document, indent=2))
         else:
-            show_cells(found, cells, checkpoint_config([cell for _, cell in cells]).monitor)
+            show_cells(found)
     elif as_json:
         say(json.dumps(read_status(found), indent=2))
     else:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
-    """Print the cells of a sweep and which of them run now."""
     num = sum(choice.runs for choice in choices)
     say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
     for index, choice in enumerate(choice for choice in choices if choice.runs):
@@ -44,8 +43,7 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Print the final table of a sweep. Returns the exit code of the command."""
-    cells = [(choice.cell.label, choice.run) for choice in choices]
-    names = show_cells(SweepDir(sweep.folder), cells, sweep.cells[0].config.checkpoint.monitor)
+    names = show_cells(SweepDir(sweep.folder), [choice.run.name for choice in choices])
     if set(names) != {"finished"}:
         say("run the same command again for missing and failed cells")
     if {"failed", "lost", "unreadable"} & set(names):
@@ -53,36 +51,35 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     return 130 if "cancelled" in names else 0
 
 
-def show_cells(sweep: SweepDir, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
-    """Print the label, status and newest metric of cells, some of which may not exist yet, and the settings of a sweep
-    over seeds. Returns the statuses.
+def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
+    """Print the status, last step and best value of cells, and the settings of a sweep over seeds.
+
+    Returns the statuses. By default all cells are shown, else those with the names in `only`.
     """
-    from hpcdist.review.description import common_metric, read_sweep_facts
+    from hpcdist.review.description import read_sweep_facts
     from hpcdist.review.facts import last_beat
 
-    beats = [last_beat(run) for _, run in cells]
-    metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
+    facts = read_sweep_facts(sweep, sweep.read_state())
+    value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
     names, rows = [], []
-    for (label, run), beat in zip(cells, beats, strict=True):
+    for cell in facts.cells:
+        if only and cell.name not in only:
+            continue
+        run, name, reason = RunDir(sweep.path.parent / cell.name), cell.status, "not started yet"
         try:
-            exists = os.path.lexists(run.path / "state.json")
-            name = status_of(run).name if exists else "missing"
-            reason = run.read_state().reason if exists else "not started yet"
+            if name != "missing":
+                now = status_of(run)
+                name, reason = now.name, now.reason
         except (RunFolderError, OSError) as error:
             name, reason = "unreadable", str(error)
         names.append(name)
-        value = beat.get("metrics", {}).get(metric)
-        number = "" if value is None else f"{value:.6g}"
-        numbers = [number] if metric else []
-        rows.append((label, name, str(beat.get("step", "")), *numbers, reason))
-    head = ("cell", "status", "step", *([metric] if metric else []), "reason")
+        numbers = ["" if cell.metric is None else f"{cell.metric:.6g}"] if facts.monitor else []
+        rows.append((cell.label, name, str(last_beat(run).get("step", "")), *numbers, reason))
+    head = ("cell", "status", "step", *([value] if facts.monitor else []), "reason")
     print_table(console(), head, rows, title=sweep.name, num_whole=1)
-    facts = read_sweep_facts(sweep, sweep.read_state())
-    shown = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
-    if any(value for _, value, _ in shown):
-        title = "mean ± s.d. (number of seeds)"
-        value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
-        print_table(console(), ("setting", value, "cells"), shown, title=title)
+    if any(one.values for one in facts.settings):
+        settings = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
+        print_table(console(), ("setting", value, "cells"), settings, title="mean ± s.d. (number of seeds)")
     counts = Counter(names)
     say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names
@@ -315,8 +312,6 @@ def _version(run: RunDir) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A cell, its folder, and whether it must run now."""
-
     cell: Cell
     run: RunDir
     runs: bool

@@ -1,6 +1,4 @@
-"""All keys with type, default and documentation: as a list read from the source of the dataclasses, and as the JSON
-Schema with which editors complete a config.
-"""
+"""All keys with type, default and documentation: as a list, and as the JSON Schema for editors."""
 
 from __future__ import annotations
 

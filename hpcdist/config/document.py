@@ -1,6 +1,4 @@
-"""Config files, by path or by name: their YAML as plain containers, the short forms of sections, and the texts that a
-config cannot contain.
-"""
+"""Config files: their YAML as plain containers, short forms of sections, and texts that a config cannot contain."""
 
 from __future__ import annotations
 

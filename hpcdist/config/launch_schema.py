@@ -1,9 +1,8 @@
-"""The sections of a config on resources and start of the ranks: cluster, container, environment, checkpoints, tracking,
-launch, notifications, preflight; with the checks that sections share.
-"""
+"""The sections of a config on resources and start of the ranks, and the checks that sections share."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +20,7 @@ _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 #: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
 MAX_RANKS, MAX_PER_NODE = 262_144, 1024
 _PRICE = re.compile(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)")
+_BOUNDS = {"least": (">=", operator.ge), "above": (">", operator.gt), "most": ("<=", operator.le)}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -39,15 +39,10 @@ class ConfigSection:
         problems = []
         for one in fields(self):
             value = getattr(self, one.name)
-            least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
-            if value is None:
-                continue
-            if least is not None and not value >= least:
-                problems.append(f"{one.name} must be >= {least:g}, got {value}")
-            if above is not None and not value > above:
-                problems.append(f"{one.name} must be > {above:g}, got {value}")
-            if most is not None and not value <= most:
-                problems.append(f"{one.name} must be <= {most}, got {value}")
+            for name, (sign, holds) in _BOUNDS.items():
+                bound = one.metadata.get(name)
+                if value is not None and bound is not None and not holds(value, bound):
+                    problems.append(f"{one.name} must be {sign} {bound:g}, got {value}")
         if problems := problems + self.problems():
             raise ValueError("\n".join(problems))
 

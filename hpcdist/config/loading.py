@@ -1,6 +1,4 @@
-"""From YAML and `key=value` overrides to a frozen `Config`, with all mistakes reported at once, absolute paths, and the
-checks that involve several sections.
-"""
+"""From YAML and `key=value` overrides to a frozen `Config`, with all mistakes reported at once."""
 
 from __future__ import annotations
 
@@ -16,23 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config import document
 from hpcdist.config.conversion import as_written, convert, exact
 from hpcdist.config.describe import all_keys
-from hpcdist.config.document import (
-    MAX_DEPTH,
-    TYPED_GPUS,
-    escaped,
-    expand_short_forms,
-    find_config,
-    flat,
-    insert,
-    leaves,
-    parse_texts,
-    parse_value,
-    read_document,
-    split_gpus,
-    unfit_values,
-)
 from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
@@ -59,28 +43,31 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
     those of `cluster` the profile's path.
     """
-    path = find_config(source)
-    tree, origins = _read_yaml(path), Origins()
-    if cluster is not None:
-        site = find_config(cluster, "cluster")
-        origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
+    path, tree, origins = _sources(source, cluster)
     return _with_overrides(tree, overrides, str(path), origins, Path.cwd())
 
 
-def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> list[str]:
+def written_keys(source: str | Path, overrides: Sequence[str], *, cluster: str | Path | None) -> list[str]:
     """Return the dotted keys that `load_config` does not take from the defaults."""
-    tree = _read_yaml(find_config(source))
+    _, tree, _ = _sources(source, cluster)
+    document.expand_short_forms(tree)
+    return list(dict.fromkeys([*document.flat(tree), *(text.partition("=")[0] for text in overrides)]))
+
+
+def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], Origins]:
+    path, origins = document.find_config(source), Origins()
+    tree = _read_yaml(path)
     if cluster is not None:
-        _add_profile(tree, _read_profile(find_config(cluster, "cluster")))
-    expand_short_forms(tree)
-    return list(dict.fromkeys([*flat(tree), *(text.partition("=")[0] for text in overrides)]))
+        site = document.find_config(cluster, "cluster")
+        origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
+    return path, tree, origins
 
 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
     """Add the values of a site's profile that a config does not set itself. Returns their dotted keys."""
     added: list[str] = []
     for section in (tree.get("cluster"), profile):
-        split_gpus(section)
+        document.split_gpus(section)
 
     def with_theirs(section: str, mine: Any, theirs: Any) -> Any:
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -121,7 +108,7 @@ def load_run_config(
     with _hidden_values(tree):
         if config is not None and not overrides:
             return _resolve(replace(config, secret_texts=secrets), source)
-        config = _with_overrides(escaped(tree), overrides, source, Origins())
+        config = _with_overrides(document.escaped(tree), overrides, source, Origins())
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
@@ -129,7 +116,7 @@ def _with_overrides(
     tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
 ) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
-    split_gpus(tree.get("cluster"))
+    document.split_gpus(tree.get("cluster"))
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)
         try:
@@ -170,11 +157,11 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    return files.unstamped(as_written(*read_document(path)), path)
+    return files.unstamped(as_written(*document.read_document(path)), path)
 
 
 def _read_profile(path: Path) -> dict[str, Any]:
-    tree, texts = read_document(path)
+    tree, texts = document.read_document(path)
     tree = as_written({"cluster": tree}, {"cluster": texts})["cluster"]
     return files.unstamped(as_written(tree, texts), path)  # for its section `container`
 
@@ -182,13 +169,13 @@ def _read_profile(path: Path) -> dict[str, Any]:
 def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Config:
     """Return the config of plain containers, with interpolations resolved. Raises ConfigError."""
     problems = list(malformed)
-    expand_short_forms(tree)
-    if unfit := list(unfit_values(tree)):
+    document.expand_short_forms(tree)
+    if unfit := list(document.unfit_values(tree)):
         raise ConfigError(*problems, *unfit, source=source)
     merged = _overlay(_defaults(), tree)
     secret_texts: SecretTexts = {}
     resolved = _interpolated(merged, problems, secret_texts)
-    split_gpus(resolved.get("cluster"))
+    document.split_gpus(resolved.get("cluster"))
     config, mistakes = convert(resolved)
     for mistake in mistakes:
         problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
@@ -214,15 +201,15 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
         elif raw == REDACTED:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
-        elif len(path := key.split(".")) > MAX_DEPTH:
-            problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
+        elif len(path := key.split(".")) > document.MAX_DEPTH:
+            problems.append(f"{shown(key)}: nested more than {document.MAX_DEPTH} levels deep")
         else:
             created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
             origins[".".join(path[:created])] = _COMMAND_LINE
-            if path[-1] == "gpus_per_node" and (typed := re.fullmatch(TYPED_GPUS, raw)):
-                insert(tree, [*path[:-1], "gpu_type"], typed[1])
+            if path[-1] == "gpus_per_node" and (typed := re.fullmatch(document.TYPED_GPUS, raw)):
+                document.insert(tree, [*path[:-1], "gpu_type"], typed[1])
                 raw = typed[2]
-            if not insert(tree, path, _override_value(path, raw)):
+            if not document.insert(tree, path, _override_value(path, raw)):
                 problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
@@ -263,17 +250,17 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
         warnings.simplefilter("ignore", UserWarning)  # OmegaConf 2.4 has another name for it, which differs in 2.3
         OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
     found: dict[str, Any] = {}
-    for path, value in leaves(tree):
+    for path, value in document.leaves(tree):
         try:
             if "${" in str(value):
                 OmegaConf.create([value])
-            insert(found, path, value)
+            document.insert(found, path, value)
         except (GrammarParseError, RecursionError):  # its message repeats the text
             problems.append(f"{'.'.join(path)}: malformed interpolation")
     config = OmegaConf.create(found)
     resolved: dict[str, Any] = {}
     own = named_secrets(found)
-    for path, value in leaves(found):
+    for path, value in document.leaves(found):
         if "${" in str(value):
             key = ".".join(path)
             try:
@@ -292,13 +279,13 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
             if isinstance(value, dict) and _at(_defaults(), path):
                 problems.append(f"{key} is a section: give it keys, got {shown(value)}")
                 continue
-        insert(resolved, path, value)
+        document.insert(resolved, path, value)
     return resolved
 
 
 def _override_value(path: Sequence[str], text: str) -> Any:
-    value = parse_value(text)
-    texts = text if isinstance(value, str) else parse_texts(text)
+    value = document.parse_value(text)
+    texts = text if isinstance(value, str) else document.parse_texts(text)
     for part in reversed(path):
         value, texts = {part: value}, {part: texts}
     return _at(as_written(value, texts), path)
@@ -380,7 +367,7 @@ def _resolve(config: Config, source: str) -> Config:
     changes["container"] = replace(container, image=image, mounts=mounts)
     config = replace(config, **changes)
     if not problems:
-        problems = [*unfit_values(to_tree(config)), *cross_check(config)]
+        problems = [*document.unfit_values(to_tree(config)), *cross_check(config)]
     if problems:
         raise ConfigError(*problems, source=source)
     return config

@@ -1,5 +1,4 @@
-"""The keys of a config with type, default and documentation; `launch_schema.py` and the packages of the trainers have
-the other sections.
+"""The keys of a config; `launch_schema.py` and the packages of the trainers have the other sections.
 
 The sections are frozen dataclasses that need only the standard library. `config/loading.py` fills them from YAML and
 the command line. The string under a field is its documentation (`hpcdist config --schema`).

@@ -1,6 +1,4 @@
-"""Rank, world size, role and master address of a rank, read from the environment variables of the launcher, and the
-roles of a run's ranks; Slurm's lists of nodes and tasks.
-"""
+"""Rank, world size, role and master address of a rank from the launcher's environment; Slurm's lists of nodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A config as a run folder stores it: YAML with redacted secrets, the variables that restore them, and the parameters
-that a trainer of the user's own declares.
-"""
+"""A config as a run folder stores it, with redacted secrets, and the parameters that a user's trainer declares."""
 
 from __future__ import annotations
 
@@ -19,17 +17,8 @@ from typing import Any, TypeVar, cast, get_origin, get_type_hints
 import yaml
 
 import hpcdist
+from hpcdist.config import document
 from hpcdist.config.conversion import Mistake, convert, convert_section, default_of
-from hpcdist.config.document import (
-    StrictLoader,
-    expand_short_forms,
-    flat,
-    insert,
-    leaves,
-    parse,
-    parse_value,
-    read_text,
-)
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
 from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
 from hpcdist.errors import ConfigError, shown, suggestion
@@ -58,11 +47,11 @@ def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
     With `section` only that one, if the file has it as hpcdist writes it.
     """
     try:
-        text = read_text(path, MAX_WRITTEN_BYTES)
+        text = document.read_text(path, MAX_WRITTEN_BYTES)
         if section and f"\n{section}:\n" in text:
             parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
             text = "".join(part for part in parts if part.startswith(("format:", f"{section}:")))
-        tree = parse(text, StrictLoader)
+        tree = document.parse(text, document.StrictLoader)
     except ValueError as error:
         raise ConfigError(f"cannot be read: {str(error)[:200]}", source=str(path)) from error
     if not isinstance(tree, dict):
@@ -95,12 +84,12 @@ def read_section(path: Path, name: str, kind: type[S]) -> S:
 def read_stored(path: Path) -> StoredConfig:
     """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know."""
     tree = stored_tree(path)
-    expand_short_forms(tree)
+    document.expand_short_forms(tree)
     config, mistakes = convert(tree)
     pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]
     unknown = [key for key, value in pairs if not is_redacted(value)]
     problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"
-    return StoredConfig(config=config, values=flat(tree), problem=problem[:_MAX_PROBLEM] if unknown else "")
+    return StoredConfig(config=config, values=document.flat(tree), problem=problem[:_MAX_PROBLEM] if unknown else "")
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -109,7 +98,7 @@ def redacted(config: Config) -> dict[str, Any]:
 
 
 def flat_values(config: Config) -> dict[str, Any]:
-    return flat(redacted(config))
+    return document.flat(redacted(config))
 
 
 def redacted_argument(text: str) -> str:
@@ -117,15 +106,15 @@ def redacted_argument(text: str) -> str:
     key, equals, raw = text.partition("=")
     if equals and not key.startswith("-"):
         tree: dict[str, Any] = {}
-        insert(tree, key.split("."), parse_value(raw))
+        document.insert(tree, key.split("."), document.parse_value(raw))
         if redact_tree(tree) != tree:
             text = f"{key}={REDACTED}"
     return redact_text(text)
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    clean = dict(leaves(redacted(config)))
-    return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
+    clean = dict(document.leaves(redacted(config)))
+    return [path for path, value in document.leaves(to_tree(config)) if clean[path] != value]
 
 
 def secrets_of(config: Config) -> dict[str, str]:
@@ -134,7 +123,7 @@ def secrets_of(config: Config) -> dict[str, str]:
     That of `notify.webhook` is HPCDIST_NOTIFY_WEBHOOK.
     """
     tree = to_tree(config)
-    values = dict(leaves(tree))
+    values = dict(document.leaves(tree))
     return {
         _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
         for path in secret_keys(config)
@@ -151,7 +140,7 @@ def restore_secrets(
         require: whether a missing variable is an error; otherwise the value stays `***`.
     """
     problems, restored = [], {}
-    for path, value in list(leaves(tree)):
+    for path, value in list(document.leaves(tree)):
         key, name = ".".join(path), _variable(path, tree)
         if not is_redacted(value) or key in without:
             continue
@@ -162,13 +151,13 @@ def restore_secrets(
                     text = json.loads(text)
                 except ValueError:
                     raise ConfigError(f"{name} in the environment must hold JSON, such as 3 or [1, 2]") from None
-            insert(tree, path, text)
+            document.insert(tree, path, text)
             restored[path] = value, text
         elif require:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(*problems, source=source)
-    clean = dict(leaves(redact_tree(tree)))
+    clean = dict(document.leaves(redact_tree(tree)))
     return {path: hidden_texts(*pair) for path, pair in restored.items() if clean.get(path) != pair[0]}
 
 

@@ -141,11 +141,8 @@ def _image(facts: RunFacts) -> str:
         words.append(f"digest {facts.image_digest}{partial}")
     elif facts.image_build:
         words.append(f"build {facts.image_build[:12]}")
-        words += [f"built from {facts.image_base}"] if facts.image_base else []
     if facts.image or len(words) > 1:
         return ", ".join(words)
-    if facts.container_runtime:
-        return f"not recorded; the run used a container of {facts.container_runtime}"
     return "none, without a container" if facts.stored.values.get("container.runtime") == "none" else ""
 
 

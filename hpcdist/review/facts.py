@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import sys
@@ -42,6 +43,7 @@ class CheckpointFacts:
     step: int
     created: float | None = None  #: seconds since the epoch
     metrics: Mapping[str, float]  #: finite metrics of an evaluation at this step; empty without one
+    sha256: str = ""  #: of the list of the files' hashes, in the format of the command `sha256sum *.pt`
 
 
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
@@ -52,7 +54,10 @@ def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
             named = _mapping(manifest.get("metrics")).items()
             metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
             created = finite_number(manifest.get("created"))
-            found.append(CheckpointFacts(path=path, step=step, created=created, metrics=metrics))
+            files = sorted(_mapping(manifest.get("files")).items())
+            hashes = "".join(f"{_mapping(about).get('sha256')}  {name}\n" for name, about in files)
+            sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+            found.append(CheckpointFacts(path=path, step=step, created=created, metrics=metrics, sha256=sha256))
     return tuple(found)
 
 
@@ -263,8 +268,6 @@ class RunFacts:
     image: str = ""  #: container image of the ranks; empty without containers
     image_digest: str = ""
     image_build: str = ""  #: hash of the inputs of an image of hpcdist
-    image_base: str = ""  #: digest, id or name of the image on which an image of hpcdist is based
-    container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
     stored: StoredConfig = field(default_factory=StoredConfig)
     parameters: Mapping[str, Any] = field(default_factory=dict)  #: those that apply, with a script's arguments
@@ -377,7 +380,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         name: _text(record.get(name))
         for record, names in (
             (environment, ("user", "host", "launcher", "command", "git_commit")),
-            (image, ("image", "image_digest", "image_build", "image_base", "container_runtime")),
+            (image, ("image", "image_digest", "image_build")),
             (mlflow, ("run_id", "experiment_id")),
             (code, ("cwd",)),
         )

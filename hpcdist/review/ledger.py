@@ -232,7 +232,6 @@ class Ledger:
 
     @property
     def allocated_s(self) -> float:
-        """Resource-seconds."""
         return sum(self.seconds.values())
 
     @property
@@ -253,7 +252,6 @@ class Ledger:
 
     @property
     def energy_text(self) -> str:
-        """The measured energy; empty without a sensor."""
         return "" if self.energy_kwh is None else f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
 
     @property

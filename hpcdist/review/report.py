@@ -95,7 +95,6 @@ def environment() -> jinja2.Environment:
 
 
 def marked_code(text: str) -> Markup:
-    """Return a text as HTML, with the parts between backticks as code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick without its end
         return escape(text)
@@ -163,7 +162,6 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
 
 
 def render_sweep(sweep: SweepDir) -> str:
-    """Return the report of a sweep as HTML."""
     facts, runs = description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}

@@ -34,8 +34,6 @@ DEFAULT_PROFILE_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class LiveCommand:
-    """The content of a command file."""
-
     action: Action
     by: str = "unknown"  #: name of a user, or `MLflow`
     num_steps: int = DEFAULT_PROFILE_STEPS  #: steps of a profile

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config.schema import Config
@@ -20,34 +20,20 @@ log = logging.getLogger(__name__)
 _LONGEST = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """Runs of the current user below a `runs_dir`, in the order of their names."""
-
-    runs: list[RunDir]
-    num_others: int  #: number of run folders of other users
-
-    @property
-    def note(self) -> str:
-        if not self.num_others:
-            return ""
-        folders = "folders" if self.num_others > 1 else "folder"
-        return f"{self.num_others} run {folders} of other users skipped: `hpcdist status RUN` shows one by its name"
-
-
-def list_runs(runs_dir: Path) -> Listing:
-    """Return all runs of the current user. Folders of other users are counted, but not read."""
+def list_runs(runs_dir: Path) -> tuple[list[RunDir], str]:
+    """Return all runs of the current user by name, and a note on folders of other users, which are not read."""
     runs, num_others = [], 0
     for folder in _folders(runs_dir):
         if not is_mine(folder):
             num_others += _is_run(folder) or not os.access(folder, os.X_OK)
         elif _is_run(folder):
             runs.append(RunDir(folder))
-    return Listing(runs=runs, num_others=num_others)
+    others = f"{num_others} run folder{'s' * (num_others > 1)} of other users"
+    return runs, f"{others} skipped: `hpcdist status RUN` shows one by its name" if num_others else ""
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:
-    return list_runs(runs_dir).runs
+    return list_runs(runs_dir)[0]
 
 
 def resolve(text: str, runs_dir: Path) -> RunDir:

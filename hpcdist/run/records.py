@@ -1,6 +1,4 @@
-"""The small records of a run folder: times, resources, data and model of an attempt, checkpoints, secrets, origin,
-the repeated run, a resume's changed config, parameters.
-"""
+"""The small records of a run folder: times, resources, data, checkpoints, secrets, origin, rank, parameters."""
 
 from __future__ import annotations
 
@@ -36,8 +34,6 @@ _MAX_READ_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShare:
-    """GPUs or cores of one node that a run has."""
-
     allocated: float  #: number of GPUs or cores
     share: float  #: number of them that each of the ranks below uses
     ranks: list[int]  #: ranks on the node that use them
@@ -236,8 +232,6 @@ class DatasetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    """The content of `training.json`."""
-
     first_step: int = 0  #: steps done when the attempt began: that of the restored checkpoint
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
@@ -263,7 +257,6 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
 
 
 def devices_of(run: RunDir) -> str:
-    """Return the devices of the newest attempt that has recorded them."""
     records = map(read_training, reversed(run.attempts()))
     return next((record.devices for record in records if record is not None and record.devices), "")
 
@@ -493,8 +486,6 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
 
 @dataclass(frozen=True, kw_only=True)
 class RerunRecord:
-    """The content of `rerun.json`."""
-
     name: str  #: of the original run
     folder: str = ""  #: its run folder; empty if it was read from MLflow
     run_id: str = ""  #: of MLflow; empty if it was never uploaded

@@ -1,6 +1,4 @@
-"""The code of a run: the tree that holds it, its snapshot in the run folder without secrets, a description of its
-origin, and its restoration for a rerun.
-"""
+"""The code of a run: the tree that holds it, its snapshot without secrets, its origin, its restoration for a rerun."""
 
 from __future__ import annotations
 
@@ -254,8 +252,6 @@ MAX_LINKS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class CodeState:
-    """Origin of a run's code."""
-
     cwd: str  #: folder in which the run was started
     root: str  #: top of the git work tree around it, or `cwd`
     git_commit: str | None
@@ -364,7 +360,6 @@ def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
 
 
 def _ignored(top: Path) -> set[Path]:
-    """Return the files that the `.gitignore` of a folder outside of git excludes."""
     if not (top / ".gitignore").is_file() or shutil.which("git") is None:
         return set()
     with tempfile.TemporaryDirectory() as folder:
@@ -490,8 +485,6 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CodeSource:
-    """Where the code of a recorded run is taken from."""
-
     recorded: CodeState
     patch: bytes = b""  #: uncommitted changes of the recorded run
     copy: Path | None = None  #: the copy in its run folder

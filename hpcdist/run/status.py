@@ -150,8 +150,6 @@ QUERY_UNAVAILABLE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Status of one run at one moment."""
-
     name: str  #: the status in `state.json`, or `queued`, or `lost`: the supervisor died without recording an end
     state: State
     final: bool  #: the status cannot change unless a user resumes the run

@@ -41,8 +41,6 @@ _MAX_CELL = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of a sweep."""
-
     name: str  #: name of the run
     label: str  #: name of its MLflow run: `lr=0.1 seed=2`
     values: dict[str, Any]  #: value in the config of each swept key

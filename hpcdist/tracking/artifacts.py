@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +16,11 @@ import yaml
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host import retry
-from hpcdist.host.files import read_json_value, stays_inside
-from hpcdist.review.facts import best_checkpoint, finite_number, read_checkpoints
+from hpcdist.host.files import stays_inside
+from hpcdist.review.facts import CheckpointFacts, best_checkpoint, finite_number, read_checkpoints
 from hpcdist.review.text import PATCH
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
+from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.tracking.journal import clean_metric_name
 from hpcdist.tracking.mlflow_client import (
     MlflowRun,
@@ -219,20 +217,6 @@ _EXTERNAL_TAG = "mlflow.model.isExternal"
 _MODELS_PAGE = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptCheckpoint:
-    folder: Path
-    step: int
-    created_ms: int
-    sha256: str  #: of the list of the files' hashes, in the format of the command `sha256sum *.pt`
-    metrics: Mapping[str, float]  #: finite ones, by their names in MLflow
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The identity: checkpoints of different steps may have the same content."""
-        return str(self.step), self.sha256
-
-
 def manifests(run: RunDir) -> dict[str, str]:
     """Return the complete checkpoint folders, each with a text that changes with its manifest."""
     found = {}
@@ -242,25 +226,6 @@ def manifests(run: RunDir) -> dict[str, str]:
         if (mark := fingerprint(path)) and stays_inside(path, run.path):
             found[folder.name] = mark
     return found
-
-
-def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
-    """Return the checkpoint in a folder; None if it has just been removed or its manifest is damaged."""
-    path = folder / MANIFEST_FILE
-    try:
-        raw = retry.retry(lambda: read_json_value(path), path)
-        files = sorted((str(name), str(one["sha256"])) for name, one in raw["files"].items())
-        metrics = {clean_metric_name(key): finite_number(value) for key, value in raw["metrics"].items()}
-        return KeptCheckpoint(
-            folder=folder,
-            step=int(raw["step"]),
-            created_ms=int(1000 * raw["created"]),
-            sha256=hashlib.sha256("".join(f"{sha}  {name}\n" for name, sha in files).encode()).hexdigest(),
-            metrics={key: value for key, value in metrics.items() if value is not None},
-        )
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        log.debug("checkpoint %s is not logged as a model: %s", folder, error)
-        return None
 
 
 #: Metric → step → the run's first point at the step.
@@ -293,10 +258,11 @@ class CheckpointModels:
         found = manifests(self._run)
         if found == self._done or not self._is_supported:
             return False
-        all_kept = {name: read_checkpoint(self._run.checkpoints / name) for name in found}
+        # A damaged manifest has no time.
+        known = [one for one in read_checkpoints(self._run) if one.path.name in found and one.created is not None]
         try:
             with translated(self._mlflow.uri):
-                self._update(found, {name: kept for name, kept in all_kept.items() if kept is not None}, all_sent)
+                self._update(found, known, all_sent)
         except TrackingError as error:
             self._models = None  # a request without a response may have been executed
             if not is_unsupported(error):
@@ -307,14 +273,14 @@ class CheckpointModels:
 
     def log_final_metrics(self, model_id: str, last_step: int) -> None:
         """Give the final model the metrics of the newest checkpoint, unless that is older than the last logged step."""
-        newest = next(reversed(manifests(self._run)), None)
-        kept = read_checkpoint(self._run.checkpoints / newest) if newest is not None else None
+        newest = next(reversed(manifests(self._run)), "")
+        kept = next((one for one in read_checkpoints(self._run) if one.path.name == newest), None)
         if kept is not None and kept.step >= last_step:
             with translated(self._mlflow.uri):
                 model = self._mlflow.client.get_logged_model(model_id)
                 self._log_metrics(model, kept, {}, all_sent=True)
 
-    def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], all_sent: bool) -> None:
+    def _update(self, found: Mapping[str, str], kept: Sequence[CheckpointFacts], all_sent: bool) -> None:
         if self._models is None:
             search, of_run = self._mlflow.client.search_logged_models, f"source_run_id = '{self._mlflow.run_id}'"
             self._models = {
@@ -323,22 +289,31 @@ class CheckpointModels:
                 if _SHA_TAG in model.tags
             }
         histories: _Histories = {}
-        for name, one in kept.items():
+        # Checkpoints of different steps may have the same content.
+        keys = {(str(one.step), one.sha256): one for one in kept}
+        for key, one in keys.items():
             # A model that is complete according to an earlier call, but not in MLflow, was deleted there by a user.
+            name = one.path.name
             if self._done.get(name) != found[name]:
-                if one.key not in self._models:
-                    self._models[one.key] = self._create(one)
-                if self._log_metrics(self._models[one.key], one, histories, all_sent=all_sent):
+                if key not in self._models:
+                    self._models[key] = self._create(one)
+                if self._log_metrics(self._models[key], one, histories, all_sent=all_sent):
                     self._done[name] = found[name]
-        for key in self._models.keys() - {one.key for one in kept.values()}:
+        unread = found.keys() - {one.path.name for one in kept}  # perhaps for a moment only
+        steps = {str(step_of(Path(name))) for name in unread}
+        for key in [key for key in self._models if key not in keys and key[0] not in steps]:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
                 self._mlflow.client.delete_logged_model(self._models[key].model_id)
             del self._models[key]
         for name in self._done.keys() - found.keys():
             del self._done[name]
 
-    def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
-        step, path, name = str(kept.step), clean_text(str(kept.folder)), clean_text(kept.folder.parents[1].name)
+    def _create(self, kept: CheckpointFacts) -> entities.LoggedModel:
+        step, path, name = (
+            str(kept.step),
+            clean_text(str(kept.path)),
+            clean_text(kept.path.parents[1].name),
+        )
         note = _CHECKPOINT.format(step=step, path=path, name=name)
         model = self._mlflow.client.create_logged_model(
             self._mlflow.experiment_id,
@@ -353,7 +328,7 @@ class CheckpointModels:
         return model
 
     def _log_metrics(
-        self, model: entities.LoggedModel, kept: KeptCheckpoint, histories: _Histories, *, all_sent: bool
+        self, model: entities.LoggedModel, kept: CheckpointFacts, histories: _Histories, *, all_sent: bool
     ) -> bool:
         """Log the metrics that the model lacks, and set its status to ready. Returns whether it has all metrics.
 
@@ -363,14 +338,16 @@ class CheckpointModels:
         """
         client, run_id = self._mlflow.client, self._mlflow.run_id
         logged = {metric.key for metric in model.metrics or ()}
-        missing = {key: value for key, value in kept.metrics.items() if key not in logged}
+        own_metrics = {clean_metric_name(key): value for key, value in kept.metrics.items()}
+        missing = {key: value for key, value in own_metrics.items() if key not in logged}
         metrics = []
         for key, value in missing.items():
             if key not in histories:  # one request for all checkpoints
                 histories[key] = {point.step: point for point in reversed(client.get_metric_history(run_id, key))}
             own = histories[key].get(kept.step)
             if own is not None or all_sent:
-                point = (own.value, own.timestamp) if own is not None else (value, kept.created_ms)
+                saved_ms = int(1000 * (kept.created or 0.0))
+                point = (own.value, own.timestamp) if own is not None else (value, saved_ms)
                 metrics.append(entities.Metric(key, *point, kept.step, model_id=model.model_id))
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)

@@ -1,6 +1,4 @@
-"""Upload of one run to MLflow in passes, each of which continues where the last one ended: metrics, what the ranks'
-code has logged, the ledger, the report.
-"""
+"""Upload of one run to MLflow in passes, each of which continues where the last one ended."""
 
 from __future__ import annotations
 

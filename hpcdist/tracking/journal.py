@@ -1,6 +1,4 @@
-"""The files in `journal/`: metrics and events that ranks write, one JSON line per record, how they are read, the names
-that MLflow accepts, and the states of the upload.
-"""
+"""The files in `journal/`: metrics and events of the ranks, the names that MLflow accepts, states of the upload."""
 
 from __future__ import annotations
 
@@ -323,26 +321,22 @@ def attempt_of(file_name: str) -> int:
 
 
 def journal_files(folder: Path, name: re.Pattern[str] = _FILE_NAME) -> list[JournalFile]:
-    """Return all journal files of a run, sorted by attempt and rank."""
     entries = retry.retry(lambda: list(folder.iterdir()), folder)
     found = [(match, entry) for entry in entries if (match := name.fullmatch(entry.name))]
     return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
 
 
-def read_records(path: Path, offset: int = 0, *, final: bool = False) -> tuple[list[Record], int]:
-    """Return all records from `offset` on, and the offset at which the next call continues.
-
-    An incomplete last line is left for the next call, unless the file is `final`.
-    """
+def read_records(path: Path, offset: int = 0) -> tuple[list[Record], int]:
+    """Return all complete records from `offset` on, and the offset at which the next call continues."""
     records: list[Record] = []
-    while (chunk := read_chunk(path, offset, final=final)).offset > offset:
+    while (chunk := read_chunk(path, offset)).offset > offset:
         records += chunk.records
         offset = chunk.offset
     return records, offset
 
 
 def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
-    """Read records as `read_records` does, from at most CHUNK_BYTES of the file."""
+    """Read records from at most CHUNK_BYTES of a file; an incomplete last line only if the file is `final`."""
     return _parse(path, offset, _read_lines(path, offset, CHUNK_BYTES, final=final))
 
 

@@ -1,5 +1,4 @@
-"""The ended runs of an MLflow experiment by their best value: the rank of a run when it ends, the leaderboard in the
-description of the experiment, and `leaderboard.html`.
+"""The ended runs of an MLflow experiment by their best value: the rank of a run when it ends, the leaderboard.
 
 Each run carries its result as the tag `hpcdist.result`, and one search finds all of them.
 """
@@ -43,8 +42,6 @@ _MAX_WRITES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of an ended run: the content of its tag, and what MLflow knows of the run."""
-
     metric: str
     mode: str  #: `max` or `min`
     value: float

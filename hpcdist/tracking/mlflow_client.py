@@ -1,5 +1,4 @@
-"""The connection to MLflow: its settings, the client, the translation of its exceptions into one line each, and the
-MLflow run of a run folder.
+"""The connection to MLflow: settings, client, exceptions as one line each, and the MLflow run of a run folder.
 
 Other modules import MLflow's names from here, since the settings must be in place before MLflow is imported.
 """

@@ -9,14 +9,12 @@ from typing import Any
 
 
 def tracking_store(store_uri: str, artifact_uri: str | None = None) -> Any:
-    """Return the tracking store of a rank."""
     from hpcdist.tracking.script_store import RankStore
 
     return RankStore(store_uri, artifact_uri)
 
 
 def artifact_repository(artifact_uri: str, *arguments: Any, **options: Any) -> Any:
-    """Return the artifact repository of a folder in the run folder."""
     from hpcdist.tracking.script_store import RankArtifacts
 
     return RankArtifacts(artifact_uri, *arguments, **options)

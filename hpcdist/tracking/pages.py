@@ -1,6 +1,4 @@
-"""A run in MLflow's UI: parameters and tags, description and datasets, the parent run of a sweep, and prepared views of
-an experiment.
-"""
+"""A run in MLflow's UI: parameters, tags, description, the parent run of a sweep, views of an experiment."""
 
 from __future__ import annotations
 
@@ -28,20 +26,8 @@ from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.records import (
-    CAUSES,
-    PLAIN_SCRIPT,
-    DatasetRecord,
-    devices_of,
-    is_generated,
-    job_starts,
-    overrides,
-    parameters,
-    read_origin,
-    read_rerun,
-    script_arguments,
-)
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
 from hpcdist.tracking.journal import clean_metric_name, clean_name
 from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, server_version, translated
@@ -77,7 +63,7 @@ def read_config(run: RunDir) -> StoredConfig:
 
 
 def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
-    return _texts(parameters(run, stored))
+    return _texts(records.parameters(run, stored))
 
 
 def _texts(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +94,7 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
         "mlflow.source.type": "LOCAL",
     }
-    if (rerun := read_rerun(run)) is not None:
+    if (rerun := records.read_rerun(run)) is not None:
         tags["hpcdist.rerun_of"] = rerun.run_id or rerun.name
     for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
         if environment.get(key):
@@ -122,11 +108,13 @@ def run_name(run: RunDir, stored: StoredConfig) -> str:
     A generated name is preceded by the overrides that affect the result, and by the arguments of a script that was
     started without a config: `lr=0.01 seed=2 (ddp-20261122-121700-1a2b)`.
     """
-    origin = read_origin(run) if is_generated(run.name) else None
+    origin = records.read_origin(run) if records.is_generated(run.name) else None
     if origin is None:
         return run.name
-    differing = {key: item.after for key, item in overrides(origin, stored.values).items() if affects_results(key)}
-    arguments = redact_tree(script_arguments(stored.config.trainer.script)) if origin.config == PLAIN_SCRIPT else {}
+    changed = records.overrides(origin, stored.values)
+    differing = {key: item.after for key, item in changed.items() if affects_results(key)}
+    script = stored.config.trainer.script if origin.config == records.PLAIN_SCRIPT else []
+    arguments = redact_tree(records.script_arguments(script))
     named = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
     shown = " ".join(filter(None, [*(f"{name}={text}" for name, text in arguments.items()), named]))
     more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
@@ -143,9 +131,9 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
-    if devices := devices_of(run):
+    if devices := records.devices_of(run):
         tags["hpcdist.devices"] = devices
-    job, starts = read_json(run.path / "slurm.json") or {}, job_starts(run)
+    job, starts = read_json(run.path / "slurm.json") or {}, records.job_starts(run)
     # The same tag for runs with and without Slurm, for a column in the list of runs.
     if not job.get("job_id"):
         host = (read_json(run.environment) or {}).get("host")
@@ -219,7 +207,6 @@ def best_metric(monitor: str) -> str:
 
 
 def _cause(run: RunDir, state: State) -> Finding | None:
-    """Return cause and fix of the last failure of a failed run."""
     if state.status != "failed":
         return None
     from hpcdist.review.report import read_faults  # other commands that import this module draw nothing
@@ -254,7 +241,7 @@ def below_text_of_user(current: str, own_note: str, text: str) -> str:
     return whole.encode(errors="replace").decode()[:MAX_TAG]
 
 
-def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
+def _input(dataset: records.DatasetRecord, datasets: Iterable[records.DatasetRecord]) -> entities.DatasetInput:
     # MLflow identifies a dataset by name and digest and requires both. Splits of one file may have the same digest.
     digest = dataset.digest or hashlib.sha256(json.dumps(asdict(dataset)).encode()).hexdigest()[:8]
     if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
@@ -432,7 +419,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     primary, bests = [_metric(key) for key in monitors], [_metric(best_metric(key)) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
     loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated"), _tag("hpcdist.cost")
-    causes = [_metric(f"usage/{cause}") for cause in (*CAUSES, "queue")]
+    causes = [_metric(f"usage/{cause}") for cause in (*records.CAUSES, "queue")]
     dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
     lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
     measured = dict.fromkeys([*bests, *primary, loss, *throughput], _NUMBER_PX)

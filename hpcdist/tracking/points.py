@@ -1,6 +1,4 @@
-"""The points of a run: records of all ranks and attempts, each once; those that the shipper sends within the budgets of
-charts and points, and all of them for reports and comparisons.
-"""
+"""The points of a run, each once: those that the shipper sends within its budgets, and all of them for reports."""
 
 from __future__ import annotations
 
@@ -17,20 +15,7 @@ from typing import Any, NamedTuple
 from hpcdist.host.retry import retry
 from hpcdist.review.facts import MAX_SERIES, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.tracking.journal import (
-    ATTEMPT_METRIC,
-    CHUNK_BYTES,
-    Chunk,
-    Record,
-    Sent,
-    SentFacts,
-    attempt_of,
-    clean_metric_name,
-    journal_files,
-    mark_of,
-    read_chunk,
-    read_range,
-)
+from hpcdist.tracking import journal
 
 
 class Batches:
@@ -90,7 +75,7 @@ class Batches:
 
 
 @dataclass(kw_only=True)
-class SentPoints(Sent):
+class SentPoints(journal.Sent):
     """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
 
     FILE = "sent-points.json"
@@ -154,11 +139,11 @@ class SentPoints(Sent):
 
 def is_complete(run: RunDir) -> bool:
     """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
-    state, facts = run.read_state(), SentFacts.load(run.journal)
+    state, facts = run.read_state(), journal.SentFacts.load(run.journal)
     offsets = SentPoints.load(run.journal).offsets | facts.events
     return (
         state.status in ENDED
-        and facts.complete == mark_of(state)
+        and facts.complete == journal.mark_of(state)
         and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
     )
 
@@ -179,7 +164,7 @@ class StepSet:
 # The records of all ranks and attempts that MLflow does not have yet, in order, each point once.
 
 #: Limit of the data that is read before it is sent, for any number of files.
-BATCH_BYTES = 16 * CHUNK_BYTES
+BATCH_BYTES = 16 * journal.CHUNK_BYTES
 #: Maximum delay with which a network file system shows lines of another node.
 LATE_S = 120.0
 
@@ -220,7 +205,7 @@ class JournalTail:
         #: Files of the attempt of the last chunks that may hold more records.
         self.behind: set[str] = set()
 
-    def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
+    def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, journal.Chunk]:
         """Return the next chunks to send, by file, all of one attempt; earlier attempts come first.
 
         Incomplete last lines are final in attempts before the newest one, and if that is `over`.
@@ -228,13 +213,13 @@ class JournalTail:
         offsets = self._sent.offsets
         if self._sent.is_sending:
             return {
-                name: read_range(self._folder / name, offsets.get(name, 0), end)
+                name: journal.read_range(self._folder / name, offsets.get(name, 0), end)
                 for name, end in self._sent.intent.items()
             }
-        for attempt, files in itertools.groupby(journal_files(self._folder), key=lambda file: file.attempt):
+        for attempt, files in itertools.groupby(journal.journal_files(self._folder), key=lambda file: file.attempt):
             if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
                 continue
-            chunks: dict[str, Chunk] = {}
+            chunks: dict[str, journal.Chunk] = {}
             num_bytes = 0
             # Node metrics are compared: all files are read up to about the same time.
             paths = [file.path for file in files]
@@ -248,13 +233,13 @@ class JournalTail:
                 offset = offsets.get(path.name, 0)
                 size = retry(path.stat, path).st_size
                 if size > offset:
-                    chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
+                    chunk = journal.read_chunk(path, offset, final=over or attempt < newest_attempt)
                     if chunk.offset > offset:
                         chunks[path.name] = chunk
                         num_bytes += chunk.offset - offset
                         if chunk.records:
                             self.times[path.name] = chunk.records[-1].time_ms
-                if size - offset < CHUNK_BYTES:
+                if size - offset < journal.CHUNK_BYTES:
                     self.behind.discard(path.name)
             if chunks:
                 return chunks
@@ -262,19 +247,19 @@ class JournalTail:
                 self._exhausted.setdefault(attempt, time.monotonic())
         return {}
 
-    def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:
+    def new_points(self, chunks: dict[str, journal.Chunk]) -> list[Point]:
         """Return the points of `chunks` that MLflow does not have, and record them as sent."""
         points: list[Point] = []
-        records = ((attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
+        records = ((journal.attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
         for attempt, record in records if self._nodes is None else self._nodes.reduce(chunks, self._sent.closing):
             self._add(attempt, record, points)
         self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 
-    def _add(self, attempt: int, record: Record, points: list[Point]) -> None:
+    def _add(self, attempt: int, record: journal.Record, points: list[Point]) -> None:
         time_ms, step, metrics = record
         for raw, value in metrics.items():
-            key = clean_metric_name(raw)
+            key = journal.clean_metric_name(raw)
             if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
                 if (seen := self._seen.get(attempt)) is not None:
@@ -282,24 +267,24 @@ class JournalTail:
         # System metrics count seconds, not steps.
         has_steps = any(not key.startswith("system/") for key in metrics)
         if has_steps and (mark := self._sent.mark(attempt, step)) is not None:
-            points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
+            points.append(Point(journal.ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
         """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
         seen = self._seen.get(attempt)
         if seen is None:
             seen = self._seen[attempt] = defaultdict(StepSet)
-            for file in journal_files(self._folder):
+            for file in journal.journal_files(self._folder):
                 offset, end = 0, self._sent.offsets.get(file.path.name, 0)
                 while file.attempt == attempt and offset < end:
-                    chunk = read_chunk(file.path, offset)
+                    chunk = journal.read_chunk(file.path, offset)
                     if chunk.offset == offset:
                         break
                     if chunk.offset > end:
-                        chunk = read_range(file.path, offset, end)
+                        chunk = journal.read_range(file.path, offset, end)
                     for record in chunk.records:
                         for raw in record.metrics:
-                            seen[clean_metric_name(raw)].add(record.step)
+                            seen[journal.clean_metric_name(raw)].add(record.step)
                     offset = chunk.offset
             for point in points:  # all of this attempt
                 seen[point.key].add(point.step)
@@ -342,27 +327,29 @@ class NodeCharts:
         self._sent_steps = sent_steps
 
     def complete(
-        self, chunks: Mapping[str, Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
+        self, chunks: Mapping[str, journal.Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
     ) -> dict[str, int]:
         """Return by attempt the last interval that is complete after `chunks`; see `JournalTail` for the others."""
-        attempt = attempt_of(next(iter(chunks))) if chunks else None
+        attempt = journal.attempt_of(next(iter(chunks))) if chunks else None
         complete = {
             other: max(map(int, state["open"]))
             for other, state in self._intervals.items()
             if state["open"] and (over if attempt is None else int(other) < attempt)
         }
-        read_until = {name: times.get(name, 0) for name in {*times, *behind} if attempt_of(name) == attempt}
+        read_until = {name: times.get(name, 0) for name in {*times, *behind} if journal.attempt_of(name) == attempt}
         if attempt is not None and read_until:
             active = max(read_until.values()) - SILENT_MS
             until = min(time for name, time in read_until.items() if name in behind or time > active)
             complete[str(attempt)] = until // INTERVAL_MS - 1
         return complete
 
-    def reduce(self, chunks: Mapping[str, Chunk], complete: Mapping[str, int]) -> Iterator[tuple[int, Record]]:
+    def reduce(
+        self, chunks: Mapping[str, journal.Chunk], complete: Mapping[str, int]
+    ) -> Iterator[tuple[int, journal.Record]]:
         """Yield the attempts and records to send instead of those of `chunks`, after which intervals are complete."""
         # In a fixed order, so that a batch that is sent again has sums with equal roundings.
         for name, chunk in sorted(chunks.items()):
-            attempt = attempt_of(name)
+            attempt = journal.attempt_of(name)
             for record in chunk.records:
                 others = {}
                 for key, value in record.metrics.items():
@@ -383,11 +370,12 @@ class NodeCharts:
                         kinds = ("min", low), ("mean", total / count), ("max", high)
                         metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
                         # A long step may be the newest one in two intervals.
-                        known = self._sent_steps.get(clean_metric_name(next(iter(metrics))), {}).get(attempt_text)
+                        first = journal.clean_metric_name(next(iter(metrics)))
+                        known = self._sent_steps.get(first, {}).get(attempt_text)
                         step = step if known is None else max(step, known[1] + 1)
-                        yield int(attempt_text), Record(time_ms, step, metrics)
+                        yield int(attempt_text), journal.Record(time_ms, step, metrics)
 
-    def _count(self, attempt: int, metric: str, value: float, record: Record) -> None:
+    def _count(self, attempt: int, metric: str, value: float, record: journal.Record) -> None:
         number = record.time_ms // INTERVAL_MS
         state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
         if number > state["sent"] and value == value:
@@ -478,7 +466,7 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
     """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
     values: dict[str, dict[int, float]] = {}
     for point in _points(run):
-        if is_read(point.key) and point.key != ATTEMPT_METRIC:
+        if is_read(point.key) and point.key != journal.ATTEMPT_METRIC:
             values.setdefault(point.key, {})[point.step] = point.value
     return values
 

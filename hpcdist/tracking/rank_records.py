@@ -16,16 +16,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import (
-    MAX_EVENT_NAME,
-    MAX_VALUE,
-    EventWriter,
-    JournalWriter,
-    event_files,
-    journal_files,
-    read_events,
-    read_records,
-)
+from hpcdist.tracking import journal
 
 SCHEME = "hpcdist"
 #: Maximum number of metrics that ranks other than 0 keep for reading back.
@@ -60,8 +51,8 @@ class RankRecords:
         self.pid = os.getpid()
         self._rank_pid = pid
         suffix = "" if pid == self.pid else f".pid-{self.pid}"
-        self.journal = JournalWriter(run.journal, attempt, rank, suffix=suffix)
-        self._events = EventWriter(run.journal, attempt, rank, suffix=suffix)
+        self.journal = journal.JournalWriter(run.journal, attempt, rank, suffix=suffix)
+        self._events = journal.EventWriter(run.journal, attempt, rank, suffix=suffix)
         #: Called with the metrics of each step, for the heartbeat.
         self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
         self.params: dict[str, str] = {}  #: MLflow keeps the first value of each
@@ -141,13 +132,13 @@ class RankRecords:
         self._load()
         if self.params.get(key) != value:
             self.params.setdefault(key, value)
-            self.record("param", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
+            self.record("param", {key[: journal.MAX_EVENT_NAME]: value[: journal.MAX_VALUE]})
 
     def set_tag(self, key: str, value: str) -> None:
         self._load()
         if self.tags.get(key) != value:
             self.tags[key] = value
-            self.record("tag", {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
+            self.record("tag", {key[: journal.MAX_EVENT_NAME]: value[: journal.MAX_VALUE]})
 
     def record(self, kind: str, content: object) -> None:
         if self.is_main:
@@ -163,9 +154,9 @@ class RankRecords:
     def latest(self) -> dict[str, Value]:
         """Return the last value of each metric, earlier attempts included; on rank 0 from the journal."""
         self._load()
-        for file in journal_files(self.run.journal) if self.is_main else ():
+        for file in journal.journal_files(self.run.journal) if self.is_main else ():
             if file.rank == 0:
-                records, self._offsets[file.path] = read_records(file.path, self._offsets.get(file.path, 0))
+                records, self._offsets[file.path] = journal.read_records(file.path, self._offsets.get(file.path, 0))
                 for time_ms, step, metrics in records:
                     for key, value in metrics.items():
                         self._note_latest(key, Value(value, time_ms, step))
@@ -174,8 +165,8 @@ class RankRecords:
     def history(self, key: str) -> list[Value]:
         return [
             Value(record.metrics[key], record.time_ms, record.step)
-            for file in journal_files(self.run.journal)
-            for record in read_records(file.path)[0]
+            for file in journal.journal_files(self.run.journal)
+            for record in journal.read_records(file.path)[0]
             if file.rank == 0 and key in record.metrics
         ]
 
@@ -183,8 +174,8 @@ class RankRecords:
         if self._is_loaded:
             return
         self._is_loaded = True
-        for path in event_files(self.run.journal):
-            for event in read_events(path)[0]:
+        for path in journal.event_files(self.run.journal):
+            for event in journal.read_events(path)[0]:
                 if event.kind == "param":
                     self.params = event.content | self.params
                 elif event.kind == "tag":

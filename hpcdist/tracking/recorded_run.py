@@ -29,8 +29,6 @@ _FILES = ("config.yaml", "environment.json", PATCH)
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run as its folder or MLflow describes it."""
-
     name: str
     experiment: str
     config: Path  #: file with its config

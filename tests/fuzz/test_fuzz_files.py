@@ -28,7 +28,7 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import answer_lines, read_answers
 from hpcdist.slurm.preflight_probe import Link, UnknownPeerError
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal import read_chunk
 
 DEEP = "[" * 3000  # beyond the recursion limit
 JSON_NOISE = st.sampled_from(
@@ -128,7 +128,7 @@ LINES = st.one_of(
 def test_damaged_journal_gives_valid_records(run: RunDir, lines: Sequence[bytes], offset: int, final: bool) -> None:
     path = run.journal / "attempt-001.rank-00000.jsonl"
     path.write_bytes(b"".join(lines))
-    records, end = read_records(path, min(offset, path.stat().st_size), final=final)
+    records, end, _ = read_chunk(path, min(offset, path.stat().st_size), final=final)
     assert end <= path.stat().st_size
     assert all(isinstance(value, int | float) for record in records for value in record.metrics.values())
 

@@ -38,7 +38,7 @@ from hpcdist.host.files import write_json
 from hpcdist.run import status
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.lookup import Listing, list_runs
+from hpcdist.run.lookup import find_runs
 from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
@@ -46,10 +46,6 @@ from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.plan import Plan
 
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
-
-
-def listed(*runs: RunDir) -> Listing:
-    return Listing(runs=list(runs), num_others=0)
 
 
 @pytest.fixture
@@ -237,13 +233,13 @@ def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_d
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
     console = Console(file=io.StringIO(), width=160)
-    show_runs(console, *read_rows(listed(new, old)), runs_dir)
+    show_runs(console, *read_rows([new, old]), runs_dir)
     lines = [line for line in rows_of(console) if "exp/" in line]
     assert [line.split()[1] for line in lines] == ["exp/zzz-20261120-051903-ab12", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
     assert "lost" in lines[1]
     console = Console(file=io.StringIO(), width=60)
-    show_runs(console, *read_rows(listed(new, old)), runs_dir)
+    show_runs(console, *read_rows([new, old]), runs_dir)
     names = ("zzz-20261120-051903-ab12", "aaa")
     assert tuple(line.split()[0] for line in rows_of(console) if line.startswith(names)) == names
     assert "exp/zzz-20261120-051903-ab12 failed: nan [at] step 3" in text_of(console)
@@ -260,7 +256,7 @@ def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(m
         write_json(save / "manifest.json", {"step": 10, "metrics": metrics | {"eval/other": 9.0}})
     make("a-name-of-eighty-columns-" + "x" * 55, status="stopped", reason="paused")
     console = Console(file=io.StringIO(), width=80)
-    sorted_rows, notes = read_rows(list_runs(runs_dir), sort="best")
+    sorted_rows, notes = read_rows(find_runs(runs_dir), sort="best")
     assert {key: sorted_rows[-1][key] for key in ("best", "best_metric", "best_step", "unit", "duration_s")} == {
         "best": 0.25, "best_metric": "eval/min", "best_step": 10, "unit": "core", "duration_s": 3601.0,
     }  # fmt: skip
@@ -345,7 +341,7 @@ def test_status_has_the_answer_of_slurm(make: Make, runs_dir: Path, monkeypatch:
         console = Console(file=io.StringIO(), width=60)
         show_status(console, run)
         assert [line for line in rows_of(console) if line.startswith(row)]
-    show_runs(console, *read_rows(listed(run)), runs_dir)
+    show_runs(console, *read_rows([run]), runs_dir)
     assert "Slurm does not report the states of jobs (no answer)" in rows_of(console)
 
 
@@ -364,7 +360,7 @@ def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatc
 
     monkeypatch.setattr(client, "query_jobs", query_jobs)
     monkeypatch.setattr(client, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
-    show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
+    show_runs(console, *read_rows([*runs, gone]), runs_dir)
     assert queries == [["7", "8"], "8"]
     text = text_of(console)
     expected = ("job 7 waits (Priority)", "lost", "Slurm no longer knows job 8")

@@ -274,7 +274,6 @@ def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
 ) -> None:
     monkeypatch.setattr(journal_tail, "EXACT_POINTS", 1000)
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(journal_tail, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
     run, draw = make_run(tmp_path), random.Random(seed)
     expected: dict[tuple[int, int], list[float]] = defaultdict(list)
