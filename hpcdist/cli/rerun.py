@@ -224,8 +224,6 @@ def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source:
         say(f"  code.patch: sha256 {digest}, {lines:,} lines; until you answer, it is {file}")
 
 
-# The comparison of a rerun with its original.
-
 #: Differing metrics that are printed.
 _SHOWN = 8
 

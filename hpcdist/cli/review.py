@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,9 @@ from hpcdist.host.machine import install_command
 
 if TYPE_CHECKING:
     from hpcdist.review.comparison import ComparedValue
+    from hpcdist.review.ledger import Ledger
     from hpcdist.run.folder import RunDir
+    from hpcdist.run.sweeps import SweepDir
 
 
 app = typer.Typer()
@@ -166,8 +168,7 @@ def compare(
         hpcdist compare ddp-2026a ddp-2026b
         hpcdist compare tune
     """
-    from hpcdist.review.comparison import compare, compare_results, compare_settings
-    from hpcdist.review.description import read_sweep_facts
+    from hpcdist.review.comparison import compare, compare_results
     from hpcdist.review.facts import read_facts
     from hpcdist.run.lookup import resolve, resolve_run
     from hpcdist.run.sweeps import REPETITION, SweepDir
@@ -175,20 +176,7 @@ def compare(
 
     sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
     if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
-        sweep_facts = read_sweep_facts(sweep, sweep.read_state())
-        settings = compare_settings(sweep_facts)
-        best = settings[0].run if settings and sweep_facts.monitor_mode else None
-        if as_json:
-            say(json.dumps({"sweep": sweep.name, "best": best, "results": list(map(asdict, settings))}, indent=2))
-        elif settings:
-            _print_results(sweep.name, "setting", settings[0].run, settings)
-            if best is None:
-                say(
-                    f"no setting can be called the best: it is unknown whether higher or lower {sweep_facts.monitor} is"
-                    " better (checkpoint.monitor, checkpoint.monitor_mode)"
-                )
-        else:
-            say(f"no cell of sweep {sweep.name} has a value yet")
+        _compare_settings(sweep, as_json=as_json)
         return
     if isinstance(sweep, SweepDir):
         runs = [str(cell.path) for cell in sweep.cells() if os.path.lexists(cell.config)]
@@ -217,12 +205,29 @@ def compare(
         say("the runs do not differ")
 
 
+def _compare_settings(sweep: SweepDir, *, as_json: bool) -> None:
+    from hpcdist.review.comparison import compare_settings
+    from hpcdist.review.description import read_sweep_facts
+
+    facts = read_sweep_facts(sweep, sweep.read_state())
+    settings = compare_settings(facts)
+    best = settings[0].run if settings and facts.monitor_mode else None
+    if as_json:
+        say(json.dumps({"sweep": sweep.name, "best": best, "results": list(map(asdict, settings))}, indent=2))
+    elif not settings:
+        say(f"no cell of sweep {sweep.name} has a value yet")
+    else:
+        _print_results(sweep.name, "setting", settings[0].run, settings)
+        if best is None:
+            say(
+                f"no setting can be called the best: it is unknown whether higher or lower {facts.monitor} is better"
+                " (checkpoint.monitor, checkpoint.monitor_mode)"
+            )
+
+
 def _print_results(title: str, kind: str, base: str, results: Sequence[ComparedValue]) -> None:
     head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
     print_table(console(), head, [one.row for one in results], title=title)
-
-
-# `hpcdist cost`: GPU-hours and core-hours of runs by cause.
 
 
 @app.command()
@@ -239,8 +244,7 @@ def cost(
         hpcdist cost
         hpcdist cost digits
     """
-    from hpcdist.review.ledger import SHORT_RUN, Ledger, amount, cost_of, hours_text, percent, read_ledger
-    from hpcdist.review.text import duration
+    from hpcdist.review.ledger import read_ledger
     from hpcdist.run.lookup import list_runs, resolve
     from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
@@ -252,54 +256,58 @@ def cost(
     if not runs:  # not the name of an experiment
         other = resolve(name, runs_dir)
         runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]
-    found: dict[str, Ledger] = {}
-    without: list[RunDir] = []
+    ledgers: dict[str, Ledger] = {}
     problems: list[str] = []
     for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
         try:
-            ledger = read_ledger(run)
+            ledgers[f"{run.experiment}/{run.name}"] = read_ledger(run)
         except (RunFolderError, OSError) as error:
             problems.append(f"run {run.name} is left out: {error}")
-            continue
-        if ledger.entries:
-            found[f"{run.experiment}/{run.name}"] = ledger
-        else:
-            without.append(run)
+    found = {title: one for title, one in ledgers.items() if one.entries}
     if problems and not found:
         raise RunFolderError(problems[0])
-    if not found:
-        say("no runs with a ledger")
-    elif len(found) == 1:
-        ((title, one),) = found.items()
-        say(title)
-        print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
-        words = [f"goodput: {percent(one.goodput)}", f"in the queue: {hours_text(one.queue_s)} h"]
-        words += [f"energy: {one.energy_text}"] if one.energy_text else []
-        words += [f"{name}: {text}" for name, text in one.costs.items()]
-        say(", ".join(words))
-        if one.is_short:
-            say(f"{SHORT_RUN} ({duration(one.running_s)}): its start and end dominate the shares")
+    if len(found) == 1:
+        _print_causes(*found.popitem())
+    elif found:
+        _print_costs(found)
     else:
-        rows = []
-        columns = [name for name in ("price", "CO₂") if any(name in one.costs for one in found.values())]
-        for title, one in found.items():
-            others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
-            losses = ", ".join(f"{cause} {percent(seconds / one.allocated_s)}" for seconds, cause in others[:-3:-1])
-            energy = "" if one.energy_kwh is None else amount(one.energy_kwh)
-            hours = hours_text(one.allocated_s), one.goodput_text, losses, hours_text(one.queue_s)
-            rows.append([title, one.unit, *hours, energy, *(one.costs.get(name, "") for name in columns)])
-        print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *columns), rows)
-        say(f"together: {cost_of(found.values())}")
-    if without:
-        names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
+        say("no runs with a ledger")
+    if without := [title.rpartition("/")[2] for title in ledgers if not ledgers[title].entries]:
+        names = ", ".join(without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
-    for note in (*notes, *problems):
-        say(note, error=True)
+    for line in (*notes, *problems):
+        say(line, error=True)
 
 
-# `hpcdist export`: write the weights of a checkpoint to a file that other programs load.
+def _print_causes(title: str, one: Ledger) -> None:
+    from hpcdist.review.ledger import SHORT_RUN, hours_text, percent
+    from hpcdist.review.text import duration
+
+    say(title)
+    print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
+    words = [f"goodput: {percent(one.goodput)}", f"in the queue: {hours_text(one.queue_s)} h"]
+    words += [f"energy: {one.energy_text}"] if one.energy_text else []
+    words += [f"{name}: {text}" for name, text in one.costs.items()]
+    say(", ".join(words))
+    if one.is_short:
+        say(f"{SHORT_RUN} ({duration(one.running_s)}): its start and end dominate the shares")
+
+
+def _print_costs(found: Mapping[str, Ledger]) -> None:
+    from hpcdist.review.ledger import amount, cost_of, hours_text, percent
+
+    rows = []
+    columns = [name for name in ("price", "CO₂") if any(name in one.costs for one in found.values())]
+    for title, one in found.items():
+        others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
+        losses = ", ".join(f"{cause} {percent(seconds / one.allocated_s)}" for seconds, cause in others[:-3:-1])
+        energy = "" if one.energy_kwh is None else amount(one.energy_kwh)
+        hours = hours_text(one.allocated_s), one.goodput_text, losses, hours_text(one.queue_s)
+        rows.append([title, one.unit, *hours, energy, *(one.costs.get(name, "") for name in columns)])
+    print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *columns), rows)
+    say(f"together: {cost_of(found.values())}")
 
 
 @app.command("export")

@@ -272,9 +272,6 @@ def supervise_here(
     return exit_code(state)
 
 
-# `hpcdist submit`: submit a run to Slurm.
-
-
 @app.command(cls=options.ScriptCommand)
 def submit(
     config: options.ConfigName,
@@ -346,7 +343,6 @@ def submit_run(
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
     Args:
-        flags: flags of sbatch for this submission alone.
         restore: writes the code of another run into the folder.
     """
     from hpcdist.run import create
@@ -401,9 +397,6 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool)
         return follow_to_end(run, config)
     say(children.ship_now(run, config, os.environ))
     return 0
-
-
-# `hpcdist resume`: continue a run from its newest checkpoint.
 
 
 @app.command()
@@ -474,9 +467,6 @@ def resume(
     if start is None:
         return enqueue(found, config, flags, follow=follow)
     return supervise_here(found, config, *start, follow=follow)
-
-
-# `hpcdist config`, and the hidden commands.
 
 
 @app.command("config")
@@ -550,8 +540,7 @@ def in_job(config: options.ConfigName, overrides: options.Overrides = None) -> i
     from hpcdist.slurm.job.batch_step import run_in_job
 
     log_files.configure()
-    state = run_in_job(
-        load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config, overrides or [])
-    )
+    words = overrides or []
+    state = run_in_job(load_config(config, words), os.environ, Path.cwd(), load_origin(config, words))
     # The job of a cancelled run did not fail.
     return exit_code(state) if state.status == "failed" else 0

@@ -47,8 +47,6 @@ from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import links_at_end
 
-# Output of one run.
-
 PLAIN_INTERVAL_S = 5.0
 TRACEBACK_LINES = 8
 COLOURS = {
@@ -318,6 +316,7 @@ def _result_of(run: RunDir) -> dict[str, Any]:
 
 def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], runs_dir: Path) -> None:
     is_wide = console.width >= 140
+    clock = "%Y-%m-%d %H:%M" if is_wide else "%m-%d %H:%M"
     metrics, units = ({row[key] for row in rows if row[key]} for key in ("best_metric", "unit"))
     table: list[list[str | Text]] = []
     for row in rows:
@@ -325,11 +324,7 @@ def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], ru
         hours = "" if row["hours"] is None else hours_text(3600 * row["hours"])
         best = f"{_last_part(row['best_metric'])} {best}" if best and len(metrics) > 1 else best
         hours = f"{hours} {row['unit']}" if hours and len(units) > 1 else hours
-        started = (
-            ""
-            if row["started"] is None
-            else time.strftime("%Y-" * is_wide + "%m-%d %H:%M", time.localtime(row["started"]))
-        )
+        started = "" if row["started"] is None else time.strftime(clock, time.localtime(row["started"]))
         # Its largest unit.
         spent = "" if row["duration_s"] is None else " ".join(duration(row["duration_s"]).split()[:2])
         status = Text(row["status"], COLOURS[row["status"]])

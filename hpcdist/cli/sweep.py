@@ -207,11 +207,7 @@ def submit_sweep(
     test: bool,
     follow: bool,
 ) -> int:
-    """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command.
-
-    Args:
-        flags: flags of sbatch for this submission alone.
-    """
+    """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
     from hpcdist.slurm.components import is_het
     from hpcdist.slurm.job import submit
     from hpcdist.slurm.job.submit_checks import check_config

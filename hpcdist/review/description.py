@@ -255,11 +255,7 @@ _SILENT_S = 120.0
 def describe(
     facts: RunFacts, ledger: Ledger, finding: Finding | None = None, *, max_chars: int, now: float | None = None
 ) -> str:
-    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first.
-
-    Args:
-        finding: cause and fix of a failed run.
-    """
+    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first."""
     when = time.time() if now is None else now
     return _shortened(lambda num_kept: _sections(facts, ledger, finding, num_kept, when), _KEPT_ATTEMPTS, max_chars)
 

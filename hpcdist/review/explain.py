@@ -212,15 +212,12 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(Finding):
     """Why a run failed or waits. What does not apply is empty; without a cause there is nothing to explain."""
 
+    cause: str = ""
     status: str
     sentence: str  #: status and reason
-    cause: str = ""
-    evidence: str = ""
-    fix: str = ""
-    code: str = ""  #: see `Finding`
     slurm: str = ""  #: state of the job
     ended_attempts: tuple[Mapping[str, Any], ...] = ()  #: those before the last one of a finished run
     stragglers: tuple[str, ...] = ()

@@ -535,8 +535,6 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
     return kept
 
 
-# Names of metrics.
-
 #: Limit of the metrics that a report reads and draws, to bound its size and the memory of its writer.
 MAX_SERIES = 600
 #: Marks the begin of each attempt.

@@ -146,11 +146,7 @@ def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, S
 
 
 def write_report(run: RunDir, read: ReadSeries) -> bool:
-    """Write `report.html` into the folder of a run or sweep. Returns whether its content has changed. Raises OSError.
-
-    Args:
-        read: returns the logged metrics of a run.
-    """
+    """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
     text = render_sweep(run) if isinstance(run, SweepDir) else render_report(run, read)
     try:
         if read_regular(run.report, len(text.encode())) == text.encode():

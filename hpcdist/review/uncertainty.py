@@ -45,8 +45,8 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
     """Return the number of samples that a value is a proportion of; None if it is none, or the number is unknown."""
     data = evaluated_on(metric, datasets)
     is_proportion = _PROPORTION.fullmatch(metric) is not None and 0 <= value <= 1
-    is_known = data is not None and is_proportion and data.num_samples in range(1, MAX_SAMPLES)
-    return data.num_samples if data is not None and is_known else None
+    num = data.num_samples if data is not None and is_proportion else None
+    return num if num in range(1, MAX_SAMPLES) else None
 
 
 def share_error(value: float, num: int | None) -> float | None:

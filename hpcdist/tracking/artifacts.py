@@ -356,8 +356,6 @@ class CheckpointModels:
         return len(metrics) == len(missing)
 
 
-# Logged models and registered models of MLflow.
-
 MODEL_NAME = "model"
 #: Description of a registered model that `register` creates.
 _REGISTERED = (

@@ -338,8 +338,6 @@ class Uploads:
             self._save()
 
 
-# The ledger of a run as metrics of MLflow.
-
 #: Interval of the metrics of a running run.
 LEDGER_INTERVAL_S = 60.0
 #: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
@@ -471,8 +469,6 @@ def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
         with translated(mlflow.uri):
             mlflow.client.set_logged_model_tags(found, {str(key): str(value) for key, value in tags.items()})
 
-
-# Writes the report of a run (`report.html`) in the shipper: after each change of the run's state, and now and then.
 
 #: Minimum interval between two reports of a run whose state does not change.
 REPORT_INTERVAL_S = 300.0

@@ -23,10 +23,6 @@ from hpcdist.review.text import TRAINING_PAGES, run_page
 from hpcdist.run.folder import DATABASE, RunDir, own_place
 
 
-def default_uri(runs_dir: Path) -> str:
-    return f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
-
-
 def sqlite_path(uri: str) -> Path | None:
     """Return the database file of a sqlite URI; None for any other URI."""
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
@@ -43,11 +39,12 @@ def resolve_uri(config: Config, env: Mapping[str, str]) -> str:
 
 
 def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
-    """Return the tracking URI: `HPCDIST_TRACKING_URI`, else `configured`, else `default_uri`.
+    """Return the tracking URI: `HPCDIST_TRACKING_URI`, else `configured`, else a database in `runs_dir`.
 
     Raises TrackingUriError if the password in the URI was redacted.
     """
-    uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
+    uri = env.get("HPCDIST_TRACKING_URI") or configured
+    uri = uri or f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
         raise TrackingUriError(
             f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"

@@ -37,7 +37,7 @@ from hpcdist.host.files import (
 from hpcdist.host.retry import give_up, make_folder, patient, rename, retry
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import default_uri, sqlite_path
+from hpcdist.tracking.uri import choose_uri, sqlite_path
 
 # --- Folders that another user could replace are refused, as sshd does; planted files in a shared folder are not used
 
@@ -160,7 +160,7 @@ def test_files_of_others_beside_the_runs_are_not_used(planted: Path, tmp_path: P
     sources = Path(*found.import_path)
     assert sources.is_relative_to(planted / ".hpcdist-0"), sources
     assert "planted" not in (sources / "hpcdist" / "__init__.py").read_text()
-    database = sqlite_path(default_uri(planted))
+    database = sqlite_path(choose_uri({}, "", planted))
     assert database == planted / ".hpcdist-0" / "mlflow.db"
     runs_dir_module.make_database(database)
     assert database.parent.stat().st_mode & 0o7777 == 0o700

@@ -23,7 +23,7 @@ from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import MlflowRun, open_client
 from hpcdist.tracking.points import Counts
 from hpcdist.tracking.sync_runs import sync
-from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, sqlite_path
+from hpcdist.tracking.uri import choose_uri, read_credentials, sqlite_path
 
 Response = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
@@ -178,8 +178,8 @@ def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
 def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -> None:
     assert choose_uri({"HPCDIST_TRACKING_URI": "http://a"}, "http://b", tmp_path) == "http://a"
     assert choose_uri({"HPCDIST_TRACKING_URI": ""}, "http://b", tmp_path) == "http://b"
-    assert choose_uri({}, "", tmp_path) == default_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
-    assert sqlite_path(default_uri(tmp_path)) == tmp_path / "mlflow.db"
+    assert (default := choose_uri({}, "", tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert sqlite_path(default) == tmp_path / "mlflow.db"
     assert sqlite_path("http://a") is None
     with pytest.raises(TrackingError, match=r"password of http://me:.*@host is not kept .* set HPCDIST_TRACKING_URI"):
         choose_uri({}, "http://me:***@host", tmp_path)
