@@ -19,7 +19,7 @@ from hpcdist.config.document import flat
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import read_json
+from hpcdist.host.files import LARGEST, read_json
 from hpcdist.review.ledger import read_account
 from hpcdist.review.text import text_of
 from hpcdist.review.uncertainty import num_evaluated, share_error, with_error
@@ -54,9 +54,10 @@ def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
             named = _mapping(manifest.get("metrics")).items()
             metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
             created = finite_number(manifest.get("created"))
+            created = created if created is not None and 0 <= created <= LARGEST else None
             files = sorted(_mapping(manifest.get("files")).items())
             hashes = "".join(f"{_mapping(about).get('sha256')}  {name}\n" for name, about in files)
-            sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+            sha256 = hashlib.sha256(hashes.encode(errors="replace")).hexdigest()
             found.append(CheckpointFacts(path=path, step=step, created=created, metrics=metrics, sha256=sha256))
     return tuple(found)
 

@@ -309,11 +309,7 @@ class CheckpointModels:
             del self._done[name]
 
     def _create(self, kept: CheckpointFacts) -> entities.LoggedModel:
-        step, path, name = (
-            str(kept.step),
-            clean_text(str(kept.path)),
-            clean_text(kept.path.parents[1].name),
-        )
+        step, path, name = str(kept.step), clean_text(str(kept.path)), clean_text(kept.path.parents[1].name)
         note = _CHECKPOINT.format(step=step, path=path, name=name)
         model = self._mlflow.client.create_logged_model(
             self._mlflow.experiment_id,
