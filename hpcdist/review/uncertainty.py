@@ -46,7 +46,7 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
     data = evaluated_on(metric, datasets)
     is_proportion = _PROPORTION.fullmatch(metric) is not None and 0 <= value <= 1
     num = data.num_samples if data is not None and is_proportion else None
-    return num if num in range(1, MAX_SAMPLES) else None
+    return num if num is not None and 0 < num < MAX_SAMPLES else None
 
 
 def share_error(value: float, num: int | None) -> float | None:
