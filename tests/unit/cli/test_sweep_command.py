@@ -118,8 +118,8 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.1,0.01")
     assert (result.code, result.err) == (0, "")
     assert "eval/accuracy" not in result.out
-    assert re.search(r"status +. step . loss . reason", result.out), result.out
-    assert re.search(r"lr=0.1 +. finished . +7 . 0.25 . done", result.out), result.out
+    assert re.search(r"status +. step . last loss . reason", result.out), result.out
+    assert re.search(r"lr=0.1 +. finished . +7 . +0.25 . done", result.out), result.out
     (name,) = re.findall("sweep (train-lr-[0-9a-f]{8}): 2 cells, 2 to run", result.out)
     run = RunDir(next(Path("runs/hpcdist").glob("*-lr_0.1")))
     assert parameters(run, read_stored(run.config))["lr"] == "0.1"
