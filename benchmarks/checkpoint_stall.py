@@ -26,7 +26,7 @@ from harness import argument_parser
 from torch import Tensor
 
 from hpcdist.checkpoint.saver import AsyncSaver
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 
 State = dict[str, Any]
 
@@ -84,7 +84,7 @@ def measure_stalls(state: State, folder: Path, device: torch.device, rounds: int
             saved = timed(lambda: torch.save(state, folder / "plain.pt"))
             copied = timed(memcpy)
             start = time.perf_counter()
-            saver.save(step, **state, rank_states=[None])
+            saver.save(Snapshot(step=step, **state, rank_states=[None]))
             stalled = time.perf_counter() - start
             sync()
             device_done = time.perf_counter() - start
@@ -126,14 +126,14 @@ def measure_slowdown(state: State, folder: Path, rounds: int) -> dict[str, list[
     """Return the speed of a busy loop during a save, relative to its speed without one, and its pauses."""
     result: dict[str, list[float]] = {"speed while saving": [], "longest pause (s)": []}
     with closing(AsyncSaver(CheckpointStore(folder / "slowdown"))) as saver:
-        saver.save(0, **state, rank_states=[None])
+        saver.save(Snapshot(step=0, **state, rank_states=[None]))
         saver.wait()
         for step in range(1, rounds + 1):
             done = threading.Event()
             timer = threading.Timer(0.3, done.set)
             timer.start()
             alone, _ = busy_rate(done)
-            saver.save(step, **state, rank_states=[None])
+            saver.save(Snapshot(step=step, **state, rank_states=[None]))
             done = threading.Event()
             waiter = threading.Thread(target=wait_and_set, args=(saver, done))
             waiter.start()

@@ -97,7 +97,7 @@ def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig)
         which: `best` (by the monitored metric), `final` (the newest one), or a step; None for the best, or the final
             one if no checkpoint has the metric.
     """
-    store = CheckpointStore(run.checkpoints, best_metric=monitored.monitor, monitor_mode=monitored.monitor_mode)
+    store = CheckpointStore(run.checkpoints, monitored)
     found = {one.step: one for one in store.all()}
     if not found:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")

@@ -7,13 +7,14 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpcdist.checkpoint.store import CheckpointStore, CollectShards, Snapshot
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry
 
@@ -108,22 +109,12 @@ class AsyncSaver(BackgroundWriter):
         self._before_publish = before_publish
         self._closed = False
 
-    def save(
-        self,
-        step: int,
-        *,
-        model: Mapping[str, Tensor],
-        trainer: Any,
-        rank_states: list[Any],
-        metrics: Mapping[str, float] | None = None,
-        collect_shards: CollectShards | None = None,
-        samples: bytes = b"",
-        on_written: Callable[[], None] = lambda: None,
-    ) -> None:
+    def save(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> None:
         """Save as `submit`. If the step is saved already, the call only adds the metrics and the samples.
 
-        `on_written` is called once the checkpoint is on disk. The other arguments are the fields of `Snapshot`.
+        `on_written` is called once the checkpoint is on disk.
         """
+        step = snapshot.step
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
         if step < 0:
@@ -137,18 +128,18 @@ class AsyncSaver(BackgroundWriter):
             )
         if step == newest:
             # For example a save at the last step of an epoch, followed by the epoch's evaluation.
-            self._store.annotate(step, metrics or {}, samples)
+            self._store.annotate(step, snapshot.metrics, snapshot.samples)
             on_written()
             return
-        numbers = {k: float(v) for k, v in (metrics or {}).items()}
+        state = {"model": snapshot.model, "trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
+        rest = replace(snapshot, model={}, trainer=None, rank_states=[])  # so that `write` does not keep the originals
 
         def write(host: dict[str, Any]) -> None:
-            snapshot = Snapshot(step=step, metrics=numbers, collect_shards=collect_shards, samples=samples, **host)
-            self._store.write(snapshot, before_publish=self._before_publish)
+            self._store.write(replace(rest, **host), before_publish=self._before_publish)
             on_written()
             self._store.prune()
 
-        self.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
+        self.submit(state, write)
 
     def close(self) -> None:
         self._closed = True

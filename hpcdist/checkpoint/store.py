@@ -29,12 +29,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import torch
 
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError, RunFolderError
 from hpcdist.host import retry as file_retry
 from hpcdist.host.files import fsync_folder, open_regular, read_json_value, stamped, unstamped, write_atomic
@@ -74,7 +75,7 @@ class Snapshot:
     model: dict[str, Any]  #: state dict of the bare model
     trainer: Any
     rank_states: list[Any]  #: by rank
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     collect_shards: CollectShards | None = None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
 
@@ -100,23 +101,12 @@ class Manifest:
 class CheckpointStore:
     """The `checkpoints/` folder of one run.
 
-    Args:
-        keep_last: number of newest checkpoints to keep; at least 2, as one broken disk block would end a run of one.
-        best_metric: metric by which the best checkpoint is kept in addition.
+    It keeps at least two of the newest, as one broken disk block would end a run of one, and without `cfg` no best one.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_last: int = 2,
-        best_metric: str | None = None,
-        monitor_mode: Literal["max", "min"] = "max",
-    ) -> None:
+    def __init__(self, folder: Path, cfg: CheckpointConfig | None = None) -> None:
         self.folder = folder
-        self._keep_last = keep_last
-        self._best_metric = best_metric
-        self._monitor_mode = monitor_mode
+        self._cfg = cfg or CheckpointConfig(monitor="")
         self._looked = False
         self._newest: Manifest | None = None  # verified or written by this process
         self._broken: set[Path] = set()
@@ -172,9 +162,9 @@ class CheckpointStore:
         return [entry for _, entry in sorted(named, reverse=True)]
 
     def _best_of(self, candidates: list[Manifest]) -> Manifest | None:
-        values = {found.step: found.metrics.get(self._best_metric or "", math.nan) for found in candidates}
+        values = {found.step: found.metrics.get(self._cfg.monitor, math.nan) for found in candidates}
         scored = [found for found in candidates if not math.isnan(values[found.step])]
-        choose = max if self._monitor_mode == "max" else min
+        choose = max if self._cfg.monitor_mode == "max" else min
         return choose(scored, key=lambda found: values[found.step], default=None)
 
     # --- writing, by one process
@@ -235,18 +225,18 @@ class CheckpointStore:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
 
     def prune(self) -> None:
-        """Remove all valid checkpoints except the newest `keep_last` and the best.
+        """Remove all valid checkpoints except the newest `checkpoint.keep_last` and the best.
 
         Invalid checkpoints neither count nor are removed, so that they can be examined.
         """
         whole = self.all()
-        if len(whole) <= self._keep_last:
+        if len(whole) <= self._cfg.keep_last:
             return
         if whole[0].step != self.newest_step():  # its hashes have not been checked
             self.latest()
             whole = self.all()
         best = self._best_of(whole)
-        for found in whole[self._keep_last :]:
+        for found in whole[self._cfg.keep_last :]:
             if found is not best:
                 try:
                     self._remove(found.path)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
-from hpcdist.checkpoint.store import CheckpointStore, load_file, shard_name
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError
@@ -152,12 +152,7 @@ class Context:
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
         heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account
-        self._store = CheckpointStore(
-            run.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            best_metric=config.checkpoint.monitor,
-            monitor_mode=config.checkpoint.monitor_mode,
-        )
+        self._store = CheckpointStore(run.checkpoints, config.checkpoint)
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
@@ -522,21 +517,9 @@ class Context:
         with self.timer.account.phase("checkpoint"):
             on_written = self._commands.saving(step)
             is_owner = shard is not None and not shard.is_empty
-            rank_state = {
-                "rng": rng_state(self.device),
-                "local": local
-                and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
-                "role": self.rpc_name,
-                **(asdict(self._saved_division) if self._saved_division is not None else {}),
-            }
             state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
-            gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
-            if len({is_sharded for *_, is_sharded in gathered}) > 1:
-                without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
-                raise CheckpointError(
-                    f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
-                    " shard: pass them on every rank, so that they can be saved whole"
-                )
+            gathered = self.groups.gather((self._rank_state(local), is_owner, state.is_sharded))
+            _require_equal_sharding([is_sharded for *_, is_sharded in gathered])
             whole = state.gather(keep=self.is_main)
             is_new, self._saved_step = step != self._saved_step, step
             samples = b""
@@ -547,16 +530,16 @@ class Context:
                 self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
             if self.is_main:
                 owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
-                self._saver.save(
-                    step,
+                snapshot = Snapshot(
+                    step=step,
                     model=whole[0],
                     trainer=whole[1],
                     rank_states=[state for state, *_ in gathered],
-                    metrics=metrics,
+                    metrics={name: float(value) for name, value in (metrics or {}).items()},
                     collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
                     samples=samples,
-                    on_written=on_written,
                 )
+                self._saver.save(snapshot, on_written=on_written)
             if shard is not None:
                 # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
                 self._shard_writer.wait_for_copy()
@@ -564,6 +547,16 @@ class Context:
                 self.barrier()
         self._heartbeat.beat()
         self.timer.skip()
+
+    def _rank_state(self, local: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what a checkpoint holds of this rank, in host memory."""
+        return {
+            "rng": rng_state(self.device),
+            "local": local
+            and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
+            "role": self.rpc_name,
+            **(asdict(self._saved_division) if self._saved_division is not None else {}),
+        }
 
     def _before_publish(self) -> None:
         """Make the journal durable, and refuse the checkpoint if a newer attempt has begun.
@@ -650,6 +643,16 @@ class Context:
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
+
+
+def _require_equal_sharding(is_sharded: Sequence[bool]) -> None:
+    """Raise CheckpointError if the model or the optimizer is sharded on some ranks only."""
+    if len(set(is_sharded)) > 1:
+        without = ", ".join(str(rank) for rank, sharded in enumerate(is_sharded) if not sharded)
+        raise CheckpointError(
+            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
+            " shard: pass them on every rank, so that they can be saved whole"
+        )
 
 
 def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:

@@ -83,7 +83,7 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
             meter.add(**train_step(cfg, setup, images, labels, num_micro_batches))
             progress.count_step()
             if progress.log_is_due:
-                ctx.log(interval_metrics(ctx, cfg, optimizer, progress, meter, num_micro_batches), progress.step)
+                ctx.log(interval_metrics(ctx, cfg, optimizer, progress, meter), progress.step)
                 meter.reset()
             if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
                 save({})
@@ -120,12 +120,7 @@ def train_step(
 
 
 def interval_metrics(
-    ctx: Context,
-    cfg: Config,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    meter: Meter,
-    num_micro_batches: int,
+    ctx: Context, cfg: Config, optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter
 ) -> dict[str, float]:
     """Return the training metrics since the last logged step, and each stage's time per step without waits."""
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
@@ -141,7 +136,7 @@ def interval_metrics(
         "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
         "samples": progress.count_samples(cfg.data.batch_size * num_steps),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
-        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, num_micro_batches),
+        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, cfg.section(PipelineConfig).num_micro_batches),
         **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
     }
 

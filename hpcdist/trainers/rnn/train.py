@@ -94,7 +94,7 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
-        learner = Learner(lstm, cfg, client, trainers, lstm_group, ctx.device)
+        learner = Learner(ctx, lstm, client, trainers, lstm_group)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
         if corpus and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner)
@@ -233,15 +233,9 @@ class Learner:
     """
 
     def __init__(
-        self,
-        lstm: nn.LSTM,
-        cfg: Config,
-        client: VocabularyClient,
-        trainers: Groups,
-        lstm_group: dist.ProcessGroup,
-        device: torch.device,
+        self, ctx: Context, lstm: nn.LSTM, client: VocabularyClient, trainers: Groups, lstm_group: dist.ProcessGroup
     ) -> None:
-        rnn = cfg.section(RnnConfig)
+        cfg, rnn, device = ctx.config, ctx.config.section(RnnConfig), ctx.device
         self.lstm = lstm.to(device)
         self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
         self.client = client

@@ -26,7 +26,7 @@ from torch import nn
 from hpcdist.checkpoint import store as checkpoint_store
 from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers
 from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
-from hpcdist.checkpoint.store import CheckpointStore, read_manifest, verify_hashes
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verify_hashes
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError, HpcdistError
@@ -46,7 +46,7 @@ def saver(store: CheckpointStore) -> Iterator[AsyncSaver]:
 
 def save(saver: AsyncSaver, step: int, *, model: Any = None, wait: bool = False, **options: Any) -> None:
     model = {"w": torch.full((5,), float(step))} if model is None else model
-    saver.save(step, model=model, **{"trainer": {"step": step}, "rank_states": [None], **options})
+    saver.save(Snapshot(step=step, model=model, **{"trainer": {"step": step}, "rank_states": [None], **options}))
     if wait:
         saver.wait()
 
@@ -69,7 +69,7 @@ def test_a_save_copies_the_state_and_waits_for_the_previous_one(
     monkeypatch.setattr(checkpoint_store, "write_checkpoint", held)
     weight = torch.zeros(1000)
     trainer = {"position": [1, 2], "momentum": torch.zeros(3)}
-    saver.save(1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])
+    save(saver, 1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])
     assert reached.wait(30)
     weight.fill_(7)
     trainer["momentum"].fill_(7)
@@ -193,7 +193,8 @@ def child(folder, fatal, report):
     os.fsync, checkpoint_store._HashingFile.write = watched_fsync, torn_write
     saver = AsyncSaver(CheckpointStore(folder))
     for step in range(1, 4):
-        saver.save(step, model={"w": torch.full((50,), float(step))}, trainer=step, rank_states=[])
+        model = {"w": torch.full((50,), float(step))}
+        saver.save(checkpoint_store.Snapshot(step=step, model=model, trainer=step, rank_states=[]))
         saver.wait()
         os.write(report, bytes([step]))
     saver.close()

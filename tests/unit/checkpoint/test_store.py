@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, _HashingFile
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError
 
 
@@ -253,7 +254,7 @@ def test_content_of_another_structure_is_refused(store: CheckpointStore, name: s
 
 @pytest.mark.parametrize(("mode", "kept"), [("max", [2, 5, 6]), ("min", [3, 5, 6])])
 def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: Any, kept: list[int]) -> None:
-    store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", monitor_mode=mode)
+    store = CheckpointStore(tmp_path, CheckpointConfig(monitor="score", monitor_mode=mode))
     for step, score in [(1, 0.9), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
         store.write(snapshot(step, score=score))
     store.write(snapshot(5, other=7.0))
