@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data import DATASETS, RESNET_NAMES, DatasetSpec, model_name_problems
+from hpcdist.data import DATASETS, RESNET_NAMES, model_name_problems
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES, find_or_raise, idx_file
 from hpcdist.data.images import (
     CROP_PADDING,
@@ -45,6 +46,7 @@ FLOAT_TABLE_MAX_BYTES = 256 << 20
 """Up to this size a split is kept normalised as float32, so that a batch is one gather."""
 
 Batch = tuple[Tensor, Tensor]
+CPU = torch.device("cpu")
 
 
 class Normalize:
@@ -88,16 +90,15 @@ class PreloadedSplit:
     _: KW_ONLY
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    device: torch.device = CPU  #: of the batches
+    channels_last: bool = False  #: memory format of the batches
     augment_seed: int | None = None  #: of random shifts and, with `flip`, mirroring (see images.py); None disables them
     flip: bool = False
-    _tables: dict[tuple[torch.device, bool], _Table] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(
-        self, samples: Sequence[Tensor], *, device: torch.device, epoch: int = 0, channels_last: bool = False
-    ) -> Iterator[Batch]:
+    def batches(self, samples: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
         """Yield a batch for each element of `samples`, the indices of its samples, int64 [n] on the CPU.
 
         `epoch` changes the augmentation. If the device holds the split, a batch needs neither a copy nor a
@@ -106,35 +107,33 @@ class PreloadedSplit:
         if not any(map(len, samples)):  # `split` of an empty tensor returns one empty part
             return
         indices, sizes = torch.cat(list(samples)), [len(part) for part in samples]
-        table = self._table(device, channels_last)
+        table = self._table
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
-        labels = torch.split(table.labels.index_select(0, indices.to(device)), sizes)
+        labels = torch.split(table.labels.index_select(0, indices.to(self.device)), sizes)
         if self.augment_seed is None:
             images = table.gathered(indices, sizes)
         else:
             images = self._crops(table, indices, sample_hashes(self.augment_seed, epoch, indices), sizes)
         yield from zip(images, labels, strict=True)
 
-    def _table(self, device: torch.device, channels_last: bool) -> _Table:
-        """Return the images on their device, normalised if they are small enough.
+    @cached_property
+    def _table(self) -> _Table:
+        """The images on their device, normalised if they are small enough.
 
         They are [N, C, H, W], or [N, H, W, C] for channels_last; for augmentation the pixels of all padded images,
         uint8 [N * H * W, C].
         """
-        key = (device, channels_last)
-        if key not in self._tables:
-            normalize = Normalize(self.mean, self.std, device)
-            if self.augment_seed is not None:
-                padded = pad(self.images).permute(0, 2, 3, 1).flatten(0, 2)
-                images = padded.to(_place(padded, device))
-            else:
-                images = self.images.to(_place(self.images, device))
-                if images.device.type == device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
-                    images = normalize(images)
-                if channels_last:
-                    images = images.permute(0, 2, 3, 1).contiguous()
-            self._tables[key] = _Table(images, self.labels.to(device), normalize, channels_last)
-        return self._tables[key]
+        device, normalize = self.device, Normalize(self.mean, self.std, self.device)
+        if self.augment_seed is not None:
+            padded = pad(self.images).permute(0, 2, 3, 1).flatten(0, 2)
+            images = padded.to(_place(padded, device))
+        else:
+            images = self.images.to(_place(self.images, device))
+            if images.device.type == device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
+                images = normalize(images)
+            if self.channels_last:
+                images = images.permute(0, 2, 3, 1).contiguous()
+        return _Table(images, self.labels.to(device), normalize, self.channels_last)
 
     def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
@@ -160,7 +159,7 @@ def _place(images: Tensor, device: torch.device) -> torch.device:
     if device.type == "cpu":
         return device
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-    return device if images.numel() <= free_bytes // 2 else torch.device("cpu")
+    return device if images.numel() <= free_bytes // 2 else CPU
 
 
 def _to_device(images: Tensor, device: torch.device) -> Tensor:
@@ -177,6 +176,8 @@ class StreamingSplit:
     _: KW_ONLY
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    device: torch.device = CPU
+    channels_last: bool = False
     num_workers: int = 0
     augment_seed: int | None = None
 
@@ -188,12 +189,10 @@ class StreamingSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(
-        self, samples: Sequence[Tensor], *, device: torch.device, epoch: int = 0, channels_last: bool = False
-    ) -> Iterator[Batch]:
+    def batches(self, samples: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
-        normalize = Normalize(self.mean, self.std, device)
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        device, normalize = self.device, Normalize(self.mean, self.std, self.device)
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
             batch_sampler=[part.tolist() for part in samples if len(part)],
@@ -249,10 +248,12 @@ class ImageData:
     class_names: tuple[str, ...] = ()  #: empty if classes have numbers only
 
 
-def load_datasets(data: DataConfig, seed: int) -> ImageData:
+def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, channels_last: bool = False) -> ImageData:
     """Read the dataset `data.name` (a key of DATASETS) from disk; call download.prepare before.
 
-    `seed` determines the augmentation and synthetic images. Raises DataError for missing, unreadable or truncated
+    `seed` determines the augmentation and synthetic images. Batches are on `device`.
+
+    Raises DataError for missing, unreadable or truncated
     files, ConfigError for settings that exclude each other.
     """
     spec = DATASETS[data.name]
@@ -277,9 +278,10 @@ def load_datasets(data: DataConfig, seed: int) -> ImageData:
         )
     else:
         train, test = (TensorImages(*arrays, image_size=size, flip=spec.flip) for arrays in _arrays(data))
+    options = {"mean": spec.mean, "std": spec.std, "device": device, "channels_last": channels_last}
     return ImageData(
-        train=_split(train, data, spec, seed if data.augment else None),
-        test=_split(test, data, spec, None),
+        train=_split(train, data, {**options, "augment_seed": seed if data.augment else None}, spec.flip),
+        test=_split(test, data, options, spec.flip),
         num_classes=len(names) or spec.num_classes or data.num_classes,
         in_channels=spec.in_channels,
         image_size=size,
@@ -287,17 +289,16 @@ def load_datasets(data: DataConfig, seed: int) -> ImageData:
     )
 
 
-def _split(source: ImageSource, data: DataConfig, spec: DatasetSpec, augment_seed: int | None) -> Split:
+def _split(source: ImageSource, data: DataConfig, options: dict[str, Any], flip: bool) -> Split:
     # Random crops of image files need the original sizes.
-    needs_files = isinstance(source, FolderImages) and augment_seed is not None
+    needs_files = isinstance(source, FolderImages) and options.get("augment_seed") is not None
     if needs_files and data.preload == "always":
         raise ConfigError("data.preload=always and data.augment=true exclude each other for image_folder: remove one")
-    options: dict[str, Any] = {"mean": spec.mean, "std": spec.std, "augment_seed": augment_seed}
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
     small = num_bytes <= PRELOAD_MAX_BYTES
     if data.preload == "always" or (data.preload == "auto" and small and not needs_files):
         log.info("preloading %d images, %.0f MB", len(source.labels), num_bytes / 1e6)
-        return PreloadedSplit(source.all_images(), source.labels, flip=spec.flip, **options)
+        return PreloadedSplit(source.all_images(), source.labels, flip=flip, **options)
     return StreamingSplit(source, num_workers=data.num_workers, **options)
 
 

@@ -1,4 +1,4 @@
-"""RPC between the ranks of a run: start, a check of every pair, commands from rank 0, and a shutdown with a time limit.
+"""RPC between the ranks of a run: start, a check of every pair, commands from rank 0, and shutdown.
 
     with rpc_group(ctx, {"collect": observer.collect}) as group:
         if ctx.is_main:
@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 LEAVE = "leave"
 #: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
 PULSE_INTERVAL_S = 1.0
-#: Time limit of the end of the shutdown, in seconds, when every rank has arrived.
-SHUTDOWN_TIMEOUT_S = 8.0
 
 
 class RpcGroup:
@@ -51,15 +48,10 @@ class RpcGroup:
         self.name = self.names[ctx.rank]
         self.peers = [name for name in self.names if name != self.name]
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
-        self._arrived: list[Future[None]] = []
-        self._gone = threading.Semaphore(0)
-        self._lock = threading.Lock()
         own: dict[str, Callable[..., Any]] = {
             "_order": lambda command, arguments: self._commands.put((command, arguments)),
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
             "_token": lambda: ctx.topology.token,
-            "_arrive": self._arrive,
-            "_bye": self._gone.release,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
         self.transport: Transport
@@ -118,38 +110,16 @@ class RpcGroup:
                 return
             commands[command](*arguments)
 
-    def _arrive(self) -> Future[None]:
-        """Return a future for each caller; all of them complete when every rank has called (on rank 0)."""
-        mine: Future[None] = Future()
-        with self._lock:
-            self._arrived.append(mine)
-            waiting = self._arrived
-            if len(waiting) < len(self.names):
-                return mine
-            self._arrived = []
-        for future in waiting:
-            future.set_result(None)
-        return mine
-
     def close(self) -> None:
         """Wait until no rank needs this one, and close the connections.
 
         A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
         """
-        arrived = self.call(0, "_arrive", timeout_s=self._ctx.config.launch.hang_s)
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
+            arrived = pool.submit(self._ctx.groups.barrier)
             while not wait([arrived], PULSE_INTERVAL_S).done:
                 self._ctx.alive()
-            arrived.result()
-        except (PeerLost, RemoteError) as error:
-            raise PeerLost(f"{self.endpoint.place}: the other ranks did not shut down RPC: {error}") from error
-        # Rank 0 must not end before the others have their answers. It may end while they wait for that of `_bye`.
-        if self._ctx.is_main:
-            for _ in self.peers:
-                self._gone.acquire(timeout=SHUTDOWN_TIMEOUT_S)
-        else:
-            with suppress(PeerLost):
-                self.call(0, "_bye", timeout_s=SHUTDOWN_TIMEOUT_S).result()
+        arrived.result()
         self.transport.close()
 
 

@@ -68,7 +68,7 @@ def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
 
 def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
     """Train some steps; return weights, loss, distances between steps, and the number of gradient exchanges."""
-    data = load_datasets(cfg.data, cfg.seed)
+    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
     model = train.build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=False)

@@ -45,7 +45,7 @@ def train(ctx: Context, cfg: Config) -> None:
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
-    data = load_datasets(cfg.data, cfg.seed)
+    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
     log_image_data(ctx, cfg.data, data, cfg.seed)
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
@@ -91,7 +91,7 @@ def train(ctx: Context, cfg: Config) -> None:
             progress.end_epoch(metrics)
             save(metrics)
     ctx.end_reason = progress.end_reason
-    example, _ = next(data.test.batches([torch.arange(2)], device=ctx.device))
+    example, _ = next(data.test.batches([torch.arange(2)]))
     ctx.export_model(model.module, example)
 
 
@@ -170,9 +170,7 @@ def epoch_steps(
     else:
         all_samples = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
         samples = list(all_samples[progress.step_in_epoch * accum_steps :])
-    batches = data.train.batches(
-        samples, device=ctx.device, epoch=progress.epoch, channels_last=cfg.model.channels_last
-    )
+    batches = data.train.batches(samples, epoch=progress.epoch)
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
         if is_elastic:  # `ctx.micro_batches` sums the gradients over the ranks at its end
             yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
@@ -228,8 +226,7 @@ def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model:
     if cfg.data.global_batch_size is not None:
         division = ctx.division(len(data.train))
         batch_size = max(1, division.global_batch_size // division.num_micro_batches)
-    samples = [torch.arange(batch_size) % len(data.test)]
-    images, labels = next(data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last))
+    images, labels = next(data.test.batches([torch.arange(batch_size) % len(data.test)]))
 
     def loss() -> Tensor:
         with autocast(ctx, cfg):
@@ -250,10 +247,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = torch.arange(len(data.test))[ctx.rank :: ctx.world_size]  # without padding; shares may be empty
-    batches = data.test.batches(
-        indices.split(cfg.data.eval_batch_size), device=ctx.device, channels_last=cfg.model.channels_last
-    )
-    for images, labels in batches:
+    for images, labels in data.test.batches(indices.split(cfg.data.eval_batch_size)):
         with autocast(ctx, cfg):
             logits = module(images)
         predicted = logits.argmax(dim=1)

@@ -43,13 +43,21 @@ class Bags:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @classmethod
+    def of_sizes(cls, ids: Tensor, sizes: Tensor) -> Bags:
+        """Return consecutive bags of these numbers of ids, int64 [bags]."""
+        return cls(ids, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]))
+
+    @property
+    def of_id(self) -> Tensor:
+        """The bag of each id, int64 [n]."""
+        return torch.arange(len(self)).repeat_interleave(self.offsets.diff())
+
     def take(self, bags: Tensor) -> Bags:
-        lengths = (self.offsets[1:] - self.offsets[:-1])[bags]
-        offsets = torch.zeros(len(bags) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        shift = self.offsets[bags] - offsets[:-1]
-        places = shift.repeat_interleave(lengths).add_(torch.arange(int(offsets[-1])))
-        return Bags(self.ids[places], offsets)
+        sizes = self.offsets.diff()[bags]
+        shift = self.offsets[bags] - (sizes.cumsum(0) - sizes)
+        places = shift.repeat_interleave(sizes)
+        return Bags.of_sizes(self.ids[places.add_(torch.arange(len(places)))], sizes)
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,8 @@ class Clicks:
 
     def placed(self, place: Callable[[Tensor, Tensor], Tensor]) -> Clicks:
         """Return the same clicks with other ids, by a function of id and number of the table, int64 [n] each."""
-        tables = (torch.arange(len(self.bags)) % len(self.tables)).repeat_interleave(self.bags.offsets.diff())
-        return replace(self, bags=Bags(place(self.bags.ids, tables), self.bags.offsets))
+        placed = place(self.bags.ids, self.bags.of_id % len(self.tables))
+        return replace(self, bags=Bags(placed, self.bags.offsets))
 
 
 def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Tensor]:
@@ -121,7 +129,6 @@ class SyntheticLog:
         generator = torch.Generator().manual_seed((self._seed + 1) * 1_000_003 + block)
         num_bags = BLOCK * count
         lengths = torch.randint(1, MAX_BAG_SIZE + 1, (num_bags,), generator=generator)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         table_of_id = (torch.arange(num_bags) % count).repeat_interleave(lengths)
         rows = torch.tensor(list(cfg.tables.values()))[table_of_id]
         u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
@@ -136,16 +143,14 @@ class SyntheticLog:
         num_ids = count * (MAX_BAG_SIZE + 1) / 2  # of a sample, on average
         score = BIAS + ROW_EFFECT * score / num_ids**0.5 + NUMERIC_EFFECT * numeric @ self._numeric
         labels = torch.bernoulli(score.sigmoid(), generator=generator)
-        return Clicks(Bags(ids, offsets), numeric, labels, tuple(cfg.tables), score)
+        return Clicks(Bags.of_sizes(ids, lengths), numeric, labels, tuple(cfg.tables), score)
 
 
 def _joined(parts: list[Clicks]) -> Clicks:
-    lengths = torch.cat([part.bags.offsets.diff() for part in parts])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids = torch.cat([part.bags.ids for part in parts])
+    sizes = torch.cat([part.bags.offsets.diff() for part in parts])
     best = [part.best_scores for part in parts if part.best_scores is not None]
     return Clicks(
-        Bags(ids, offsets),
+        Bags.of_sizes(torch.cat([part.bags.ids for part in parts]), sizes),
         torch.cat([part.numeric for part in parts]),
         torch.cat([part.labels for part in parts]),
         parts[0].tables,
@@ -242,10 +247,8 @@ class FileLog:
             numeric[:, number] = self._numbers(table, name)
         columns = [self._bags(table, name, rows) for name, rows in cfg.tables.items()]
         # From the order of the file, by column, to order by sample.
-        whole = Bags(
-            torch.cat([column.ids for column in columns]),
-            torch.cat([torch.zeros(1, dtype=torch.int64), *(column.offsets.diff() for column in columns)]).cumsum(0),
-        )
+        sizes = torch.cat([column.offsets.diff() for column in columns])
+        whole = Bags.of_sizes(torch.cat([column.ids for column in columns]), sizes)
         order = torch.arange(len(whole)).view(len(columns), -1).t().flatten()
         return Clicks(whole.take(order), numeric, labels, tuple(cfg.tables))
 
@@ -273,12 +276,11 @@ class FileLog:
             lengths, values = torch.ones(len(column), dtype=torch.int64), column
         if values.null_count:
             raise DataError(f"{self._path}: column {name!r} has null ids: write an empty bag as an empty list")
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         if name in self._cfg.hashed_tables:
             coded = values.cast(pa.string()).dictionary_encode()
             hashes = [zlib.crc32(text.encode()) % rows for text in coded.dictionary.to_pylist()]
             indices = torch.from_numpy(np.array(coded.indices, dtype=np.int64))
-            return Bags(torch.tensor(hashes, dtype=torch.int64)[indices], offsets)
+            return Bags.of_sizes(torch.tensor(hashes, dtype=torch.int64)[indices], lengths)
         try:
             ids = torch.from_numpy(np.array(values.cast(pa.int64()), dtype=np.int64))
         except pa.ArrowInvalid as error:
@@ -290,7 +292,7 @@ class FileLog:
                 f"{self._path}: column {name!r} has ids {int(ids.min())} to {int(ids.max())}, but"
                 f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed_tables"
             )
-        return Bags(ids, offsets)
+        return Bags.of_sizes(ids, lengths)
 
 
 def padded(clicks: Clicks, bag_size: int) -> Tensor:

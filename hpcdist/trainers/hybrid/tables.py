@@ -110,41 +110,25 @@ def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
         matrix.numpy().view(as_one).reshape(-1)[rows.numpy()] = values.contiguous().numpy().view(as_one).reshape(-1)
 
 
-@dataclass(frozen=True)
-class Units:
-    """What a trainer requests from one server: the sums of `rows[offsets[u]:offsets[u + 1]]`, or each row on its own.
+# Units: what a trainer requests from one server, as `Bags` of rows, numbered from the server's first row. A unit is the
+# sum of several rows, or one row. With rows 0 to 4 on server A, 5 to 9 on server B and the bags [1, 7] and [1, 2, 7]:
+#
+#     rows as units    A: [1], [2]         B: [2]         each row once; the trainer sums bags from these three values
+#     sums as units    A: [1], [1, 2]      B: [2], [2]    one sum per bag and server, which the trainer adds
+#
+# The gradient of a unit is the sum of those of the bags that contain it.
 
-    With rows 0 to 4 on server A, rows 5 to 9 on server B and the bags [1, 7] and [1, 2, 7]:
 
-        rows as units    A: 1, 2               B: 7        each row once; the trainer sums bags from these three values
-        sums as units    A: [1], [1, 2]        B: [7], [7] one sum per bag and server, which the trainer adds
+def single_rows(rows: Tensor) -> Bags:
+    """Return each row as a unit."""
+    return Bags(rows, torch.arange(len(rows) + 1))
 
-    The gradient of a unit is the sum of those of the bags that contain it.
-    """
 
-    rows: Tensor  #: int64, relative to the server's first row
-    offsets: Tensor | None = None  #: int64 [units + 1]; None if each row is a unit
-
-    def __len__(self) -> int:
-        return len(self.rows) if self.offsets is None else len(self.offsets) - 1
-
-    def take(self, units: Tensor) -> Units:
-        if self.offsets is None:
-            return Units(self.rows[units])
-        taken = Bags(self.rows, self.offsets).take(units)
-        return Units(taken.ids, taken.offsets)
-
-    @property
-    def of_row(self) -> Tensor:
-        """The unit of each row, int64 [rows]."""
-        units = torch.arange(len(self))
-        return units if self.offsets is None else units.repeat_interleave(self.offsets.diff())
-
-    def with_any(self, is_marked: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the units with a marked row; `is_marked` has a value for each of `rows`."""
-        if self.offsets is not None and len(self):
-            is_marked = np.logical_or.reduceat(is_marked, self.offsets[:-1].numpy())
-        return np.flatnonzero(is_marked)
+def with_any(units: Bags, is_marked: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the units with a marked row; `is_marked` has a value for each row of the units."""
+    if len(units):
+        is_marked = np.logical_or.reduceat(is_marked, units.offsets[:-1].numpy())
+    return np.flatnonzero(is_marked)
 
 
 def grouped(keys: Tensor, members: Tensor) -> tuple[Tensor, Bags]:
@@ -179,10 +163,10 @@ class TableShard:
             fill_rows(self.table_rows(table), span, table=table, scale=cfg.init_scale, seed=seed)
         self.optimizer = SparseOptimizer(cfg.table_optimizer, cfg.table_lr, self.weight)
 
-    def values(self, units: Units) -> Tensor:
+    def values(self, units: Bags) -> Tensor:
         """Return the values, [units, dim], on the host."""
-        rows = units.rows.to(self.weight.device)
-        if units.offsets is None:
+        rows = units.ids.to(self.weight.device)
+        if len(units) == len(rows):
             return self.weight.index_select(0, rows).cpu()
         return sums_of(Bags(rows, units.offsets.to(self.weight.device)), self.weight).cpu()
 
@@ -317,18 +301,17 @@ class TableServer:
                     self._send(self._shard.values(units.take(changed)), trainer, TAG_LATE_VALUES)
             if kinds[0] == TRAIN:  # prepared while the trainers compute
                 counts = [len(units) for units in requests]
-                of_row = [
-                    units.of_row + end - len(units) for units, end in zip(requests, accumulate(counts), strict=True)
-                ]
-                update = _Update(counts, *grouped(torch.cat([units.rows for units in requests]), torch.cat(of_row)))
+                firsts = accumulate(counts, initial=0)
+                of_row = [units.of_id + first for units, first in zip(requests, firsts, strict=False)]
+                update = _Update(counts, *grouped(torch.cat([units.ids for units in requests]), torch.cat(of_row)))
 
-    def _changed(self, units: Units, update: _Update | None) -> Tensor:
+    def _changed(self, units: Bags, update: _Update | None) -> Tensor:
         """Return the indices of the units with a row of the update, int64."""
         if update is None:
             return torch.zeros(0, dtype=torch.int64)
         touched = update.rows.numpy()
         self._touched[touched] = True
-        changed = units.with_any(self._touched[units.rows.numpy()])
+        changed = with_any(units, self._touched[units.ids.numpy()])
         self._touched[touched] = False
         return torch.from_numpy(changed)
 
@@ -343,7 +326,7 @@ class TableServer:
             work.wait(self._timeout)
         self._shard.update(update.rows, update.units, grads.div_(len(self._trainers)))
 
-    def _receive_request(self, trainer: int) -> tuple[int, bool, Units]:
+    def _receive_request(self, trainer: int) -> tuple[int, bool, Bags]:
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
         self._group.recv([first], trainer, TAG_HEADER).wait(self._timeout)
         kind, num_rows, num_offsets, ahead = first[:HEADER_LENGTH].tolist()
@@ -351,7 +334,8 @@ class TableServer:
         if len(body) < num_rows + num_offsets:
             body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
             self._group.recv([body], trainer, TAG_ROWS).wait(self._timeout)
-        return kind, bool(ahead), Units(body[:num_rows], body[num_rows:] if num_offsets else None)
+        rows = body[:num_rows]
+        return kind, bool(ahead), Bags(rows, body[num_rows:]) if num_offsets else single_rows(rows)
 
     def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
         if tensor.numel():
@@ -380,7 +364,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
 class Lookup:
     """The bags of a batch as units of the servers. Units are numbered across the servers."""
 
-    units: list[Units]  #: by server
+    units: list[Bags]  #: by server
     units_of_bag: Bags
     bags_of_unit: Bags
     values: Tensor = field(init=False)  #: of the units, [units, dim], on the host
@@ -398,21 +382,20 @@ class Lookup:
 
 def rows_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
     """Return a lookup for sums at the trainer: each different row of the bags is a unit. `starts`: `Layout.starts`."""
-    rows, bags_of_unit = grouped(bags.ids, Units(bags.ids, bags.offsets).of_row)
+    rows, bags_of_unit = grouped(bags.ids, bags.of_id)
     cuts = torch.searchsorted(rows, torch.tensor(starts)).tolist()  # sorted rows are ordered by server
-    units = [Units(rows[begin:end] - start) for (begin, end), start in zip(pairwise(cuts), starts, strict=False)]
+    units = [single_rows(rows[begin:end] - start) for (begin, end), start in zip(pairwise(cuts), starts, strict=False)]
     unit = torch.arange(len(rows)).repeat_interleave(bags_of_unit.offsets.diff())
     return Lookup(units, Bags(grouped(bags_of_unit.ids, unit)[1].ids, bags.offsets), bags_of_unit)
 
 
 def sums_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
     """Return a lookup for sums at the servers: each server's rows of a bag are a unit. Arguments as `rows_as_units`."""
-    units, bag_of_unit = [], []
-    bag_of_row = Units(bags.ids, bags.offsets).of_row
+    units, bag_of_unit, bag_of_id = [], [], bags.of_id
     for start, end in pairwise(starts):
         mine = (bags.ids >= start) & (bags.ids < end)
-        different, rows = grouped(bag_of_row[mine], bags.ids[mine] - start)
-        units.append(Units(rows.ids, rows.offsets))
+        different, rows = grouped(bag_of_id[mine], bags.ids[mine] - start)
+        units.append(rows)
         bag_of_unit.append(different)
     bag = torch.cat(bag_of_unit)
     in_order = bag.sort(stable=True)
@@ -430,7 +413,7 @@ def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) ->
     lookup = (sums_as_units if pool_at_server else rows_as_units)(batches[-1], starts)
     touched = batches[0].ids.unique()
     changed = sum(
-        len(units.with_any(torch.isin(units.rows + start, touched).numpy()))
+        len(with_any(units, torch.isin(units.ids + start, touched).numpy()))
         for units, start in zip(lookup.units, starts, strict=False)
     )
     share = changed / max(1, sum(lookup.counts))
@@ -488,7 +471,7 @@ class TableClient:
     def leave(self) -> None:
         """End the exchange; servers drop a batch that was requested and not pushed. All gradients must be applied."""
         for server in self._servers:
-            self._send_request(server, LEAVE, Units(torch.zeros(0, dtype=torch.int64)), ahead=False)
+            self._send_request(server, LEAVE, single_rows(torch.zeros(0, dtype=torch.int64)), ahead=False)
         self._settle()
 
     def _request(self, lookup: Lookup, kind: int) -> None:
@@ -523,10 +506,10 @@ class TableClient:
                     put_rows(lookup.values, units + firsts[number], values)
             self._settle()
 
-    def _send_request(self, server: int, kind: int, units: Units, *, ahead: bool) -> None:
-        body = units.rows if units.offsets is None else torch.cat([units.rows, units.offsets])
+    def _send_request(self, server: int, kind: int, units: Bags, *, ahead: bool) -> None:
+        body = units.ids if len(units) == len(units.ids) else torch.cat([units.ids, units.offsets])
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        first[:HEADER_LENGTH] = torch.tensor([kind, len(units.rows), len(body) - len(units.rows), int(ahead)])
+        first[:HEADER_LENGTH] = torch.tensor([kind, len(units.ids), len(body) - len(units.ids), int(ahead)])
         room = first[HEADER_LENGTH:]
         if len(body) <= len(room):
             room[: len(body)] = body

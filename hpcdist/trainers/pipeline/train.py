@@ -56,7 +56,7 @@ def train(ctx: Context, cfg: Config) -> None:
         model = gather_model(ctx, cfg, setup) if ctx.end_reason else None
     # The export follows the end of RPC, which has a shorter time limit.
     if model is not None:
-        images, _ = next(setup.data.test.batches([torch.arange(2)], device=ctx.device))
+        images, _ = next(setup.data.test.batches([torch.arange(2)]))
         ctx.export_model(model, as_rgb(cfg, images))
 
 
@@ -153,7 +153,7 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
         if ctx.rank > 0:
             yield from [None] * num_batches
             return
-        for batch, _ in data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last):
+        for batch, _ in data.test.batches(samples):
             yield as_rgb(cfg, batch)
 
     engine.stage.eval()
@@ -185,7 +185,7 @@ def step_batches(
     samples = order.split(size)[start:]
     images = None
     if ctx.rank == 0:
-        images = data.train.batches(samples, device=ctx.device, epoch=epoch, channels_last=cfg.model.channels_last)
+        images = data.train.batches(samples, epoch=epoch)
     is_last = ctx.rank == ctx.world_size - 1
     for indices in samples:
         yield (
@@ -256,7 +256,8 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
-    data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
+    section = cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never")
+    data = load_datasets(section, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
     if len(data.train) < cfg.data.batch_size:
         raise ConfigError(f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images")
     log_image_data(ctx, cfg.data, data, cfg.seed)

@@ -137,28 +137,20 @@ def source() -> TensorImages:
     return TensorImages(images, torch.arange(NUM_SAMPLES) % 5, image_size=6, flip=True)
 
 
-def make_split(kind: str, source: TensorImages) -> Split:
-    if kind == "streaming":
-        return StreamingSplit(source, mean=MEAN, std=STD)
-    if kind == "streaming augmented":
-        return StreamingSplit(source, mean=MEAN, std=STD, augment_seed=7)
-    augment_seed = 7 if kind == "augmented" else None
-    return PreloadedSplit(source.images, source.labels, mean=MEAN, std=STD, augment_seed=augment_seed, flip=source.flip)
+def make_split(kind: str, source: TensorImages, **options: Any) -> Split:
+    options |= {"mean": MEAN, "std": STD, "augment_seed": 7 if "augmented" in kind else None}
+    if kind.startswith("streaming"):
+        return StreamingSplit(source, **options)
+    return PreloadedSplit(source.images, source.labels, flip=source.flip, **options)
 
 
 KINDS = ["preloaded", "augmented", "streaming", "streaming augmented"]
 
 
 def run(
-    split: Split,
-    indices: Tensor,
-    *,
-    batch_size: int | list[int] = 4,
-    start: int = 0,
-    device: torch.device = CPU,
-    **options: Any,
+    split: Split, indices: Tensor, *, batch_size: int | list[int] = 4, start: int = 0, epoch: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    return list(split.batches(indices.split(batch_size)[start:], device=device, **options))
+    return list(split.batches(indices.split(batch_size)[start:], epoch=epoch))
 
 
 def normalized(images: Tensor) -> Tensor:
@@ -178,7 +170,7 @@ def test_batches_contain_the_normalised_images_of_the_indices(
     if "augmented" in kind:
         hashes = sample_hashes(7, 2, indices).tolist()
         expected = torch.stack([crop_image(x, h, flip=True) for x, h in zip(expected, hashes, strict=True)])
-    result = run(make_split(kind, source), indices, epoch=2, channels_last=channels_last)
+    result = run(make_split(kind, source, channels_last=channels_last), indices, epoch=2)
     assert [len(labels) for _, labels in result] == [4, 4, 2]
     images, labels = (torch.cat(parts) for parts in zip(*result, strict=True))
     assert images.dtype == torch.float32
@@ -232,10 +224,10 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tor
 def test_batches_on_a_gpu_equal_those_on_the_cpu(
     kind: str, channels_last: bool, source: TensorImages, cuda: torch.device
 ) -> None:
-    split = make_split(kind, source)
-    indices = torch.arange(NUM_SAMPLES)
-    on_cpu = run(split, indices, epoch=1, channels_last=channels_last)
-    on_gpu = run(split, indices, epoch=1, channels_last=channels_last, device=cuda)
+    on_cpu, on_gpu = (
+        run(make_split(kind, source, channels_last=channels_last, device=device), torch.arange(NUM_SAMPLES), epoch=1)
+        for device in (CPU, cuda)
+    )
     for (images, labels), (expected_images, expected_labels) in zip(on_gpu, on_cpu, strict=True):
         assert images.is_cuda
         assert labels.is_cuda

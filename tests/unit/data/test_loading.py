@@ -21,8 +21,6 @@ from hpcdist.data.images import FolderImages, ImageSource, TensorImages
 from hpcdist.data.loading import PreloadedSplit, StreamingSplit, build_model, digest_of, load_datasets, log_image_data
 from hpcdist.errors import ConfigError, DataError
 
-CPU = torch.device("cpu")
-
 
 def params(name: str, **changes: Any) -> DataConfig:
     values = {"root": "/nowhere", "download": False, "num_workers": 0, "num_samples": 40, "num_classes": 4}
@@ -62,7 +60,7 @@ def test_digits_are_split_by_class_and_normalised() -> None:
     assert len(data.train) + len(data.test) == 1797
     assert torch.bincount(data.train.labels).tolist() == [142, 145, 141, 146, 144, 145, 144, 143, 139, 144]
     assert torch.bincount(data.test.labels).tolist() == [36, 37, 36, 37, 37, 37, 37, 36, 35, 36]
-    [(images, labels)] = data.train.batches([torch.arange(1433)], device=CPU)
+    [(images, labels)] = data.train.batches([torch.arange(1433)])
     assert images.mean().abs() < 1e-3
     assert abs(images.std().item() - 1) < 1e-3
     assert torch.equal(labels, data.train.labels)
@@ -74,13 +72,13 @@ def test_mnist_like_datasets_are_loaded_from_idx_files(name: str, folder: str, t
     data = load_datasets(params(name, root=str(tmp_path)), seed=0)
     assert (len(data.train), len(data.test)) == (12, 5)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 28)
-    [(images, labels)] = data.test.batches([torch.arange(5)], device=CPU)
+    [(images, labels)] = data.test.batches([torch.arange(5)])
     expected = (torch.arange(5) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 3, 4], expected)
     assert labels.tolist() == [0, 1, 2, 3, 4]
     data = load_datasets(params(name, root=str(tmp_path), image_size=32), seed=0)
     assert data.image_size == 32
-    [(images, _)] = data.test.batches([torch.arange(5)], device=CPU)
+    [(images, _)] = data.test.batches([torch.arange(5)])
     assert images.shape == (5, 1, 32, 32)
 
 
@@ -123,7 +121,7 @@ def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_nam
     data = load_datasets(params("image_folder", root=str(tmp_path), image_size=8), seed=0)
     assert (data.num_classes, data.in_channels, data.image_size) == (2, 3, 8)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    [(images, labels)] = data.test.batches([torch.arange(2)], device=CPU)
+    [(images, labels)] = data.test.batches([torch.arange(2)])
     assert labels.tolist() == [0, 1]
     expected = (torch.tensor([0, 100]) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 0, 0], expected)

@@ -303,17 +303,14 @@ def test_units_return_sums_of_bags_and_gradients_of_rows(as_units: Any, starts: 
     wanted = ragged(*bags)
     lookup = as_units(wanted, starts)
     servers = list(zip(lookup.units, starts, strict=False))
-    sums = [
-        torch.zeros(len(units), 2).index_add(0, units.of_row, weight[units.rows + start]) for units, start in servers
-    ]
+    sums = [torch.zeros(len(units), 2).index_add(0, units.of_id, weight[units.ids + start]) for units, start in servers]
     lookup.values = torch.cat(sums).detach()
-    bag_of_row = torch.arange(len(wanted)).repeat_interleave(wanted.offsets.diff())
-    expected = torch.zeros(len(wanted), 2).index_add(0, bag_of_row, weight[wanted.ids])
+    expected = torch.zeros(len(wanted), 2).index_add(0, wanted.of_id, weight[wanted.ids])
     torch.testing.assert_close(lookup.pooled(), expected)
     gradient = torch.rand(len(wanted), 2)
     expected.backward(gradient)
     found = torch.zeros(10, 2)
     parts = sums_of(lookup.bags_of_unit, gradient).split(lookup.counts)
     for (units, start), part in zip(servers, parts, strict=True):
-        found.index_add_(0, units.rows + start, part[units.of_row])
+        found.index_add_(0, units.ids + start, part[units.of_id])
     torch.testing.assert_close(found, weight.grad)
