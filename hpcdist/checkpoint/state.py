@@ -6,16 +6,16 @@ import json
 import random
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -117,7 +117,6 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
 # table. Owners report to rank 0 through the store: both sides write in background threads, which must not call
 # collectives.
 
-POLL_INTERVAL_S = 0.02
 #: How long rank 0 waits for the last owner; the death of an owner ends the attempt earlier.
 OWNER_TIMEOUT_S = 3600.0
 
@@ -179,12 +178,11 @@ class ShardExchange:
 
     def _report(self, step: int, rank: int) -> FileRecord:
         key = f"{step}/{rank}"
-        end = time.monotonic() + OWNER_TIMEOUT_S
-        # Not `Store.wait`, which blocks the store for all other threads of this process.
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {OWNER_TIMEOUT_S:g} s")
-            time.sleep(POLL_INTERVAL_S)
+        try:
+            self._store.wait([key], timedelta(seconds=OWNER_TIMEOUT_S))
+        except DistStoreError as error:
+            text = f"rank {rank} has not written its shard of step {step} in {OWNER_TIMEOUT_S:g} s"
+            raise CheckpointError(text) from error
         report = json.loads(self._store.get(key))
         self._store.delete_key(key)
         if "error" in report:

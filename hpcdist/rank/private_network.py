@@ -95,6 +95,14 @@ def _check(result: int) -> None:
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
+def address_towards(host: str) -> str:
+    """Return the IPv4 address of this node on its route to a host. Raises OSError if the name does not resolve."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # This sends no packet: connecting a datagram socket only looks up the route.
+        probe.connect((socket.gethostbyname(host), 9))
+        return str(probe.getsockname()[0])
+
+
 def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind gloo, NCCL and TensorPipe to the interface that routes to the master.
 
@@ -104,10 +112,7 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
     if not (missing := [name for name in INTERFACE_VARIABLES if not env.get(name)]):
         return {}
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # This sends no packet: connecting a datagram socket only looks up the route.
-            probe.connect((socket.gethostbyname(master_addr), 9))
-            address = probe.getsockname()[0]
+        address = address_towards(master_addr)
     except OSError as error:
         raise TopologyError(
             f"the master {master_addr!r} cannot be reached from {socket.gethostname()} ({error}): does its name resolve"

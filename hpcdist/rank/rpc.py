@@ -51,7 +51,6 @@ class RpcGroup:
         own: dict[str, Callable[..., Any]] = {
             "_order": lambda command, arguments: self._commands.put((command, arguments)),
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
-            "_token": lambda: ctx.topology.token,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
         self.transport: Transport
@@ -143,13 +142,11 @@ def rpc_group(
         num_threads: number of calls that this rank answers at the same time.
     """
     group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
-    for name, future in zip(group.names, group.call_all(group.names, "_token"), strict=True):
+    for name, future in zip(group.names, group.call_all(group.names, "_pulse", False), strict=True):
         try:
-            token = future.result()
+            future.result()
         except (PeerLost, RemoteError) as error:
             raise PeerLost(f"{group.endpoint.place} cannot call {name}: {error}") from error
-        if token != ctx.topology.token:
-            raise PeerLost(f"{name} belongs to {token!r}, this is {ctx.topology.token!r}")
     ctx.barrier()
     group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))

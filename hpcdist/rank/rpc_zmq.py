@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.private_network import address_towards
 from hpcdist.rank.rendezvous_store import CurveKeys
 
 # What the transports of RPC share: the place and functions of a rank, the answer to a call, and the form of values.
@@ -367,7 +368,5 @@ def _own_address(master_addr: str) -> str:
     for entry in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
         if entry.family == socket.AF_INET:
             return entry.address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(master_addr), 9))  # sends no packet
-        address = str(probe.getsockname()[0])
+    address = address_towards(master_addr)
     return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address

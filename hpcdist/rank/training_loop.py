@@ -231,10 +231,6 @@ def fill_rows(out: Tensor, rows: range, *, table: str, scale: float, seed: int) 
         out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
 
 
-#: With a static graph DDP rebuilds its buckets after the second backward pass, otherwise after the first.
-_NUM_PASSES = 2
-
-
 def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -> None:
     """Make DDP rebuild its buckets before the first training step. Call it on every rank.
 
@@ -248,7 +244,7 @@ def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -
     buffers = [buffer.clone() for buffer in model.buffers()]
     devices = [] if model.device_type == "cpu" else model.device_ids
     with torch.random.fork_rng(devices, device_type=model.device_type):
-        for _ in range(_NUM_PASSES):
+        for _ in range(2):  # with a static graph DDP rebuilds its buckets after the second backward pass
             torch.autograd.backward(loss())
             model.zero_grad(set_to_none=True)
     with torch.no_grad():

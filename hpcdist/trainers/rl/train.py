@@ -19,8 +19,7 @@ https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import gymnasium
 import numpy as np
@@ -43,13 +42,8 @@ from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 EVAL_METRICS = ("eval/return", "eval/return_std")
 
 
-@dataclass
-class History:
-    """Samples and evaluations so far; part of the checkpoint."""
-
-    env_steps: int = 0  #: transitions learned from, of all observers
-    #: (env_steps, mean return, smallest return, largest return) of each evaluation
-    evaluations: list[tuple[int, float, float, float]] = field(default_factory=list)
+#: Of one evaluation: environment steps before it; mean, smallest and largest return.
+Evaluation: TypeAlias = tuple[int, float, float, float]
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -77,12 +71,13 @@ def train_policy(
     """Train as the agent, and export the final policy."""
     rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    pending, history = [], History()
+    pending: list[Rollout] = []
+    history: list[Evaluation] = []  # evaluations so far
     if saved is not None:
         policy.load_state_dict(saved.model)
         load_optimizer(optimizer, saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-        history = History(saved.trainer["history"]["env_steps"], saved.trainer["history"]["evaluations"])
+        history = saved.trainer["evaluations"]
     observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
     test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
     position = saved.trainer["position"] if saved is not None else None
@@ -101,7 +96,7 @@ def train_policy(
             "optimizer": optimizer.state_dict(),
             "position": progress.state_dict(),
             "meter": meter.state_dict(),
-            "history": asdict(history),
+            "evaluations": history,
             "pending": [list(rollout) for rollout in received],
             "num_collectors": observers.num_collectors,
         }
@@ -114,10 +109,10 @@ def train_policy(
             set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
             sums = train_step(policy, optimizer, rollout, cfg, ctx.device)
             meter.add(**sums)
-            history.env_steps += sums["num_env_steps"]
             progress.count_step()
+            progress.count_samples(sums["num_env_steps"])  # transitions learned from, of all observers
             if progress.log_is_due:
-                ctx.log(interval_metrics(optimizer, history, meter), progress.step)
+                ctx.log(interval_metrics(optimizer, progress, meter), progress.step)
                 meter.reset()
             if ctx.should_stop(progress.step, progress.total_steps):
                 save({})
@@ -127,11 +122,11 @@ def train_policy(
                 save({})
         with meter.paused():
             with ctx.evaluating():
-                metrics = evaluate(ctx, cfg, problem, policy, test_envs, progress.step, history)
+                metrics = evaluate(ctx, problem, policy, test_envs, progress, history)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
             save(metrics)
-    ctx.end_reason = f"{progress.end_reason}, {history.env_steps} environment steps"
+    ctx.end_reason = f"{progress.end_reason}, {progress.samples} environment steps"
     ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
 
 
@@ -198,7 +193,7 @@ def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Fl
     return cast(Floats, advantages)
 
 
-def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: Meter) -> dict[str, float]:
+def interval_metrics(optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     sums = meter.sums
     policy_loss, value_loss, entropy, kl = (sums["losses"] / sums["num_minibatches"]).tolist()
@@ -208,9 +203,9 @@ def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: 
         "train/entropy": entropy,
         "train/kl": kl,
         "train/lr": optimizer.param_groups[0]["lr"],
-        "train/env_steps": history.env_steps,
+        "train/env_steps": progress.samples,
         "train/env_steps_per_s": sums["num_env_steps"] / meter.elapsed_s,
-        "samples": history.env_steps,
+        "samples": progress.samples,
     }
     if sums["num_episodes"]:
         metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
@@ -218,14 +213,14 @@ def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: 
 
 
 def evaluate(
-    ctx: Context, cfg: Config, problem: Problem, policy: Policy, envs: Environments, step: int, history: History
+    ctx: Context, problem: Problem, policy: Policy, envs: Environments, progress: Progress, history: list[Evaluation]
 ) -> dict[str, float]:
-    """Play full greedy episodes, whose initial states follow from `step`. Adds the returns to `history`."""
-    envs.begin(random_numbers(cfg.seed, 1, 1 + step))
+    """Play full greedy episodes, whose initial states follow from the step. Adds the returns to `history`."""
+    envs.begin(random_numbers(ctx.config.seed, 1, 1 + progress.step))
     returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
     mean = float(returns.mean())
-    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
-    ctx.figure("returns", returns_curves(problem.name, history.evaluations))
+    history.append((progress.samples, mean, float(returns.min()), float(returns.max())))
+    ctx.figure("returns", returns_curves(problem.name, history))
     last = histogram("returns of the last evaluation", returns.tolist(), x_label="return", y_label="episodes")
     ctx.figure("returns_of_last_evaluation", last)
     return {"eval/return": mean, "eval/return_std": float(returns.std())}
@@ -242,8 +237,8 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     )
 
 
-def returns_curves(environment: str, evaluations: Sequence[tuple[int, float, float, float]]) -> Curves:
-    """Return a figure of `History.evaluations`; of many, every n-th and the last one."""
+def returns_curves(environment: str, evaluations: Sequence[Evaluation]) -> Curves:
+    """Return a figure of the evaluations; of many, every n-th and the last one."""
     every = -(-len(evaluations) // (MAX_POINTS - 1)) or 1
     shown = [*evaluations[:-1:every], *evaluations[-1:]]
     names = ("mean", "smallest", "largest")
