@@ -107,7 +107,6 @@ class AsyncSaver(BackgroundWriter):
         super().__init__(str(store.folder))
         self._store = store
         self._before_publish = before_publish
-        self._closed = False
 
     def save(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> None:
         """Save as `submit`. If the step is saved already, the call only adds the metrics and the samples.
@@ -115,8 +114,6 @@ class AsyncSaver(BackgroundWriter):
         `on_written` is called once the checkpoint is on disk.
         """
         step = snapshot.step
-        if self._closed:
-            raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
         if step < 0:
             raise CheckpointError(f"a checkpoint's step must be >= 0, got {step}")
         self.settle()
@@ -140,10 +137,6 @@ class AsyncSaver(BackgroundWriter):
             self._store.prune()
 
         self.submit(state, write)
-
-    def close(self) -> None:
-        self._closed = True
-        super().close()
 
 
 # Copy a nested state into host memory that is allocated once and reused for every save.

@@ -133,7 +133,8 @@ def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
             f"container.image: {spec.image} is not in {spec.runtime}'s store on this machine ({error}): build or load"
             " it, or set container.check_image=false if only the nodes have it"
         )
-    done = run_within(image_probe_command(spec).argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
+    command, outer = image_probe(spec, env)
+    done = run_within(command.argv, PROBE_TIMEOUT_S, env=outer)
     _, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
@@ -220,15 +221,18 @@ _FIXES = (
 )
 
 
-def image_probe_command(spec: ContainerSpec) -> ContainerCommand:
-    """Return the command that starts the image without mounts (the run folder may not exist yet) and prints facts."""
-    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",))
-    return container_command(bare, [spec.python, "-c", _PROBE])
+def image_probe(
+    spec: ContainerSpec, env: Mapping[str, str], *, het: bool = False
+) -> tuple[ContainerCommand, dict[str, str]]:
+    """Return the command that starts the image without mounts (the run folder may not exist yet) and prints facts.
 
-
-def image_probe_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the probe, without PYTHONPATH: the image's own code is examined."""
-    return {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
+    Its environment has no PYTHONPATH, because the image's own code is examined.
+    """
+    # Some components of a heterogeneous job may have no GPUs; the driver's version is visible without them.
+    gpus = "" if het else spec.gpus
+    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",), gpus=gpus)
+    outer = {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
+    return container_command(bare, [spec.python, "-c", _PROBE]), outer
 
 
 def probe_outcome(
@@ -448,9 +452,7 @@ class ContainerSteps(NoContainers):
         make_mount_points(self._spec)
         facts: dict[str, Any] = {}
         for group, nodes in self._nodes():
-            # Some components of a heterogeneous job may have no GPUs; the driver's version is visible without them.
-            probe = image_probe_command(replace(self._spec, gpus="" if self._het else self._spec.gpus))
-            env = image_probe_env(self._spec, self._env)
+            probe, env = image_probe(self._spec, self._env, het=self._het)
             task = [*probe.srun_flags, *probe.argv]
             step = ["srun", *task_words(nodes, task, CONTAINERS_STEP, {**group, "label": True})]
             done = run_within(step, PROBE_TIMEOUT_S, env=env)

@@ -60,23 +60,6 @@ class Normalize:
         return images.to(torch.float32).mul_(self.scale).add_(self.shift)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A split on its device in one memory format, built once."""
-
-    images: Tensor  #: on the CPU if the device has no room
-    labels: Tensor
-    normalize: Normalize
-    channels_last: bool
-
-    def gathered(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        for part in torch.split(indices.to(self.images.device), sizes):
-            images = _to_device(self.images.index_select(0, part), self.labels.device)
-            if self.channels_last:
-                images = images.permute(0, 3, 1, 2)
-            yield images if self.images.is_floating_point() else self.normalize(images)
-
-
 @dataclass(eq=False)
 class PreloadedSplit:
     """A whole split in memory, on the device if it fits; a batch is gathered by index.
@@ -107,35 +90,45 @@ class PreloadedSplit:
         if not any(map(len, samples)):  # `split` of an empty tensor returns one empty part
             return
         indices, sizes = torch.cat(list(samples)), [len(part) for part in samples]
-        table = self._table
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
-        labels = torch.split(table.labels.index_select(0, indices.to(self.device)), sizes)
+        labels = torch.split(self._placed_labels.index_select(0, indices.to(self.device)), sizes)
         if self.augment_seed is None:
-            images = table.gathered(indices, sizes)
+            images = self._plain(indices, sizes)
         else:
-            images = self._crops(table, indices, sample_hashes(self.augment_seed, epoch, indices), sizes)
+            images = self._crops(indices, sample_hashes(self.augment_seed, epoch, indices), sizes)
         yield from zip(images, labels, strict=True)
 
     @cached_property
-    def _table(self) -> _Table:
-        """The images on their device, normalised if they are small enough.
+    def _placed_labels(self) -> Tensor:
+        return self.labels.to(self.device)
+
+    @cached_property
+    def _normalize(self) -> Normalize:
+        return Normalize(self.mean, self.std, self.device)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        """The images on their device, or on the CPU if it has no room; normalised if they are small enough.
 
         They are [N, C, H, W], or [N, H, W, C] for channels_last; for augmentation the pixels of all padded images,
         uint8 [N * H * W, C].
         """
-        device, normalize = self.device, Normalize(self.mean, self.std, self.device)
         if self.augment_seed is not None:
             padded = pad(self.images).permute(0, 2, 3, 1).flatten(0, 2)
-            images = padded.to(_place(padded, device))
-        else:
-            images = self.images.to(_place(self.images, device))
-            if images.device.type == device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
-                images = normalize(images)
-            if self.channels_last:
-                images = images.permute(0, 2, 3, 1).contiguous()
-        return _Table(images, self.labels.to(device), normalize, self.channels_last)
+            return padded.to(_place(padded, self.device))
+        images = self.images.to(_place(self.images, self.device))
+        if images.device.type == self.device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
+            images = self._normalize(images)
+        return images.permute(0, 2, 3, 1).contiguous() if self.channels_last else images
 
-    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    def _plain(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+        for part in torch.split(indices.to(self._table.device), sizes):
+            images = _to_device(self._table.index_select(0, part), self.device)
+            if self.channels_last:
+                images = images.permute(0, 3, 1, 2)
+            yield images if images.is_floating_point() else self._normalize(images)
+
+    def _crops(self, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
         channels, height, width = self.images.shape[1:]
         padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
@@ -143,15 +136,15 @@ class PreloadedSplit:
         corners = (indices * padded_height + top) * padded_width + left
         plain_grid = torch.arange(height)[:, None] * padded_width + torch.arange(width)
         mirrored_grid = plain_grid.flip(1) if self.flip else plain_grid
-        place = table.images.device
+        place = self._table.device
         grids = torch.stack([plain_grid.flatten(), mirrored_grid.flatten()]).to(place)
         for corner, grid_number in zip(
             torch.split(corners.to(place), sizes), torch.split(mirror.to(place), sizes), strict=True
         ):
             pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
-            images = table.images.index_select(0, pixels).reshape(-1, height, width, channels)
-            images = _to_device(images, table.labels.device).permute(0, 3, 1, 2)
-            yield table.normalize(images if table.channels_last else images.contiguous())
+            images = self._table.index_select(0, pixels).reshape(-1, height, width, channels)
+            images = _to_device(images, self.device).permute(0, 3, 1, 2)
+            yield self._normalize(images if self.channels_last else images.contiguous())
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:

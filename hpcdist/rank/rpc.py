@@ -148,7 +148,6 @@ def rpc_group(
         except (PeerLost, RemoteError) as error:
             raise PeerLost(f"{group.endpoint.place} cannot call {name}: {error}") from error
     ctx.barrier()
-    group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:

@@ -42,7 +42,6 @@ class Transport(Protocol):
     """Sends calls to ranks and answers theirs."""
 
     def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]: ...
-    def connected(self) -> None: ...  # called when every rank has called every other
     def close(self) -> None: ...
 
 
@@ -334,13 +333,6 @@ class ZmqTransport:
                 if now > until and self._pending.pop(number, None) is not None:
                     future.set_exception(self._endpoint.lost(rank, f"no answer in {timeout_s:g} s"))
 
-    def connected(self) -> None:
-        """Remove the names of the Unix sockets: every rank is connected."""
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-        with suppress(OSError):
-            os.unlink(self._endpoint.ctx.attempt.path / f"{self._endpoint.store_name}-{self._rank}")
-
     def close(self) -> None:
         """End the threads and close the sockets; messages that are not sent yet are sent within two seconds."""
         self._is_closing = True
@@ -361,6 +353,10 @@ class ZmqTransport:
         self._context.term()
         for descriptor in self._descriptors:
             os.close(descriptor)
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(self._endpoint.ctx.attempt.path / f"{self._endpoint.store_name}-{self._rank}")
 
 
 def _own_address(master_addr: str) -> str:

@@ -97,15 +97,12 @@ def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
         synthetic = (cfg.num_samples, cfg.tables, cfg.num_numeric_columns)
         return "synthetic-clicks", "generated", digest_of(list(synthetic), seed)
     path = Path(cfg.file).expanduser()
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _DIGEST_BYTES))
-            end = file.read(_DIGEST_BYTES)
-            file.seek(0)
-            start = file.read(_DIGEST_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as a click log: {error.strerror}") from error
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _DIGEST_BYTES))
+        end = file.read(_DIGEST_BYTES)
+        file.seek(0)
+        start = file.read(_DIGEST_BYTES)
     return path.stem, str(path), digest_of(size, start.hex(), end.hex())
 
 

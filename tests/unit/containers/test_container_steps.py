@@ -26,8 +26,7 @@ from hpcdist.containers.steps import (
     check_image_on_nodes,
     container_problems,
     image_digest,
-    image_probe_command,
-    image_probe_env,
+    image_probe,
     make_mount_points,
     probe_outcome,
     rank_container,
@@ -372,7 +371,7 @@ def test_mount_points_are_created_in_an_unpacked_image(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
-    command = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
+    command = image_probe(replace(SPEC, runtime="charliecloud", python=sys.executable), {})[0].argv
     code = command[-1]
     assert command[-3:-1] == [sys.executable, "-c"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
@@ -387,11 +386,9 @@ def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
 
 def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
-    assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
-    assert image_probe_env(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
-        "NCCL_DEBUG": "INFO",
-        "USER": "ada",
-    }
+    command, env = image_probe(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"})
+    assert not [word for word in command.argv if word.startswith("--bind")]
+    assert env == {"NCCL_DEBUG": "INFO", "USER": "ada"}
 
 
 INVALID = f"{IMAGE} gives no valid description of its Python on n2: "
