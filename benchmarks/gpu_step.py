@@ -123,10 +123,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         except ModuleNotFoundError as error:
             print(f"{error.name} is not installed: no system metrics", file=sys.stderr)
         else:
-            interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
-            began = run.read_state().created
-            monitor = monitored_node(records.journal, interval_s=interval_s, began=began, node=None, disk=str(run.path))
-            stack.enter_context(monitor)
+            stack.enter_context(monitored_node(config, run, topology, records.journal))
         ctx = Context(
             config=config,
             run=run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,11 @@ from typing import Any
 
 import psutil
 
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import Topology
 from hpcdist.host.machine import open_gpus
 from hpcdist.rank.private_network import card_counters
+from hpcdist.run.folder import RunDir, system_interval_s
 from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)
@@ -22,32 +26,32 @@ MB = 1e6
 
 
 @contextmanager
-def monitored_node(
-    journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str
-) -> Iterator[None]:
-    """Record CPU, memory, disk, network and GPU usage every `interval_s` in a thread while the block runs; 0: never.
+def monitored_node(config: Config, run: RunDir, topology: Topology, journal: JournalWriter) -> Iterator[None]:
+    """Record CPU, memory, disk, network and GPU usage in a thread of each node's first rank while the block runs.
 
-    The step of a record is the number of seconds since `began`, the Unix time of the run's creation, so that steps keep
-    increasing after a restart. `node` is part of the metric names.
+    The step of a record is the number of seconds since the run's creation, so that steps keep increasing after a
+    restart. In a run on several nodes, the node is part of the metric names.
     """
-    prefix = f"system/{node}/" if node else "system/"
-    network, gpus, ended = _network_bytes(), open_gpus(), threading.Event()
+    interval_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
+    if topology.local_rank > 0 or interval_s == 0:
+        yield
+        return
+    prefix = f"system/{socket.gethostname()}/" if topology.num_nodes > 1 else "system/"
+    began, network, gpus, ended = run.read_state().created, _network_bytes(), open_gpus(), threading.Event()
 
     def watch() -> None:
         psutil.cpu_percent()  # the first call of a thread only sets the start of the next measurement
         while not ended.wait(interval_s):
-            values = _usage(disk, network, gpus)
+            values = _usage(str(run.path), network, gpus)
             journal.log({prefix + name: value for name, value in values.items()}, int(time.time() - began))
 
     thread = threading.Thread(target=watch, name="monitor", daemon=True)
-    if interval_s > 0:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if interval_s > 0:
-            thread.join()
+        thread.join()
 
 
 def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) -> dict[str, float]:

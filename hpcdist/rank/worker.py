@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -41,7 +41,7 @@ from hpcdist.host.machine import cache_environment
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
-from hpcdist.run.folder import Attempt, RunDir, require_same, system_interval_s
+from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
@@ -105,9 +105,11 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
             )
     ended: Literal["done", "stopped"]
     if config.trainer.script:
+        from hpcdist.rank.system_metrics import monitored_node
+
         with (
             script_api.entered_script(config, attempt, topology, records) as script,
-            _monitored(config, run, topology, records),
+            monitored_node(config, run, topology, records.journal),
         ):
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
@@ -158,7 +160,7 @@ def _train(
     from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, place
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
-    from hpcdist.rank.system_metrics import EnergyMeter
+    from hpcdist.rank.system_metrics import EnergyMeter, monitored_node
     from hpcdist.rank.telemetry import Heartbeat
     from hpcdist.run.commands import RequestReader
 
@@ -173,7 +175,7 @@ def _train(
     seed_everything(config.seed)
     with (
         _connected_groups(config, attempt, topology, device, outcome) as groups,
-        _monitored(config, run, topology, records),
+        monitored_node(config, run, topology, records.journal),
     ):
         beside = (topology.node_rank, cpus_beside(device))
         names, places = zip(*groups.all_gather((device.name, beside)), strict=True)
@@ -196,20 +198,6 @@ def _train(
             train(ctx, config, *params)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
-
-
-def _monitored(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> AbstractContextManager[None]:
-    """Return the recorder of the system metrics, which is active in local rank 0 of each node."""
-    from hpcdist.rank.system_metrics import monitored_node
-
-    system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
-    return monitored_node(
-        records.journal,
-        interval_s=system_s if topology.local_rank == 0 else 0.0,
-        began=run.read_state().created,
-        node=socket.gethostname() if topology.num_nodes > 1 else None,
-        disk=str(run.path),
-    )
 
 
 @contextmanager
