@@ -107,7 +107,7 @@ class Context:
         run: the run folder.
         attempt: the folder of this attempt; `attempt.number` is 1 at the first start.
         topology: rank, world size, local rank and host names.
-        roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
+        roles: the roles of the run: `ctx.roles.ranks_of("observer")` returns the ranks of a role, by their index.
         device: the device of this rank.
         timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
         groups: the control group and the store of all ranks.
@@ -184,15 +184,6 @@ class Context:
     def role_index(self) -> int:
         """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
         return self.roles.of_rank(self.rank)[1]
-
-    @property
-    def rpc_name(self) -> str:
-        """Name of this rank in RPC, `role:index`."""
-        return self.roles.name_of(self.rank)
-
-    def ranks_of(self, role: str) -> range:
-        """Return the ranks of a role, ordered by their index. Raises ConfigError if no rank has this role."""
-        return self.roles.ranks_of(role)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
@@ -554,7 +545,7 @@ class Context:
             "rng": rng_state(self.device),
             "local": local
             and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
-            "role": self.rpc_name,
+            "role": self.roles.name_of(self.rank),
             **(asdict(self._saved_division) if self._saved_division is not None else {}),
         }
 

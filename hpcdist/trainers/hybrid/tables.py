@@ -345,7 +345,7 @@ class TableServer:
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
     shard = TableShard(layout, ctx.role_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
-    server = TableServer(shard, exchange, ctx.ranks_of("trainer"), ctx.timeout)
+    server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"), ctx.timeout)
     # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
     pool = ThreadPoolExecutor(1, thread_name_prefix="tables")
 
@@ -428,7 +428,7 @@ class TableClient:
     ) -> None:
         self._group = group
         self._timeout = ctx.timeout
-        self._servers = ctx.ranks_of("parameter_server")
+        self._servers = ctx.roles.ranks_of("parameter_server")
         self._timer = ctx.timer
         self._starts = layout.starts
         self._dim = layout.dim

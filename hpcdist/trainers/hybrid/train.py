@@ -51,7 +51,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    trainers = ctx.agree_among(ctx.ranks_of("trainer"))  # servers count no steps
+    trainers = ctx.agree_among(ctx.roles.ranks_of("trainer"))  # servers count no steps
     exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)  # rows of tables and their gradients, on the host
     dense_group = make_dense_group(ctx)
     if ctx.role == "parameter_server":
@@ -210,7 +210,7 @@ def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
 
 def make_dense_group(ctx: Context) -> Any:
     """Return the trainers' process group for gradients of the dense part, on their devices. Call it on every rank."""
-    trainers, devices = ctx.ranks_of("trainer"), ctx.groups.all_gather(ctx.device.type)
+    trainers, devices = ctx.roles.ranks_of("trainer"), ctx.groups.all_gather(ctx.device.type)
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
     if len(backends) > 1 or backends == {"gloo"}:
         return gloo_group(trainers, ctx.timeout)

@@ -74,9 +74,9 @@ CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
-    trainers = ctx.agree_among(ctx.ranks_of(TRAINER))  # servers count no steps
+    trainers = ctx.agree_among(ctx.roles.ranks_of(TRAINER))  # servers count no steps
     # For gradients of the LSTM on the trainers' devices; every rank has to take part.
-    lstm_group = dist.new_group(list(ctx.ranks_of(TRAINER)), ctx.timeout)
+    lstm_group = dist.new_group(list(ctx.roles.ranks_of(TRAINER)), ctx.timeout)
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)

@@ -24,7 +24,7 @@ def train(ctx: Context, cfg: Config) -> None:
     model = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ctx.seed_per_rank()
-    (server,) = ctx.ranks_of("server")
+    (server,) = ctx.roles.ranks_of("server")
     step = 0
     if (saved := ctx.restore()) is not None:
         model.load_state_dict(saved.model)
@@ -54,7 +54,8 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def record_placement(ctx: Context) -> None:
-    own = (ctx.rank, ctx.rpc_name, ctx.role, ctx.role_index, socket.gethostname(), ctx.topology.local_rank)
+    name, host = ctx.roles.name_of(ctx.rank), socket.gethostname()
+    own = (ctx.rank, name, ctx.role, ctx.role_index, host, ctx.topology.local_rank)
     ranks: list[object] = [None] * ctx.world_size
     dist.all_gather_object(ranks, own)
     if ctx.is_main:
