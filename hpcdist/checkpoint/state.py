@@ -73,9 +73,6 @@ class MaybeSharded:
         return tree_unflatten(self._values, self._structure) if keep else None
 
 
-# The state of a rank's random number generators: save and restore.
-
-
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators: torch (CPU, and a GPU), NumPy and Python."""
     version, words, gauss = random.getstate()
@@ -140,7 +137,6 @@ class Shard:
         return not self.model and self.trainer is None
 
     def content(self) -> dict[str, Any]:
-        """Return the content of the shard's file."""
         rows = {name: list(span) for name, span in self.rows.items()}
         return {"model": self.model, "rows": rows, "trainer": self.trainer}
 

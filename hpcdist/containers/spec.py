@@ -10,8 +10,6 @@ from pathlib import Path
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import Attempt
 
-# The description of one container, independent of the runtime that starts it.
-
 #: Environment variables that a rank needs, as names and patterns. All others of the job stay outside the container.
 PASSED = (
     "SLURM_*", "SLURMD_NODENAME", "PMI*", "CUDA_VISIBLE_DEVICES", "HPCDIST_*", "NCCL_*", "GLOO_*", "TP_*", "TORCH_*",

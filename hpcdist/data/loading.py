@@ -221,8 +221,6 @@ Split: TypeAlias = PreloadedSplit | StreamingSplit
 """Images for training or testing, with `labels` int64 [N] on the CPU."""
 
 
-# Load a dataset by its name: both splits, preloaded if they are small, and the properties that a model needs.
-
 log = logging.getLogger(__name__)
 
 PRELOAD_MAX_BYTES = 1 << 30
@@ -244,10 +242,8 @@ class ImageData:
 def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, channels_last: bool = False) -> ImageData:
     """Read the dataset `data.name` (a key of DATASETS) from disk; call download.prepare before.
 
-    `seed` determines the augmentation and synthetic images. Batches are on `device`.
-
-    Raises DataError for missing, unreadable or truncated
-    files, ConfigError for settings that exclude each other.
+    `seed` determines the augmentation and synthetic images. Batches are on `device`. Raises DataError for missing,
+    unreadable or truncated files, ConfigError for settings that exclude each other.
     """
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size

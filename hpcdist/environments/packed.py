@@ -153,8 +153,6 @@ def uv_program(env: Mapping[str, str]) -> str | None:
     return shutil.which("uv", path=os.pathsep.join([env.get("PATH", os.defpath), own]))
 
 
-# The packed environments of a `runs_dir`, each made once and used by all runs with the same environment.
-
 log = logging.getLogger(__name__)
 #: Time without use after which copies on nodes and packed environments are removed; no job should be longer.
 MAX_AGE_S = 30 * 86400.0

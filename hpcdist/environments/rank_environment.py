@@ -84,8 +84,6 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
     return {name: value for name, _, value in pairs}
 
 
-# The Python environment of a run's ranks on Slurm: from config to interpreter, variables and the nodes' work.
-
 log = logging.getLogger(__name__)
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
@@ -122,31 +120,23 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
         return RankEnvironment(python=sys.executable, env=env)
     make_private(store := store_of(Path(config.runs_dir)))
     sources = str(copy_sources(store))
-    packed = _packed(config, run, env)
+    packed, copied = _packed(config, run, env), {}
     if environment.modules:
         env = load_modules(environment.modules, env)
     if environment.kind == "module":
         python = shutil.which(PYTHON, path=env.get("PATH", "")) or ""
         if not python:
             raise UserMistake(f"cluster.environment.modules: no {PYTHON} on the PATH after loading them")
-        request = NodeRequest(python=python, sources=sources)
     elif not environment.stage:
         root = Path(environment.path)
         python, env = str(root / "bin" / PYTHON), activated(env, root)
-        request = NodeRequest(python=python, sources=sources)
     else:
         assert packed is not None
         folder = Path(expanded(environment.local_dir, env)) / user_folder()
         python, env = str(folder / packed.key / "bin" / PYTHON), activated(env, folder / packed.key)
-        request = NodeRequest(
-            python=python,
-            sources=sources,
-            folder=str(folder),
-            key=packed.key,
-            archive=packed.path,
-            sha256=packed.sha256,
-            prefix=packed.prefix,
-        )
+        archive = {"archive": packed.path, "sha256": packed.sha256, "prefix": packed.prefix}
+        copied = {"folder": str(folder), "key": packed.key, **archive}
+    request = NodeRequest(python=python, sources=sources, **copied)
     record = asdict(packed) if packed else {"kind": environment.kind, "path": environment.path}
     record |= {"modules": environment.modules}
     return RankEnvironment(

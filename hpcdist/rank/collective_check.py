@@ -34,8 +34,7 @@ from hpcdist.run.folder import Attempt
 # (broadcast, reduce, scatter, gather), in which a rank could run ahead, there is a barrier that is not timed.
 
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 1000
-#: Number of warm-up iterations of fast operations.
-WARM_UP = 5
+WARM_UP = 5  #: iterations, of fast operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +160,6 @@ def uses_tcp(nccl_log: str) -> bool:
 log = logging.getLogger(__name__)
 #: Duration of the measurement of one size.
 _MEASURE_S = 0.02
-
-
 #: Number of elements of each checked sum, but at least two for each rank.
 _ELEMENTS = 2**13
 #: Messages of the timing: the first that is slow counts, else the last.

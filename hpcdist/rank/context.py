@@ -214,10 +214,7 @@ class Context:
         )
 
     def log_model_size(self, num_parameters: int) -> None:
-        """Record the number of trainable parameters of the whole model. `wrap` does so for a model that it wraps.
-
-        Only rank 0 records.
-        """
+        """Record on rank 0 the number of trainable parameters of the whole model; `wrap` does so for its model."""
         self._notes.set_num_parameters(num_parameters)
 
     def artifact(self, name: str) -> Path:

@@ -172,9 +172,7 @@ def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -
         raise RendezvousError(f"rank {topology.rank} cannot reach the master at {meeting}: {error}") from error
 
 
-# The TCP sockets that libraries open in this process: list, compare and close them.
-#
-# gloo accepts any connection and has no interface to change that.
+# The TCP sockets that libraries open in this process: gloo accepts any connection, and has no interface to change that.
 
 #: Host and port.
 Address = tuple[str, int]

@@ -118,8 +118,6 @@ def decode(content: Any, tensors: Sequence[Tensor]) -> Any:
     raise ValueError("not a value of RPC")
 
 
-# RPC by ZeroMQ: Unix sockets in the attempt folder between ranks of one node, TCP with CURVE between nodes.
-#
 # Each rank has one socket on which it receives calls and answers, and one socket for each rank to which it sends. One
 # thread receives, another one watches the connections. The connection to a process that ends breaks at once, which
 # fails all calls to it. ZeroMQ's heartbeats are not used: a process that is suspended or starved could not answer them.

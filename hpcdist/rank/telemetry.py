@@ -176,10 +176,8 @@ class Heartbeat:
                 self._num_phases += len(phases)
 
 
-# The time account of a rank: each second from the start of the process to its end is booked to one cause.
-#
-# The causes are those of the ledger of a run (`review/ledger.py`), which sums the accounts of all ranks. The heartbeat
-# contains the account, so it costs no further file operations.
+# The causes of the time account are those of the ledger of a run (`review/ledger.py`), which sums the accounts of all
+# ranks. The heartbeat contains the account, so it costs no further file operations.
 
 #: Maximum number of phases of an attempt that are recorded with begin and end, for the timeline of a run.
 MAX_PHASES = 1000

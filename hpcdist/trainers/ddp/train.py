@@ -122,10 +122,8 @@ def train_step(
 
 
 def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
-    if cfg.precision.dtype == "fp32":
-        return nullcontext()
-    dtype = torch.bfloat16 if cfg.precision.dtype == "bf16" else torch.float16
-    return torch.autocast(ctx.device.type, dtype=dtype)
+    dtype = torch.float16 if cfg.precision.dtype == "fp16" else torch.bfloat16
+    return torch.autocast(ctx.device.type, dtype=dtype, enabled=cfg.precision.dtype != "fp32")
 
 
 def interval_metrics(

@@ -144,8 +144,6 @@ class Columns:
         return -(-(len(self._tokens) - 1) // self._bptt)
 
     def __getitem__(self, number: int) -> Batch:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
         first = number * self._bptt
         last = min(first + self._bptt, len(self._tokens) - 1)
         ids, inverse = torch.unique(self._tokens[first:last], return_inverse=True)

@@ -299,7 +299,7 @@ def test_folder_image_is_the_centre_or_a_crop_by_the_hash(tmp_path: Path, monkey
     crops = [source.image(0, crop_hash) for crop_hash in range(20)]
     assert torch.equal(crops[3], source.image(0, 3))
     assert len({bytes(crop.flatten().tolist()) for crop in crops}) > 5
-    monkeypatch.setattr("hpcdist.data.images.random_resized_box", lambda w, h, crop_hash: (0, 0, w, h))
+    monkeypatch.setattr("hpcdist.data.images.random_resized_box", lambda image, crop_hash: (0, 0, *image.size))
     assert torch.equal(source.image(0, 1 << 32), source.image(0, 0).flip(-1))
 
 
@@ -366,8 +366,9 @@ def test_crop_image_shifts_and_mirrors_by_the_hash() -> None:
 
 def test_random_resized_box_lies_within_the_image_and_respects_area_and_aspect_ratio() -> None:
     for width, height in ((500, 375), (10, 10), (1, 1), (1000, 3), (2, 900)):
+        image = Image.new("RGB", (width, height))
         for crop_hash in range(200):
-            left, top, right, bottom = random_resized_box(width, height, crop_hash)
+            left, top, right, bottom = random_resized_box(image, crop_hash)
             assert 0 <= left < right <= width
             assert 0 <= top < bottom <= height
             if width == 500:
