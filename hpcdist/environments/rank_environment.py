@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import hpcdist
@@ -85,7 +86,6 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
 
 
 log = logging.getLogger(__name__)
-_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,16 +167,12 @@ def activated(env: Mapping[str, str], root: Path) -> dict[str, str]:
 
 def expanded(folder: str, env: Mapping[str, str]) -> str:
     """Return an absolute path with the values of variables such as `$TMPDIR`."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1].strip("{}")
-        if not env.get(name):
-            raise UserMistake(
-                f"cluster.environment.local_dir={folder}: the job has no variable {name}: use another folder"
-            )
-        return env[name]
-
-    found = _VARIABLE.sub(value, folder)
+    template = Template(folder)
+    if missing := [name for name in template.get_identifiers() if not env.get(name)]:
+        raise UserMistake(
+            f"cluster.environment.local_dir={folder}: the job has no variable {missing[0]}: use another folder"
+        )
+    found = template.safe_substitute(env)
     if not found.startswith("/"):
         raise UserMistake(f"cluster.environment.local_dir={folder}: {found} is not an absolute path")
     return found

@@ -21,7 +21,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.trainers.rl import RlConfig, train
 from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.observers import Collector, Rollout
-from hpcdist.trainers.rl.policy import Actor
+from hpcdist.trainers.rl.policy import Actor, Policy
 from hpcdist.trainers.rl.train import train_step
 
 NUM_UPDATES = 4
@@ -49,7 +49,7 @@ def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
     """Return the weights after the same training in one process."""
     seed_everything(cfg.seed)
     problem = Problem.of(cfg.section(RlConfig).env_id, cfg.section(RlConfig).env_kwargs)
-    policy = train.build_policy(problem, cfg.section(RlConfig))
+    policy = Policy(cfg.section(RlConfig), problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     collectors = [Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=index) for index in range(2)]
 

@@ -90,12 +90,10 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 
 
 def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
-    size, rnn = corpus.vocab_size, cfg.section(RnnConfig)
-    sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
-    model = LanguageModel(**sizes)
+    model = LanguageModel(replace(cfg.section(RnnConfig), dropout=0.0), corpus.vocab_size)
     for table in ("encoder", "decoder"):
         weight = model.get_submodule(table).weight
-        weight.data = initial_rows(table, range(size), weight.shape[1], cfg.seed)
+        weight.data = initial_rows(table, range(corpus.vocab_size), weight.shape[1], cfg.seed)
     nn.init.zeros_(model.decoder.bias)
     return model
 

@@ -113,7 +113,7 @@ def train_step(
         own = slice(setup.first_parameter, setup.first_parameter + len(gradients))
         norms[own] = torch.stack(torch._foreach_norm(gradients))
         dist.all_reduce(norms)  # each element has one owner, the others add zeros
-        torch._foreach_mul_(gradients, torch.clamp(cfg.optim.max_grad_norm / (norms.norm() + 1e-6), max=1.0))
+        nn.utils.clip_grads_with_norm_(setup.engine.stage.parameters(), cfg.optim.max_grad_norm, norms.norm())
     setup.optimizer.step()
     setup.optimizer.zero_grad()
     return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s}

@@ -12,6 +12,8 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hpcdist.trainers.rl import RlConfig
+
 #: Normalised observations are clipped to plus and minus this value.
 OBSERVATION_LIMIT = 10.0
 #: Prefixes of the keys of a policy's state dict that `Actor` needs.
@@ -24,27 +26,18 @@ class Policy(nn.Module):
 
     `forward` takes observations [n, num_inputs] and returns the logits of discrete actions [n, num_outputs], or the
     means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations. With
-    `normalize`, observations are scaled by the running statistics that `observe` keeps.
+    `normalize_observations`, observations are scaled by the running statistics that `observe` keeps.
     """
 
-    def __init__(
-        self,
-        *,
-        num_inputs: int,
-        num_outputs: int,
-        hidden: Sequence[int],
-        is_discrete: bool,
-        activation: str = "tanh",
-        normalize: bool = False,
-    ) -> None:
+    def __init__(self, cfg: RlConfig, num_inputs: int, num_outputs: int, *, is_discrete: bool) -> None:
         super().__init__()
         # A small gain makes all actions about equally likely at first, which matters most (arXiv:2006.05990).
-        self.activation = activation
-        self.actor = _mlp(num_inputs, hidden, num_outputs, activation, last_gain=0.01)
-        self.critic = _mlp(num_inputs, hidden, 1, activation, last_gain=1.0)
+        self.activation = cfg.activation
+        self.actor = _mlp(num_inputs, cfg.hidden_sizes, num_outputs, cfg.activation, last_gain=0.01)
+        self.critic = _mlp(num_inputs, cfg.hidden_sizes, 1, cfg.activation, last_gain=1.0)
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(num_outputs))
-        self.normalize = normalize
-        if normalize:
+        self.normalize = cfg.normalize_observations
+        if self.normalize:
             self.observed_mean: Tensor
             self.register_buffer("observed_mean", torch.zeros(num_inputs))
             self.observed_var: Tensor

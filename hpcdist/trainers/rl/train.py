@@ -55,7 +55,7 @@ def train(ctx: Context, cfg: Config) -> None:
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
-    policy = build_policy(problem, rl).to(ctx.device)
+    policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
     digest = digest_of(problem.name, problem.options, gymnasium.__version__)
     ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
@@ -224,17 +224,6 @@ def evaluate(
     last = histogram("returns of the last evaluation", returns.tolist(), x_label="return", y_label="episodes")
     ctx.figure("returns_of_last_evaluation", last)
     return {"eval/return": mean, "eval/return_std": float(returns.std())}
-
-
-def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
-    return Policy(
-        num_inputs=problem.num_inputs,
-        num_outputs=problem.num_outputs,
-        hidden=cfg.hidden_sizes,
-        is_discrete=problem.is_discrete,
-        activation=cfg.activation,
-        normalize=cfg.normalize_observations,
-    )
 
 
 def returns_curves(environment: str, evaluations: Sequence[Evaluation]) -> Curves:

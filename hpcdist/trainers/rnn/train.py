@@ -343,7 +343,7 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
         name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
         for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
             ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
-    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
+    lstm = build_lstm(rnn)
     num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
     ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
     ctx.seed_per_rank()  # for dropout
@@ -378,12 +378,12 @@ def initial_rows(table: str, rows: range, width: int, seed: int) -> Tensor:
 class LanguageModel(nn.Module):
     """Embedding, LSTM and decoder: from tokens int64 [B, T] to logits of the next tokens [B, T, vocab_size]."""
 
-    def __init__(self, *, vocab_size: int, embedding: int, hidden: int, layers: int, dropout: float = 0.0) -> None:
+    def __init__(self, cfg: RnnConfig, vocab_size: int) -> None:
         super().__init__()
-        self.lstm = build_lstm(embedding, hidden, layers, dropout)
-        self.encoder = nn.Embedding(vocab_size, embedding)
-        self.decoder = nn.Linear(hidden, vocab_size)
-        self.dropout = dropout
+        self.lstm = build_lstm(cfg)
+        self.encoder = nn.Embedding(vocab_size, cfg.embedding_size)
+        self.decoder = nn.Linear(cfg.hidden_size, vocab_size)
+        self.dropout = cfg.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = F.dropout(self.encoder(tokens.t()), self.dropout, self.training)
@@ -392,22 +392,17 @@ class LanguageModel(nn.Module):
         return logits.transpose(0, 1)
 
 
-def build_lstm(embedding: int, hidden: int, layers: int, dropout: float) -> nn.LSTM:
-    """Return an LSTM for inputs [T, B, embedding], initialised from torch's global generator."""
+def build_lstm(cfg: RnnConfig) -> nn.LSTM:
+    """Return an LSTM for inputs [T, B, embedding_size], initialised from torch's global generator."""
     # With one layer torch warns about dropout, which applies between layers.
-    return nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)
+    dropout = cfg.dropout if cfg.num_layers > 1 else 0.0
+    return nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=dropout)
 
 
 def export(ctx: Context, cfg: Config, learner: Learner) -> None:
     """Build the whole model on rank 0 and export it."""
     rnn = cfg.section(RnnConfig)
-    model = LanguageModel(
-        vocab_size=learner.client.vocab_size,
-        embedding=rnn.embedding_size,
-        hidden=rnn.hidden_size,
-        layers=rnn.num_layers,
-        dropout=rnn.dropout,
-    )
+    model = LanguageModel(rnn, learner.client.vocab_size)
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **learner.client.weights()})
     with warnings.catch_warnings():

@@ -38,10 +38,9 @@ HOST = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("activation", "hidden"), [("tanh", []), ("relu", [16, 8])])
-def test_actor_computes_the_normalised_outputs_of_the_policy(activation: str, hidden: list[int]) -> None:
-    policy = Policy(
-        num_inputs=3, num_outputs=2, hidden=hidden, is_discrete=False, activation=activation, normalize=True
-    )
+def test_actor_computes_the_normalised_outputs_of_the_policy(activation: Any, hidden: list[int]) -> None:
+    cfg = RlConfig(hidden_sizes=hidden, activation=activation, normalize_observations=True)
+    policy = Policy(cfg, 3, 2, is_discrete=False)
     batches = [torch.randn(size, 3) * 4 + 7 for size in (3, 100, 20)]
     for batch in batches:
         policy.observe(batch)
@@ -57,9 +56,8 @@ def test_actor_computes_the_normalised_outputs_of_the_policy(activation: str, hi
 def rollout_of(name: str = "CartPole-v1", num_steps: int = 64, limit: int | None = 25) -> tuple[Policy, Rollout]:
     torch.manual_seed(0)
     problem = Problem.of(name, {}, limit)
-    policy = Policy(
-        num_inputs=problem.num_inputs, num_outputs=problem.num_outputs, hidden=[8], is_discrete=problem.is_discrete
-    )
+    cfg = RlConfig(hidden_sizes=[8])
+    policy = Policy(cfg, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete)
     collector = Collector(problem, 6, seed=0, index=0)
     log_std = policy.log_std.detach() if policy.log_std is not None else None
     rollouts = [collector.collect(number, num_steps, Actor(policy.actor_state()), log_std) for number in range(2)]
@@ -288,9 +286,8 @@ def test_rollout_marks_resets_as_invalid_and_keeps_last_observations() -> None:
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
 def test_actions_are_samples_of_the_distribution_of_the_policy(name: str) -> None:
     problem = Problem.of(name, {})
-    policy = Policy(
-        num_inputs=problem.num_inputs, num_outputs=problem.num_outputs, hidden=[8], is_discrete=problem.is_discrete
-    )
+    cfg = RlConfig(hidden_sizes=[8])
+    policy = Policy(cfg, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete)
     torch.nn.init.normal_(policy.actor[-1].weight, std=2.0)  # type: ignore[arg-type]
     collector = Collector(problem, 100, seed=0, index=0)
     with torch.no_grad():
