@@ -87,11 +87,9 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     num_trainers = cfg.roles["trainer"]
     options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
-    model = ClickModel(
-        options.tables, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1
-    )
+    model = ClickModel(options, bag_size=1)
     torch.manual_seed(cfg.seed)
-    model.dense = train.dense_part(len(options.tables) * options.embedding_dim + 2, options.hidden_sizes)
+    model.dense = train.dense_part(options)
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -75,8 +75,7 @@ def train_dense_part(
 ) -> None:
     """Train as a trainer, with constant learning rates; rank 0 exports the final model."""
     hybrid = cfg.section(HybridConfig)
-    num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
-    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=dense_group, static_graph=True)
+    model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
@@ -303,9 +302,7 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
         )
         return
     bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)
-    whole = ClickModel(
-        layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
-    )
+    whole = ClickModel(hybrid, bag_size)
     state = {f"dense.{name}": value for name, value in dense.state_dict().items()}
     for table in layout.tables:
         parts = rpc.call_all("parameter_server", "table_rows", table)
@@ -314,10 +311,11 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
     ctx.export_model(whole, samples.example)
 
 
-def dense_part(num_inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+def dense_part(cfg: HybridConfig) -> nn.Sequential:
     """Return an MLP with ReLU that maps pooled embeddings and numeric features [B, num_inputs] to [B, 1]."""
+    num_inputs = len(cfg.tables) * cfg.embedding_dim + cfg.num_numeric
     layers: list[nn.Module] = []
-    for width in hidden:
+    for width in cfg.hidden_sizes:
         layers += [nn.Linear(num_inputs, width), nn.ReLU()]
         num_inputs = width
     return nn.Sequential(*layers, nn.Linear(num_inputs, 1))
@@ -330,14 +328,12 @@ class ClickModel(nn.Module):
     ids of each table, padded with -1. The output is the probability of a click, [B].
     """
 
-    def __init__(
-        self, tables: Mapping[str, int], *, dim: int, num_numeric: int, hidden: Sequence[int], bag_size: int
-    ) -> None:
+    def __init__(self, cfg: HybridConfig, bag_size: int) -> None:
         super().__init__()
-        self.num_numeric = num_numeric
-        self.bag_size = bag_size
-        self.tables = nn.ModuleDict({name: nn.EmbeddingBag(rows, dim, mode="sum") for name, rows in tables.items()})
-        self.dense = dense_part(len(tables) * dim + num_numeric, hidden)
+        self.num_numeric, self.bag_size = cfg.num_numeric, bag_size
+        tables = {name: nn.EmbeddingBag(rows, cfg.embedding_dim, mode="sum") for name, rows in cfg.tables.items()}
+        self.tables = nn.ModuleDict(tables)
+        self.dense = dense_part(cfg)
 
     def forward(self, samples: Tensor) -> Tensor:
         numeric = samples[:, : self.num_numeric].float()

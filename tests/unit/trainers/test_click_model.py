@@ -208,7 +208,8 @@ def test_auc_equals_the_one_of_scikit_learn() -> None:
 
 def test_padding_has_no_effect() -> None:
     torch.manual_seed(0)
-    model = ClickModel({"a": 4, "b": 3}, dim=2, num_numeric=1, hidden=[3], bag_size=2)
+    cfg = HybridConfig(tables={"a": 4, "b": 3}, embedding_dim=2, num_numeric_columns=1, hidden_sizes=[3])
+    model = ClickModel(cfg, bag_size=2)
     first = torch.tensor([[0.5, 3, -1, -1, -1], [0.5, 3, 1, 2, 2]], dtype=torch.float64)
     found = model(first)
     weights = {name: table.weight for name, table in model.tables.items()}
