@@ -34,7 +34,7 @@ class BackgroundWriter:
     def __init__(self, target: str) -> None:
         self._target = target
         self._buffers = HostBuffers()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # begins at its first task
         self._pending: Future[None] | None = None
         self._copies: list[torch.cuda.Event] = []
 
@@ -47,8 +47,6 @@ class BackgroundWriter:
             self.wait_for_copy()
             write(host)
 
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending = self._thread.submit(work)
 
     def wait_for_copy(self) -> None:
@@ -90,9 +88,7 @@ class BackgroundWriter:
         try:
             self.wait()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+            self._thread.shutdown()
             self._buffers = HostBuffers()
 
 
@@ -229,9 +225,7 @@ class _Walk:
         )
 
     def _key(self, key: Any, path: _Path) -> Any:
-        if type(key) in _PLAIN:
-            return key
-        if type(key) is tuple and all(type(part) in _PLAIN for part in key):
+        if type(key) in _PLAIN or (type(key) is tuple and all(type(part) in _PLAIN for part in key)):
             return key
         raise CheckpointError(f"{_name(path)} has the key {key!r}, but keys in a checkpoint are strings or numbers")
 

@@ -399,7 +399,7 @@ class Context:
         self._times.leave_to(ranks)
         group = gloo_group(ranks, self.timeout) if len(ranks) > 1 else None
         if self.rank not in ranks:
-            self.timer.account.wait_for_work()
+            self.timer.account.enter("idle")
         else:
             self._stop.agree_in(group)
         return Groups(group, self.groups.store)
@@ -616,7 +616,7 @@ class Context:
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
         self.timer.close()
-        self.timer.account.finish()
+        self.timer.account.enter("finish")
         self._commands.close()
         self._stop.close()
         self._shard_writer.close()

@@ -244,13 +244,9 @@ class TimeAccount:
         finally:
             self._switch(before, self._now())
 
-    def finish(self) -> None:
-        """Record that this rank has done its steps."""
-        self._switch("finish", self._now())
-
-    def wait_for_work(self) -> None:
-        """Record that this rank has no steps of its own: its time is `idle`, except for `work`."""
-        self._switch("idle", self._now())
+    def enter(self, cause: Cause) -> None:
+        """Book the time from now on to `finish`, after the steps, or to `idle`, of a rank without steps (see `work`)."""
+        self._switch(cause, self._now())
 
     def work(self, seconds: float) -> None:
         """Book seconds of a rank without steps as `compute`."""

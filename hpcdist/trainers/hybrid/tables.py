@@ -423,9 +423,9 @@ def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) ->
 class TableClient:
     """Looks up bags in the tables, and sends gradients to the servers. Create it with `table_client`."""
 
-    def __init__(
-        self, ctx: Context, group: dist.ProcessGroup, layout: Layout, *, pool_at_server: bool, ahead: bool
-    ) -> None:
+    def __init__(self, ctx: Context, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]) -> None:
+        bags = [clicks.bags for clicks in first_batches]
+        pool_at_server, self._ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
         self._group = group
         self._timeout = ctx.timeout
         self._servers = ctx.roles.ranks_of("parameter_server")
@@ -433,7 +433,6 @@ class TableClient:
         self._starts = layout.starts
         self._dim = layout.dim
         self._as_units = sums_as_units if pool_at_server else rows_as_units
-        self._ahead = ahead
         #: The batch whose values have not all arrived.
         self._requested: Lookup | None = None
         #: Tensors are kept until they are sent.
@@ -533,8 +532,6 @@ def table_client(
     ctx: Context, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
 ) -> Iterator[TableClient]:
     """Yield a client that exchanges values in the form that is best for the first batches, and end the exchange."""
-    bags = [clicks.bags for clicks in first_batches]
-    pool_at_server, ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
-    client = TableClient(ctx, group, layout, pool_at_server=pool_at_server, ahead=ahead)
+    client = TableClient(ctx, group, layout, first_batches)
     yield client
     client.leave()  # not after an error: servers may have died

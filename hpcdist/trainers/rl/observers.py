@@ -42,17 +42,15 @@ class Rollout(NamedTuple):
         return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
 
 
-def random_numbers(seed: int, *stream: int) -> np.random.Generator:
-    """Return the generator of one rollout or evaluation. It depends on its place only, so no state has to be saved."""
-    return np.random.default_rng([seed, *stream])
-
-
 class Collector:
-    """Steps environments; episodes continue from rollout to rollout. Each collector has its own `index`."""
+    """Steps environments; episodes continue from rollout to rollout. Each collector has its own `index`.
+
+    The random numbers of a rollout depend on seed, index and number only, so no generator has to be saved.
+    """
 
     def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
         self._problem, self._seed, self._index = problem, seed, index
-        self._envs = make_environments(problem, num_envs, random_numbers(seed, 0, index, 0))
+        self._envs = make_environments(problem, num_envs, np.random.default_rng([seed, 0, index, 0]))
         self._returns = np.zeros(num_envs)
 
     def collect(
@@ -60,7 +58,7 @@ class Collector:
     ) -> Rollout:
         """Collect rollout `number` of all environments. `log_std` is None for discrete actions, see `Policy`."""
         problem, envs = self._problem, self._envs
-        rng = random_numbers(self._seed, 0, self._index, 1 + number)
+        rng = np.random.default_rng([self._seed, 0, self._index, 1 + number])
         steps = (num_steps, envs.num_envs)
         shape = (*steps, problem.num_outputs)
         # Drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.

@@ -198,21 +198,14 @@ class VocabularyServer:
             return joined.squared_norm
 
     def push(
-        self,
-        trainer: int,
-        number: int,
-        ids: Tensor | None,
-        rows: Tensor | None,
-        scale: float,
-        lr: float,
-        next_ids: Tensor,
+        self, trainer: int, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> Tensor:
         """Update with these gradients, or with `scale` times the offered ones; return the rows of the next batch."""
         with self._condition:
-            if ids is not None and rows is not None:
-                joined = self._collect(trainer, number, ids, rows)
-            else:
+            if rows is None:
                 joined = self._joined[trainer if self._is_async else 0]
+            else:
+                joined = self._collect(trainer, number, ids, rows)
             if not joined.is_applied:  # the first of the trainers updates: all send the same scale and learning rate
                 joined.is_applied = True
                 self._update(joined, scale, lr)
@@ -424,7 +417,7 @@ class VocabularyClient:
         """
         calls, next_parts = [], self._of_each(next_ids)
         for server, part in self._of_each(ids).items():
-            mine = (None, None) if rows is None else (ids[part], rows[part])
+            mine = (ids[part], None if rows is None else rows[part])
             further = (scale, lr, next_ids[next_parts[server]])
             calls.append(self._group.call(server, "push", self._trainer, number, *mine, *further))
         return self._rows_of(calls)

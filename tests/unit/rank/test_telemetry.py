@@ -573,7 +573,7 @@ def test_waiting_for_other_ranks_is_communication_in_steps_only(rank: TimedTrain
 
 def test_rank_without_steps_is_idle_except_for_its_work(rank: TimedTrainer) -> None:
     rank.wait(5)
-    rank.account.wait_for_work()
+    rank.account.enter("idle")
     rank.wait(10)
     rank.timer.add(compute_s=4)
     rank.timer.add(compute_s=100)
@@ -588,7 +588,7 @@ def test_end_of_a_rank_is_finish_with_all_that_it_waits_for(rank: TimedTrainer) 
     rank.train()
     with rank.account.phase("finish"):  # the export of the model
         rank.wait(3)
-    rank.account.finish()
+    rank.account.enter("finish")
     with rank.account.phase("checkpoint"), rank.timer.waiting():
         rank.wait(4)
     assert rank.seconds == {"start": 1, "compile": 15, "finish": 7}

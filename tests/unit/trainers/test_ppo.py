@@ -27,7 +27,7 @@ from hpcdist.trainers.rl.environments import (
     greedy_returns,
     make_environments,
 )
-from hpcdist.trainers.rl.observers import Collector, Rollout, random_numbers
+from hpcdist.trainers.rl.observers import Collector, Rollout
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
 from hpcdist.trainers.rl.train import gae, train_step
 
@@ -307,7 +307,7 @@ def test_actions_are_samples_of_the_distribution_of_the_policy(name: str) -> Non
 
 def test_greedy_returns_are_of_one_full_episode_per_environment() -> None:
     problem = Problem.of("Corridor-v0", {})
-    envs = make_environments(problem, 3, random_numbers(0, 1))
+    envs = make_environments(problem, 3, np.random.default_rng([0, 1]))
     envs.step(np.array([6, 6, 6]))  # an unfinished episode is not counted
     for _ in range(2):
         assert greedy_returns(problem, envs, never_end).tolist() == [21.0] * 3
