@@ -19,15 +19,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hpcdist.checkpoint.store import (
-    MODEL_FILE,
-    FileRecord,
-    load_file,
-    read_manifest,
-    save_file,
-    shard_name,
-    verify_hashes,
-)
+from hpcdist.checkpoint.store import MODEL_FILE, FileRecord, load_file, save_file, shard_name, verified
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
@@ -224,8 +216,7 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    verify_hashes(manifest)
+    manifest = verified(folder)
     weights = load_file(folder / MODEL_FILE)
     shards = [load_file(folder / name) for name in sorted(manifest.shards)]
     return weights | merge(shards, str(folder))

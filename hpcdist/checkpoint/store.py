@@ -119,7 +119,7 @@ class CheckpointStore:
         self._newest, self._looked = None, True
         for folder in self._folders():
             try:
-                self._newest = _verified(folder)
+                self._newest = verified(folder)
                 break
             except CheckpointError as error:
                 self._broken.add(folder)
@@ -182,7 +182,7 @@ class CheckpointStore:
                 self._write_new(snapshot, final, before_publish)
             else:
                 try:
-                    _verified(final)
+                    verified(final)
                     log.info("%s exists already and is valid: it is kept", final)
                 except CheckpointError as error:
                     log.warning("replacing checkpoint %s", error)
@@ -271,7 +271,8 @@ class CheckpointStore:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
 
 
-def _verified(folder: Path) -> Manifest:
+def verified(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises CheckpointError unless all files are as written."""
     manifest = read_manifest(folder)
     verify_hashes(manifest)
     return manifest

@@ -245,7 +245,7 @@ class TimeAccount:
             self._switch(before, self._now())
 
     def enter(self, cause: Cause) -> None:
-        """Book the time from now on to `finish`, after the steps, or to `idle`, of a rank without steps (see `work`)."""
+        """Book the time from now on to `finish`, after the steps, or to `idle`, of a rank without steps."""
         self._switch(cause, self._now())
 
     def work(self, seconds: float) -> None:

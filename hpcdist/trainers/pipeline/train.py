@@ -38,14 +38,7 @@ from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
-from hpcdist.trainers.pipeline.stages import (
-    RpcEngine,
-    Stage,
-    Wire,
-    choose_cut,
-    ideal_bubble,
-    use_onednn_for_pointwise,
-)
+from hpcdist.trainers.pipeline.stages import RpcEngine, Stage, Wire, choose_cut, ideal_bubble, use_onednn_for_pointwise
 
 
 def train(ctx: Context, cfg: Config) -> None:

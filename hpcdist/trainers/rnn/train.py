@@ -46,23 +46,10 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import (
-    Meter,
-    Progress,
-    build_optimizer,
-    fill_rows,
-    load_optimizer,
-    lr_factor,
-    set_lr,
-)
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, fill_rows, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, load_corpus
-from hpcdist.trainers.rnn.vocabulary import (
-    CALL_TIMEOUT_S,
-    VocabularyClient,
-    VocabularyServer,
-    check_vocab_size,
-)
+from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, VocabularyServer, check_vocab_size
 
 TRAINER, SERVER = "trainer", "parameter_server"
 #: Batches of a trainer between their forward pass and their update in `mode: async`.
