@@ -174,14 +174,12 @@ def test_a_login_node_needs_no_torch() -> None:
     ("start", "forbidden"),
     [
         ("import hpcdist.rank.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
-        (
-            "import hpcdist.slurm.job.batch_step",
-            {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"},
-        ),
+        ("import hpcdist.slurm.job.batch_step",
+         {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"}),
         ("import hpcdist.slurm.job.submit", {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"}),
     ],
     ids=["rank", "batch step", "submission"],
-)
+)  # fmt: skip
 def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
     start: str, forbidden: set[str], tmp_path: Path
 ) -> None:

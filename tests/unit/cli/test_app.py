@@ -68,14 +68,10 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
         (["run", "ddp_digits", "--sweep", "seed=1,2", "tracking.uri=http://ada:***@mlflow"], "the password of "),
         (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism needs --sweep"),
         (["submit", "ddp_digits", "--sweep", "cluster.nodes=1,2"], "--sweep: cluster.nodes cannot be swept: "),
-        (
-            ["run", "ddp_digits", "launch.device=cpu", "data.global_batch_size=97"],
-            "data.global_batch_size=97 cannot be divided into 2 equal micro-batches: use 96, or set",
-        ),
-        (
-            ["submit", "ddp_digits", "--dry-run", "data.global_batch_size=256", "cluster.nodes=3"],
-            "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set",
-        ),
+        (["run", "ddp_digits", "launch.device=cpu", "data.global_batch_size=97"],
+         "data.global_batch_size=97 cannot be divided into 2 equal micro-batches: use 96, or set"),
+        (["submit", "ddp_digits", "--dry-run", "data.global_batch_size=256", "cluster.nodes=3"],
+         "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set"),
         (["config"], "CONFIG is missing: shipped configs are "),
         (["supervise", "nope"], "nope holds no run"),
         (["run", "ddp_digits", "tracking.uri=http://ada:***@mlflow"], "the password of http://ada:***@mlflow is not"),
@@ -84,7 +80,7 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
         (["bench", "comm", "--nonsense"], "(see `hpcdist bench comm --help`)"),
         (["run", "--lr", "0.1"], ": config keys are written key=value, as in optim.lr=0.1 (see `hpcdist run --help`)"),
     ],
-)
+)  # fmt: skip
 def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: str) -> None:
     result = hpcdist(*arguments)
     assert message in one_line(result)

@@ -31,17 +31,13 @@ from hpcdist.errors import ConfigError, shown
         ("optim: {name: sgdd}", "optim.name must be one of adam, adamw, sgd, got 'sgdd'"),
         ("optim: 3", "optim is a section: give it keys, got 3"),
         ("optim: null", "optim is a section: give it keys, got None"),
-        (
-            "trainer: {script: train.py --lr 0.1}",
-            "trainer.script must be list[str], got 'train.py --lr 0.1': write [train.py, --lr, 0.1]",
-        ),
+        ("trainer: {script: train.py --lr 0.1}",
+         "trainer.script must be list[str], got 'train.py --lr 0.1': write [train.py, --lr, 0.1]"),
         ("trainer: train.py", "trainer.target is a trainer; for a script write trainer: {script: [train.py]}"),
         ("trainer: {script: [-m]}", "trainer.script needs a module after -m, as in [-m, package.module], got ''"),
         ("params: 3", "params must be dict[str, Any], got 3"),
-        (
-            "launch: {env: {X: null}}",
-            """launch.env.X must be str, got None: write '' for an empty string ("''" in a shell)""",
-        ),
+        ("launch: {env: {X: null}}",
+         """launch.env.X must be str, got None: write '' for an empty string ("''" in a shell)"""),
         ("launch: {env: {X: [1]}}", "launch.env.X must be str, got [1]"),
         # Values out of range.
         ("launch: {num_ranks: 1000000000000}", "launch.num_ranks must be <= 1024, got 1000000000000"),
@@ -70,33 +66,23 @@ from hpcdist.errors import ConfigError, shown
         ("comm: {max_bytes: " + "9" * 99 + "G}", "comm.max_bytes: '" + "9" * 99 + "G' is not a number of bytes"),
         ("model: {name: resnet81}", "model.name 'resnet81' is not known: did you mean 'resnet18'?"),
         # Keys that exclude each other.
-        (
-            "trainer: {target: 'a:b', script: [x.py]}",
-            "trainer.script and trainer.target exclude each other: remove one of them",
-        ),
-        (
-            "launch: {device: cpu, backend: nccl}",
-            "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo",
-        ),
+        ("trainer: {target: 'a:b', script: [x.py]}",
+         "trainer.script and trainer.target exclude each other: remove one of them"),
+        ("launch: {device: cpu, backend: nccl}",
+         "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
         ("launch: {device: xpu, backend: nccl}", "launch.backend=nccl needs launch.device=cuda, got xpu: use launch."),
         ("launch: {backend: xccl}", "launch.backend=xccl needs launch.device=xpu, got auto: use launch.backend=auto"),
-        (
-            "{launch: {device: cpu}, precision: {dtype: fp16}}",
-            "precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16",
-        ),
-        (
-            "{launch: {device: cpu}, model: {sync_batch_norm: true}}",
-            "model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false",
-        ),
+        ("{launch: {device: cpu}, precision: {dtype: fp16}}",
+         "precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16"),
+        ("{launch: {device: cpu}, model: {sync_batch_norm: true}}",
+         "model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false"),
         # Roles.
         ("roles: {a-b: 1}", "roles: 'a-b' is not a valid role name: use letters, digits and '_', starting with a"),
         ("roles: {a: 0}", "roles.a must be >= 1, got 0"),
         ("cluster: {roles: {worker: {nodes: 2}}}", "cluster.roles.worker: no such role, `roles` has trainer"),
         ("{roles: {a: 1}, launch: {devices: {b: cpu}}}", "launch.devices.b: no such role, `roles` has a"),
-        (
-            "{roles: {a: 1, b: 1}, launch: {backend: nccl, devices: {b: cpu}}}",
-            "launch.backend=nccl needs GPUs for all ranks, but b has none: use gloo",
-        ),
+        ("{roles: {a: 1, b: 1}, launch: {backend: nccl, devices: {b: cpu}}}",
+         "launch.backend=nccl needs GPUs for all ranks, but b has none: use gloo"),
         ("launch: {devices: {trainer: gpu}}", "launch.devices.trainer must be auto, cpu, cuda or xpu, got 'gpu'"),
         ("cluster: {roles: {trainer: {nodez: 2}}}", "cluster.roles.trainer.nodez is not a key: did you mean 'cluster"),
         ("cluster: {roles: {trainer: {nodes: x}}}", "cluster.roles.trainer.nodes must be int | None, got 'x'"),
@@ -129,75 +115,47 @@ from hpcdist.errors import ConfigError, shown
                 ("{a100: 4}", "{'a100': 4}"),
             )
         ),
-        (
-            "cluster: {roles: {trainer: {gpus_per_node: ':4'}}}",
-            "cluster.roles.trainer.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4",
-        ),
+        ("cluster: {roles: {trainer: {gpus_per_node: ':4'}}}",
+         "cluster.roles.trainer.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4"),
         ("cluster: {gpus_per_node: a100:1025}", "cluster.gpus_per_node must be <= 1024, got 1025"),
         ("cluster: {gpu_type: 'a100,h100'}", "cluster.gpu_type must be one type such as a100, got 'a100,h100': `sinfo"),
-        (
-            "cluster: {roles: {trainer: {gpu_type: gpu}}}",
-            "cluster.roles.trainer.gpu_type must be one type such as a100, got 'gpu': `sinfo -o %G` lists those",
-        ),
+        ("cluster: {roles: {trainer: {gpu_type: gpu}}}",
+         "cluster.roles.trainer.gpu_type must be one type such as a100, got 'gpu': `sinfo -o %G` lists those"),
         ("cluster: {nodes: 2 to 8}", "cluster.nodes must be int, got '2 to 8'"),
         # Containers and environments.
         ("container: {runtime: podman}", "container.image must name the image to start"),
         ("container: {runtime: singularity, image: a}", "container.runtime must be one of none, docker, podman, appt"),
-        (
-            "container: {runtime: podman, image: a, mounts: [data]}",
-            "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got 'data'",
-        ),
-        (
-            "container: {env: [TOKEN=abc]}",
-            "container.env must hold names such as WANDB_MODE or UCX_*, never values, got",
-        ),
-        (
-            "container: {runtime: charliecloud, image: a, mounts: ['/a:/b:ro']}",
-            "container.mounts: charliecloud has no read-only mounts: leave out ':ro'",
-        ),
-        (
-            "{container: {runtime: podman, image: a}, cluster: {environment: {kind: venv, path: /a}}}",
-            "cluster.environment.kind=venv and container.runtime=podman exclude each other: set one of them to none",
-        ),
+        ("container: {runtime: podman, image: a, mounts: [data]}",
+         "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got 'data'"),
+        ("container: {env: [TOKEN=abc]}",
+         "container.env must hold names such as WANDB_MODE or UCX_*, never values, got"),
+        ("container: {runtime: charliecloud, image: a, mounts: ['/a:/b:ro']}",
+         "container.mounts: charliecloud has no read-only mounts: leave out ':ro'"),
+        ("{container: {runtime: podman, image: a}, cluster: {environment: {kind: venv, path: /a}}}",
+         "cluster.environment.kind=venv and container.runtime=podman exclude each other: set one of them to none"),
         # Elastic runs.
         ("elastic: {exact: true}", "elastic.exact needs data.global_batch_size: set it"),
         ("elastic: {micro_batches: 4}", "elastic.micro_batches needs data.global_batch_size"),
         *(
             (f"{{data: {{global_batch_size: {size}}}, {more}}}", expected)
             for size, more, expected in (
-                (
-                    8,
-                    "trainer: {script: [train.py]}",
-                    "data.global_batch_size is not for scripts, which divide their batches themselves: remove it",
-                ),
+                (8, "trainer: {script: [train.py]}",
+                 "data.global_batch_size is not for scripts, which divide their batches themselves: remove it"),
                 (8, "trainer: comm", "data.global_batch_size is not for trainer comm: remove it"),
-                (
-                    8,
-                    "optim: {grad_accum_steps: 2}",
-                    "optim.grad_accum_steps=2 and data.global_batch_size exclude each other: set elastic.micro_batches",
-                ),
+                (8, "optim: {grad_accum_steps: 2}",
+                 "optim.grad_accum_steps=2 and data.global_batch_size exclude each other: set elastic.micro_batches"),
                 (8, "trainer: 'mine:train', roles: {a: 1, b: 1}", "roles and data.global_batch_size"),
                 (8, "model: {sync_batch_norm: true}", "model.sync_batch_norm normalises over the ranks, and data."),
-                (
-                    8,
-                    "elastic: {micro_batches: 2}, launch: {num_ranks: 4}",
-                    "elastic.micro_batches=2 is less than the 4 ranks of the config: raise it, or use fewer ranks",
-                ),
-                (
-                    100,
-                    "elastic: {micro_batches: 8}, cluster: {nodes: 4, tasks_per_node: 2}",
-                    "data.global_batch_size=100 cannot be divided into 8 equal micro-batches: use 96, or set",
-                ),
+                (8, "elastic: {micro_batches: 2}, launch: {num_ranks: 4}",
+                 "elastic.micro_batches=2 is less than the 4 ranks of the config: raise it, or use fewer ranks"),
+                (100, "elastic: {micro_batches: 8}, cluster: {nodes: 4, tasks_per_node: 2}",
+                 "data.global_batch_size=100 cannot be divided into 8 equal micro-batches: use 96, or set"),
             )
         ),
-        (
-            "{elastic: {min_ranks: 3}, launch: {num_ranks: 2}}",
-            "launch.num_ranks=2 is less than elastic.min_ranks=3: change one of them",
-        ),
-        (
-            "{elastic: {min_ranks: 8}, cluster: {nodes: 4, min_nodes: 2, tasks_per_node: 3}}",
-            "cluster.min_nodes=2 allows 6 ranks, fewer than elastic.min_ranks=8: change one of them",
-        ),
+        ("{elastic: {min_ranks: 3}, launch: {num_ranks: 2}}",
+         "launch.num_ranks=2 is less than elastic.min_ranks=3: change one of them"),
+        ("{elastic: {min_ranks: 8}, cluster: {nodes: 4, min_nodes: 2, tasks_per_node: 3}}",
+         "cluster.min_nodes=2 allows 6 ranks, fewer than elastic.min_ranks=8: change one of them"),
         *(
             (f"cluster: {{environment: {{{environment}}}}}", f"cluster.environment.{expected}")
             for environment, expected in (
@@ -206,17 +164,15 @@ from hpcdist.errors import ConfigError, shown
                 ("kind: module", "modules must name the modules that contain Python for kind=module"),
                 ("kind: module, modules: ['']", "modules must hold names such as cuda/13.0, got ''"),
                 ("modules: [a]", "modules are not loaded with kind=none: set kind, or use cluster.setup"),
-                (
-                    "kind: venv, path: /a, uv_args: [--extra=x]",
-                    "uv_args are options of `uv sync`, but kind=venv: remove",
-                ),
+                ("kind: venv, path: /a, uv_args: [--extra=x]",
+                 "uv_args are options of `uv sync`, but kind=venv: remove"),
                 ("local_dir: scratch", "local_dir must be an absolute path or begin with a variable, got 'scratch'"),
                 ("kind: uv, path: /a, stage: false", "stage=false is for kind=venv: create the environment by"),
                 ('local_dir: "/a\\nb"', r"local_dir must be one line without control characters, got '/a\nb'"),
             )
         ),
     ],
-)
+)  # fmt: skip
 def test_mistake_names_key_value_expectation_and_fix(write: Write, text: str, expected: str) -> None:
     (problem,) = problems(write(text))
     assert problem.startswith(expected)
@@ -279,19 +235,13 @@ def test_mistake_of_an_override_names_the_command_line(write: Write, override: s
         ("seed: x", ["optim.lr=1"], ["seed must be int, got 'x'"]),
         ("lunch: {device: cpu}", ["launch.device=cpu"], ["lunch.device is not a key: did you mean 'launch.device'?"]),
         # The override corrects a mistake that hid another one.
-        (
-            "{seed: x, launch: {backend: nccl, device: cpu}}",
-            ["seed=1"],
-            ["launch.backend=nccl needs GPUs, but launch.device=cpu"],
-        ),
-        (
-            "optim: 3",
-            ["optim.lr=1"],
-            ["command line: optim.lr: a part of this path is a value already", "optim is a section: give it keys"],
-        ),
+        ("{seed: x, launch: {backend: nccl, device: cpu}}", ["seed=1"],
+         ["launch.backend=nccl needs GPUs, but launch.device=cpu"]),
+        ("optim: 3", ["optim.lr=1"],
+         ["command line: optim.lr: a part of this path is a value already", "optim is a section: give it keys"]),
         ("seed: -1", ["optim.lr=-1"], ["command line: optim.lr must be >", "seed must be >= 0, got -1"]),
     ],
-)
+)  # fmt: skip
 def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
     write: Write, text: str, overrides: list[str], expected: list[str]
 ) -> None:
@@ -313,17 +263,13 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
         ("nodes: 0", "cluster: {nodes: 1, time_limit: -1}", [], "{path}: cluster.time_limit"),
         ("nodes: 0", "", ["cluster.nodes=-1"], "command line: cluster.nodes must be"),
         ("nodes: 2", "", ["cluster.nodes=8-2"], "command line: cluster.min_nodes must be at most nodes=2"),
-        (
-            "nodes: 0",
-            "seed: -1",
-            ["optim.lr=-1"],
-            "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be >",
-        ),
+        ("nodes: 0", "seed: -1", ["optim.lr=-1"],
+         "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be >"),
         ("nodes: 2", "container: podman", [], "{path}: container is a section"),
         ("", "launch: {backend: nccl}", ["launch.device=cpu"], "command line: launch.backend=nccl needs GPUs, but"),
         ("- a", "", [], "{site}: must hold keys and values, but its top level is of type list"),
     ],
-)
+)  # fmt: skip
 def test_mistake_of_a_site_profile_names_the_profile(
     write: Write, tmp_path: Path, profile: str, text: str, overrides: list[str], expected: str
 ) -> None:

@@ -76,10 +76,8 @@ def test_names_of_secrets_are_told_from_harmless_names() -> None:
         ("http://h/x?key=s3cret&sig=s3cret", "http://h/x?key=***&sig=***"),
         ("launch.env.MY_KEY='s3 cret' x=1", "launch.env.MY_KEY=*** x=1"),
         ("--env=A_KEY=s3cret --x=a=b", "--env=A_KEY=*** --x=a=b"),
-        (
-            "A_TOKEN=$(cat file) B_TOKEN=${oc.env:X} C_TOKEN=$C_TOKEN",
-            "A_TOKEN=$(cat file) B_TOKEN=${oc.env:X} C_TOKEN=$C_TOKEN",
-        ),
+        ("A_TOKEN=$(cat file) B_TOKEN=${oc.env:X} C_TOKEN=$C_TOKEN",
+         "A_TOKEN=$(cat file) B_TOKEN=${oc.env:X} C_TOKEN=$C_TOKEN"),
         ("export DB_PASS=s3cret; ls", "export DB_PASS=***; ls"),
         ("Authorization: Bearer s3cret-0123456789", "Authorization: Bearer ***"),
         ("a ghp_0123456789abcdefghijABCDEFGHIJ456789 b", "a *** b"),
@@ -88,7 +86,7 @@ def test_names_of_secrets_are_told_from_harmless_names() -> None:
         ("sk-learn-gradient-boosting-forest", "sk-learn-gradient-boosting-forest"),
         ("ranks=4, got -5", "ranks=4, got -5"),
     ],
-)
+)  # fmt: skip
 def test_secrets_in_text_are_redacted(text: str, shown: str) -> None:
     assert redact_text(text) == shown
     assert redact_text(shown) == shown

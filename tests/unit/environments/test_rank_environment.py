@@ -385,34 +385,19 @@ def test_nodes_are_prepared_in_one_step(
 @pytest.mark.parametrize(
     ("answers", "kind", "message"),
     [
-        (
-            {node: {"error": "zstd is not installed", "may_pass": False} for node in ("n1", "n2")},
-            UserMistake,
-            "environment on n1, n2: zstd is not installed",
-        ),
+        ({node: {"error": "zstd is not installed", "may_pass": False} for node in ("n1", "n2")}, UserMistake,
+         "environment on n1, n2: zstd is not installed"),
         ({"n1": answer(), "n2": {"error": "stale", "may_pass": True}}, HpcdistError, "environment on n2: stale"),
-        (
-            {"n1": answer(), "n2": answer(python="3.9.2")},
-            UserMistake,
-            "environment on n2: /e/python3 is Python 3.9.2; hpcdist needs 3.11 or newer",
-        ),
-        (
-            {"n1": answer(missing=["psutil", "torch"]), "n2": answer()},
-            UserMistake,
-            "environment on n1: /e/python3 has no psutil, torch: add the packages to the environment",
-        ),
-        (
-            {"n1": answer(hpcdist="9.9"), "n2": answer()},
-            UserMistake,
-            f"environment on n1: /e/python3 imports hpcdist 9.9, this is {hpcdist.__version__}: unset PYTHONPATH",
-        ),
-        (
-            {"n1": answer(driver="470.1"), "n2": answer()},
-            UserMistake,
-            "environment on n1: its torch needs driver 580.65 or newer for its CUDA 13.2, found 470.1",
-        ),
+        ({"n1": answer(), "n2": answer(python="3.9.2")}, UserMistake,
+         "environment on n2: /e/python3 is Python 3.9.2; hpcdist needs 3.11 or newer"),
+        ({"n1": answer(missing=["psutil", "torch"]), "n2": answer()}, UserMistake,
+         "environment on n1: /e/python3 has no psutil, torch: add the packages to the environment"),
+        ({"n1": answer(hpcdist="9.9"), "n2": answer()}, UserMistake,
+         f"environment on n1: /e/python3 imports hpcdist 9.9, this is {hpcdist.__version__}: unset PYTHONPATH"),
+        ({"n1": answer(driver="470.1"), "n2": answer()}, UserMistake,
+         "environment on n1: its torch needs driver 580.65 or newer for its CUDA 13.2, found 470.1"),
     ],
-)
+)  # fmt: skip
 def test_problems_of_nodes(answers: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as found:
         check_answers(["n1", "n2"], answers, "/e/python3", "srun: error: x")

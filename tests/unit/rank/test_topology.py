@@ -33,14 +33,10 @@ def test_token_depends_on_job_and_attempt() -> None:
         ({"rank": 4}, "0 <= rank < world_size, got rank=4, world_size=4"),
         ({"local_rank": -1}, "0 <= local_rank < local_world_size, got local_rank=-1, local_world_size=2"),
         ({"node_rank": 2}, "0 <= node_rank < num_nodes, got node_rank=2, num_nodes=2"),
-        (
-            {"node_rank": 0, "num_nodes": 1, "hosts": ()},
-            "local_world_size == world_size if num_nodes == 1, got world_size=4, local_world_size=2, num_nodes=1",
-        ),
-        (
-            {"local_world_size": 4},
-            "local_world_size + num_nodes <= world_size + 1, got world_size=4, local_world_size=4, num_nodes=2",
-        ),
+        ({"node_rank": 0, "num_nodes": 1, "hosts": ()},
+         "local_world_size == world_size if num_nodes == 1, got world_size=4, local_world_size=2, num_nodes=1"),
+        ({"local_world_size": 4},
+         "local_world_size + num_nodes <= world_size + 1, got world_size=4, local_world_size=4, num_nodes=2"),
         ({"hosts": ("n1",)}, "num_nodes names in hosts, or none, got num_nodes=2, hosts=('n1',)"),
         ({"hosts": ("n1", "n1")}, "distinct names in hosts, got hosts=('n1', 'n1')"),
         ({"master_addr": "a b"}, "a name or address in master_addr, got master_addr='a b'"),
@@ -48,7 +44,7 @@ def test_token_depends_on_job_and_attempt() -> None:
         ({"job_id": ""}, "a job_id without spaces, got job_id=''"),
         ({"attempt": -1}, "attempt >= 0, got attempt=-1"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_fields_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(f"a topology requires {problem}") + "$"):
         Topology(**VALID | changes)

@@ -67,16 +67,12 @@ def end_reasons(cfg: Config, values: list[float]) -> list[str]:
 @pytest.mark.parametrize(
     ("stop", "checkpoint", "values", "reason"),
     [
-        (
-            StopConfig(threshold=0.8),
-            CheckpointConfig(),
-            [0.5, 0.79, 0.8],
-            "eval/accuracy reached 0.8 (stop.threshold=0.8)",
-        ),
+        (StopConfig(threshold=0.8), CheckpointConfig(), [0.5, 0.79, 0.8],
+         "eval/accuracy reached 0.8 (stop.threshold=0.8)"),
         (StopConfig(patience=2), CheckpointConfig(), [0.5, 0.6, 0.6, 0.5], "no better eval/accuracy in 2 evaluations"),
         (StopConfig(max_epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
     ],
-)
+)  # fmt: skip
 def test_training_ends_by_each_stop_rule(
     stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str
 ) -> None:

@@ -168,12 +168,10 @@ def test_description_of_a_finished_run() -> None:
         ({}, LOADS_FINAL),
         ({"state": State(status="stopped"), "has_model": False}, "folder = '/runs/c/step-00000100'\n"),
         ({"best": None, "has_model": False}, "The newest checkpoint, step 100, from its folder:"),
-        (
-            {"attempts": (replace(SECOND, last_step=100),)},
-            "The final model, after step 100, the same as the best checkpoint, from MLflow, with",
-        ),
+        ({"attempts": (replace(SECOND, last_step=100),)},
+         "The final model, after step 100, the same as the best checkpoint, from MLflow, with"),
     ],
-)
+)  # fmt: skip
 def test_models_that_a_finished_run_offers(changes: dict[str, Any], text: str) -> None:
     found = described(replace(FINISHED, **changes))
     assert text in found
@@ -197,35 +195,20 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
         ({}, "Model", ["12,345 trainable parameters"]),
         ({}, "Data", ["digits (train), 1,437 samples, digest ab12"]),
         ({}, "Image", ["none, without a container"]),
-        (
-            {"image": "i", "image_digest": "ends-sha256:1a"},
-            "Image",
-            ["i, digest ends-sha256:1a (of its size, first and last MiB)"],
-        ),
+        ({"image": "i", "image_digest": "ends-sha256:1a"}, "Image",
+         ["i, digest ends-sha256:1a (of its size, first and last MiB)"]),
         (BUILT, "Image", ["name not recorded, build 0123456789ab"]),
         ({}, "Code", ["commit c0ffee with uncommitted changes"]),
         (CLEAN | {"num_untracked": 2}, "Code", ["commit c0ffee; 2 files of the copy are not in git"]),
-        (
-            CLEAN | {"live_code": ("/me/lib",)},
-            "Code",
-            ["commit c0ffee; imported without a copy, so later edits change the run: /me/lib"],
-        ),
-        (
-            {"git_commit": "", "code_copied": True},
-            "Code",
-            ["no commit, since it was not in a git repository; the run folder has a copy in code/"],
-        ),
-        (
-            {"attempts": (FIRST, replace(SECOND, nodes=("n2", "n3"))), "job_id": "4"},
-            "Ranks",
-            ["4 on n2, n3 (earlier attempts: n1), Slurm job 4"],
-        ),
+        (CLEAN | {"live_code": ("/me/lib",)}, "Code",
+         ["commit c0ffee; imported without a copy, so later edits change the run: /me/lib"]),
+        ({"git_commit": "", "code_copied": True}, "Code",
+         ["no commit, since it was not in a git repository; the run folder has a copy in code/"]),
+        ({"attempts": (FIRST, replace(SECOND, nodes=("n2", "n3"))), "job_id": "4"}, "Ranks",
+         ["4 on n2, n3 (earlier attempts: n1), Slurm job 4"]),
         (ON_LOGIN, "Versions", ["hpcdist 1, torch 2.15.0, Python 3.11.7"]),
-        (
-            ON_LOGIN | {"rank_python": "container", "rank_versions": {"torch": "2.14.0", "python": "3.12.2"}},
-            "Versions",
-            ["torch 2.14.0, Python 3.12.2 in the container; hpcdist 1, torch 2.15.0, Python 3.11.7 on login1"],
-        ),
+        (ON_LOGIN | {"rank_python": "container", "rank_versions": {"torch": "2.14.0", "python": "3.12.2"}}, "Versions",
+         ["torch 2.14.0, Python 3.12.2 in the container; hpcdist 1, torch 2.15.0, Python 3.11.7 on login1"]),
         (
             ON_LOGIN | {"rank_python": "environment"},
             "Versions",
@@ -235,7 +218,7 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_rows_of_the_setup(changes: dict[str, Any], name: str, lines: list[str] | None) -> None:
     assert dict(setup_rows(replace(FACTS, **changes))).get(name) == lines
 

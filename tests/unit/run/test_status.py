@@ -188,14 +188,11 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
         (ENDED, "failed", "job 7 ended as NODE_FAIL on n2"),
         (JobSnapshot(info=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
         (JobSnapshot(info=JobInfo(id="7", state="PREEMPTED", nodes="n1")), "stopped", "job 7 ended as PREEMPTED on n1"),
-        (
-            JobSnapshot(info=JobInfo(id="7", state="COMPLETED", nodes="n1")),
-            "failed",
-            "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status",
-        ),
+        (JobSnapshot(info=JobInfo(id="7", state="COMPLETED", nodes="n1")), "failed",
+         "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status"),
         (UNKNOWN, "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
-)
+)  # fmt: skip
 def test_lost_run_is_closed_with_the_end_of_its_job(
     run: RunDir, slurm: Callable[[JobSnapshot], None], snapshot: JobSnapshot, status: str, reason: str
 ) -> None:

@@ -328,14 +328,12 @@ def test_error_outside_a_job(config: Config, supervised_runs: list[RunDir], tmp_
         ({"SLURM_TASKS_PER_NODE": "3(x2)"}, {"tasks_per_node": 3}),
         ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "2"}, {"gpus_per_node": 2}),
         ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "3"}, {"gpus_per_node": 3}),
-        (
-            {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "1g.5gb:7"},
-            {"gpus_per_node": 7, "gpu_type": "1g.5gb"},
-        ),
+        ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "1g.5gb:7"},
+         {"gpus_per_node": 7, "gpu_type": "1g.5gb"}),
         ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "a100"}, {"gpus_per_node": 1, "gpu_type": "a100"}),
         ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, {"gpus_per_node": 3}),
     ],
-)
+)  # fmt: skip
 def test_cluster_section_is_read_from_the_job(env: dict[str, str], changes: dict[str, Any]) -> None:
     expected = replace(ClusterConfig(nodes=2, max_requeues=3), **changes)
     assert (

@@ -260,10 +260,8 @@ def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        (
-            ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
-            "f0 (torch/a.py:0), called by f2 (net.py:2)",
-        ),
+        (["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
+         "f0 (torch/a.py:0), called by f2 (net.py:2)"),
         # A shipped trainer of an installed hpcdist: the function that the worker has called.
         (
             [
@@ -274,10 +272,8 @@ def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
             "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
         ),
         # The worker has not called the trainer yet.
-        (
-            ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
-            "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
-        ),
+        (["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
+         "f0 (dataclasses.py:0), called by f2 (worker.py:2)"),
     ],
 )  # fmt: skip
 def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
@@ -325,20 +321,14 @@ def test_calls_of_each_group() -> None:
 @pytest.mark.parametrize(
     ("by_rank", "absent", "text"),
     [
-        (
-            {0: calls(8, 7, 8), 1: calls(8, 7, 8), 2: calls(6)},
-            {2},
-            "rank 2 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0-1 wait in",
-        ),
-        (
-            {0: calls(5, 5), 1: calls(5, 5), 2: calls(5, 5, operation="broadcast [2]")},
-            set(),
-            "as gloo collective number 5 of the default group ranks 0-1 call all_reduce, but rank 2 calls broadcast",
-        ),
+        ({0: calls(8, 7, 8), 1: calls(8, 7, 8), 2: calls(6)}, {2},
+         "rank 2 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0-1 wait in"),
+        ({0: calls(5, 5), 1: calls(5, 5), 2: calls(5, 5, operation="broadcast [2]")}, set(),
+         "as gloo collective number 5 of the default group ranks 0-1 call all_reduce, but rank 2 calls broadcast"),
         ({0: calls(8), 1: calls(6)}, set(), ""),  # no rank waits
         ({0: calls(8, 8), 1: calls(3, group="1")}, set(), ""),  # numbers of different groups
         ({0: calls(5, 5), 1: calls(5, 5, operation="all_reduce [3]")}, set(), ""),  # an all_gather of unequal pieces
     ],
-)
+)  # fmt: skip
 def test_collectives_of_ranks_are_compared(by_rank: dict[int, list[hang.Calls]], absent: set[int], text: str) -> None:
     assert hang.compare_calls(by_rank) == (absent, [text] if text else [])

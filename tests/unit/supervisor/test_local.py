@@ -410,14 +410,10 @@ def devices(plan: Plan) -> list[str]:
             "roles: 3 ranks need a GPU each (trainer 1, parameter_server 2), but 1 are visible: run some roles without"
             " one, as in launch.devices.parameter_server=cpu",
         ),
-        (
-            0,
-            HYBRID,
-            {"devices": {"trainer": "cuda"}},
-            "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu",
-        ),
+        (0, HYBRID, {"devices": {"trainer": "cuda"}},
+         "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu"),
     ],
-)
+)  # fmt: skip
 def test_plan_that_does_not_fit_the_machine_is_an_error(
     num_gpus: int, roles: dict[str, int], launch: dict[str, Any], message: str
 ) -> None:

@@ -200,16 +200,14 @@ def test_ranks_end_with_their_parent_which_is_replaced(
 @pytest.mark.parametrize(
     ("torch", "reason"),
     [
-        (
-            TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
-            "started 1 threads",
-        ),
+        (TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+         "started 1 threads"),
         ("raise ImportError('no such library')", "ImportError: no such library"),
         ("from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: True)", "initialised CUDA"),
         ("print('at import')\nimport os; os._exit(0)", "at import"),
     ],
     ids=["thread", "error", "cuda", "exit"],
-)
+)  # fmt: skip
 def test_ranks_are_started_by_their_command_if_the_parent_cannot_fork(
     tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture, torch: str, reason: str
 ) -> None:

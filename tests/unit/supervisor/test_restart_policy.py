@@ -47,13 +47,10 @@ def peer_lost(rank: int) -> dict[str, Any]:
         # Only ranks that lost a peer.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
         # A user error.
-        (
-            {0: 2, 1: 2},
-            {0: failed("no GPU", outcome="rejected"), 1: failed("no GPU", rank=1, outcome="rejected")},
-            ("rejected", 0, "n0", 7, "no GPU"),
-        ),
+        ({0: 2, 1: 2}, {0: failed("no GPU", outcome="rejected"), 1: failed("no GPU", rank=1, outcome="rejected")},
+         ("rejected", 0, "n0", 7, "no GPU")),
     ],
-)
+)  # fmt: skip
 def test_first_failure_is_the_cause_of_the_others(
     exits: dict[int, int], outcomes: dict[int, dict[str, Any]], expected: tuple[Any, ...] | None
 ) -> None:

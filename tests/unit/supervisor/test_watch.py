@@ -165,13 +165,10 @@ def test_hung_rank_is_found_within_the_hang_timeout(scene: Scene, victim: int) -
     ("absent", "host", "sentence"),
     [
         (range(NUM_RANKS), "", "no rank was started within launch.init_timeout_s=120 s: srun: retrying"),
-        (
-            [7, 8, 9],
-            "n7",
-            "rank 7 on n7 was not started (nor were 2 others) within launch.init_timeout_s=120 s: srun: retrying",
-        ),
+        ([7, 8, 9], "n7",
+         "rank 7 on n7 was not started (nor were 2 others) within launch.init_timeout_s=120 s: srun: retrying"),
     ],
-)
+)  # fmt: skip
 def test_ranks_not_started_within_the_init_timeout_are_a_failure(
     scene: Scene, absent: list[int], host: str, sentence: str
 ) -> None:

@@ -101,18 +101,12 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     [
         ("mine", {"optim.lr": 0.1, "seed": 1}, "mine"),
         ("ddp-20261122-121700-1a2b", {"optim.lr": 0.1, "seed": 0}, "lr=0.1 (ddp-20261122-121700-1a2b)"),
-        (
-            "ddp-20261122-121700-1a2b",
-            {"optim.lr": 0.1, "seed": 5, "data.lr": 1, "data.a": 1, "data.b": 2, "data.c": 3},
-            "optim.lr=0.1 seed=5 data.lr=1 a=1 +2 (ddp-20261122-121700-1a2b)",
-        ),
-        (
-            "ddp-20261122-121700-1a2b",
-            {"optim.lr": 0.001, "seed": 0, "params.a": "y" * 500},
-            f"a={'y' * 221} (ddp-20261122-121700-1a2b)",
-        ),
+        ("ddp-20261122-121700-1a2b", {"optim.lr": 0.1, "seed": 5, "data.lr": 1, "data.a": 1, "data.b": 2, "data.c": 3},
+         "optim.lr=0.1 seed=5 data.lr=1 a=1 +2 (ddp-20261122-121700-1a2b)"),
+        ("ddp-20261122-121700-1a2b", {"optim.lr": 0.001, "seed": 0, "params.a": "y" * 500},
+         f"a={'y' * 221} (ddp-20261122-121700-1a2b)"),
     ],
-)
+)  # fmt: skip
 def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: dict[str, Any], expected: str) -> None:
     run = RunDir.create(scene.run.path.with_name(name))
     write_origin(run, Origin(config="ddp_digits", values={"optim.lr": 0.001, "seed": 0}))

@@ -79,32 +79,20 @@ CARD = "check its card, cable and switch port"
         ),
         (with_slow_rank(sample(1, 4, noise=0.02), 2, 5, receives=True), ["rank 2 receives 4.9× slower.*"]),
         # Directions and pairs.
-        (
-            with_links(sample(), slower=one_way("n3", "*")),
-            [rf"n3 sends [56]\S*× slower than .*, and receives at full speed: {CARD}"],
-        ),
-        (
-            with_links(sample(), slower=one_way("*", "n3")),
-            [rf"n3 receives [56]\S*× slower than .*, and sends at full speed: {CARD}"],
-        ),
-        (
-            with_links(sample(), slower=one_way("n3", "n1")),
-            [rf"n3 → n1 {BY_6} \(\d+ MB/s, median .*\), but n1 → n3 is not: .*"],
-        ),
+        (with_links(sample(), slower=one_way("n3", "*")),
+         [rf"n3 sends [56]\S*× slower than .*, and receives at full speed: {CARD}"]),
+        (with_links(sample(), slower=one_way("*", "n3")),
+         [rf"n3 receives [56]\S*× slower than .*, and sends at full speed: {CARD}"]),
+        (with_links(sample(), slower=one_way("n3", "n1")),
+         [rf"n3 → n1 {BY_6} \(\d+ MB/s, median .*\), but n1 → n3 is not: .*"]),
         (with_links(sample(per_node=2), slower=between("n1", "n3")), [f"n1 ↔ n3 {BY_6} in both directions.*"]),
-        (
-            with_links(sample(8), slower=lambda here, there: 6.0 if frozenset((here, there)) in PAIRS else 1.0),
-            ["10 of 56 pairs are slow. The slowest: .*"],
-        ),
+        (with_links(sample(8), slower=lambda here, there: 6.0 if frozenset((here, there)) in PAIRS else 1.0),
+         ["10 of 56 pairs are slow. The slowest: .*"]),
         # Latency.
-        (
-            with_links(sample(), later=at_node("n3", 8.0)),
-            [r"n3 has [78]\S*× the latency of the median pair \(\d+ µs, median .* µs\) at full bandwidth.*"],
-        ),
-        (
-            with_links(sample(), later=one_way("n1", "n2", 8.0)),
-            [r"n1 → n2 has [789]\S*× the latency of the median pair.*"],
-        ),
+        (with_links(sample(), later=at_node("n3", 8.0)),
+         [r"n3 has [78]\S*× the latency of the median pair \(\d+ µs, median .* µs\) at full bandwidth.*"]),
+        (with_links(sample(), later=one_way("n1", "n2", 8.0)),
+         [r"n1 → n2 has [789]\S*× the latency of the median pair.*"]),
         # No finding.
         (sample(noise=0.03), [r"all 12 pairs have equal bandwidth: 1\.\d\d GB/s, within \d%"]),
         (
@@ -122,7 +110,7 @@ CARD = "check its card, cable and switch port"
         (with_links(sample(2), slower=one_way("n1", "n2")), [f"n1 → n2 {BY_6}.*"]),
         (with_links(sample(2, noise=0.0), slower=one_way("n1", "n2", 1.8)), ["no pair is an outlier: .*"]),
     ],
-)
+)  # fmt: skip
 def test_bottleneck_is_named_or_the_range_of_bandwidths(results: Results, expected: list[str]) -> None:
     found = bottleneck(results)
     assert len(found) == len(expected), found

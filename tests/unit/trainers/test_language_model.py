@@ -35,14 +35,12 @@ def test_initial_rows_do_not_depend_on_the_shards() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "roles={server: 1, trainer: 1}",
-            "roles: trainer rnn needs trainers, then parameter_servers, got server: 1, trainer: 1: set",
-        ),
+        ("roles={server: 1, trainer: 1}",
+         "roles: trainer rnn needs trainers, then parameter_servers, got server: 1, trainer: 1: set"),
         ("optim.grad_accum_steps=2", "optim.grad_accum_steps=2 is not for trainer rnn: use rnn.batch_size"),
         ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
     ],
-)
+)  # fmt: skip
 def test_invalid_values_raise_config_error(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("rnn_lm", [override])
