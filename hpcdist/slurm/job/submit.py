@@ -111,7 +111,8 @@ def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> st
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
     try:
-        return " ".join(client.estimate_start(script).split()).removeprefix("sbatch: ")
+        text = " ".join(client.estimate_start(script).split()).removeprefix("sbatch: ")
+        return text.replace(" a using ", " using ")  # Slurm 26.05 prints a stray word after the time
     except SlurmError as error:
         if error.timed_out:
             raise UserMistake(f"Slurm does not answer ({error}): check `scontrol ping`") from error
