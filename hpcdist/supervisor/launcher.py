@@ -38,10 +38,7 @@ class Ranks(Protocol):
 
     def signal(self, number: signal.Signals) -> None: ...
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
-        """Run a command on each node of the ranks, and return what it prints.
-
-        It is ended after `limit_s`, or soon after `interrupted` is true.
-        """
+        """Run a command on each node and return its output; end it after `limit_s`, or soon after `interrupted`."""
 
     def close(self) -> None:
         """Kill the remaining ranks and their children, and release all resources."""

@@ -149,10 +149,7 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
 
 
 def parent_command(run_dir: Path, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the command of the process that forks ranks, on a node with the arguments `LIMIT_S NAME…`.
-
-    See `rank/parent.py`.
-    """
+    """Return the command of the process that forks ranks, with `LIMIT_S NAME…` on a node; see `rank/parent.py`."""
     return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), *arguments]
 
 
