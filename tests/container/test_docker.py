@@ -265,17 +265,19 @@ def _build(builder: DockerBox, target: str, folder: Path, canary: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def control(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Train without disturbance, and return the hash of the weights."""
+def control_runs(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train without disturbance, with the README's command; return the folder of runs."""
     folder = tmp_path_factory.mktemp("control")
     os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
     output = box.docker("run", "--rm", *FLAGS, f"--volume={folder}:/runs", "hpcdist", *TRAIN, "stop.max_epochs=2")
-    assert last_output(output).startswith("finished: trained 46 steps"), output
-    return weights_hash(only_run(folder))
+    assert output.strip().splitlines()[-1].startswith("finished: trained 46 steps"), output
+    return folder
 
 
-def last_output(text: str) -> str:
-    return text.strip().splitlines()[-1]
+@pytest.fixture(scope="module")
+def control(control_runs: Path) -> str:
+    """Return the hash of the weights of the undisturbed run."""
+    return weights_hash(only_run(control_runs))
 
 
 @pytest.mark.faults
@@ -289,13 +291,9 @@ def test_image_check_passes_with_docker(box: DockerBox, tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_command_of_the_readme_trains_as_the_caller(box: DockerBox, control: str, runs: Path) -> None:
-    """The weights do not depend on the container, and all files belong to the caller."""
-    command = ("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", "hpcdist", *TRAIN, "stop.max_epochs=2")
-    output = box.docker(*command)
-    assert last_output(output).startswith("finished: trained 46 steps"), output
-    assert weights_hash(only_run(runs)) == control
-    assert {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")} == {(UNKNOWN_UID, UNKNOWN_UID)}
+def test_command_of_the_readme_trains_as_the_caller(control_runs: Path) -> None:
+    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in control_runs.rglob("*")}
+    assert owners == {(UNKNOWN_UID, UNKNOWN_UID)}, "all files belong to the caller"
 
 
 @pytest.mark.faults

@@ -120,19 +120,6 @@ def test_folder_without_write_permission_is_an_error_with_the_fix(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
-    command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
-    done = containers.try_podman("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", image("slim"), *command)
-    assert done.returncode == 2
-    assert last_lines(done)[-1] == (
-        "hpcdist: model.compile=true needs a C++ compiler (g++) and Python's headers (Python.h), not found here:"
-        " install g++ and libpython3-dev, use an image of the target `default` instead of `slim`,"
-        " or set model.compile=false"
-    )
-    assert list(runs.iterdir()) == []
-
-
 # --- layers
 
 

@@ -80,14 +80,6 @@ def test_full_memory_is_explained(runs: Runs, cell: Cell) -> None:
     fill(cell, runs, "full", "GPU memory full")
 
 
-def test_more_ranks_than_gpus_are_refused(runs: Runs) -> None:
-    code, output = runs.command("run", *runs.config("many", *SHORT, "launch.num_ranks=3"))
-    assert (code, output.strip()) == (
-        2,
-        "hpcdist: launch.num_ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu",
-    )
-
-
 def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
     """A checkpoint after each step is copied to pinned memory while the next step changes the weights."""
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "stop.max_steps=12")

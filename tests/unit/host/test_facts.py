@@ -200,7 +200,9 @@ def test_missing_parts_are_named(host_machine: Path, device: str, installed: tup
     if missing:
         with pytest.raises(ConfigError) as raised:
             require_compiler(device, env)
-        assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
+        fix = "use an image of the target `default` instead of `slim`, or set model.compile=false"
+        problem = f"model.compile=true needs {missing}, not found here"
+        assert str(raised.value) == f"{problem}: install g++ and libpython3-dev, {fix}"
     else:
         require_compiler(device, env)
         (host_machine / "mine").touch(mode=0o755)
