@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from doc_blocks import ROOT, blocks
-from hpcdist_runs import Runs, finish, wait_for
+from hpcdist_runs import Runs
 
 from hpcdist.checkpoint.state import load_weights
 
@@ -90,34 +90,6 @@ def test_loggers_of_libraries(scripts: Runs, name: str, metrics: dict[str, list[
     assert scripts.param(name, param[0]) == param[1]
     assert scripts._query("select count(*) from runs") == [(1,)], "the run of hpcdist"
     assert scripts.mlflow_status(name) == "FINISHED"
-
-
-@pytest.mark.slow
-def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
-    started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", *tracked(scripts))
-    attempt = scripts.attempt("long")
-    wait_for(lambda: attempt.path.exists() and (attempt.read_beat(0) or {}).get("step", 0) >= 5, "5 steps")
-    code, saved = scripts.command("save", str(scripts.run_dir("long").path))
-    assert code == 0, saved
-    step, folder = re.fullmatch(r"rank 0: saved step (\d+): (\S+)\n", saved).groups()  # type: ignore[union-attr]
-    assert torch.load(Path(folder) / "newest.pt")["step"] == int(step)
-    code, stopped = scripts.command("stop", str(scripts.run_dir("long").path))
-    assert code == 0, stopped
-    assert "long: stoppable.py gets SIGTERM" in stopped
-    code, output = finish(started)
-    assert re.search(r"stopped: stoppable\.py obeyed hpcdist\.should_stop and saved checkpoints/newest\.pt; ", output)
-    state = scripts.run_dir("long").read_state()
-    assert (state.status, state.attempt) == ("stopped", 1)
-    ends = [attempt.log(rank).read_text().rpartition("ended at ")[2] for rank in range(2)]
-    assert ends[0] == ends[1]
-    last = int(ends[0])
-    assert (attempt.read_beat(0) or {})["step"] == last
-
-    code, output = scripts.command("resume", str(scripts.run_dir("long").path))
-    assert code == 0, output
-    assert "finished: stoppable.py ended with exit status 0" in output
-    assert f"rank 1 starts at {last}" in scripts.attempt("long", 2).log(1).read_text()
-    assert steps_of(scripts, "long", "train/loss") == list(range(1, last + 6))
 
 
 def side(diff: str, sign: str) -> str:
@@ -251,7 +223,6 @@ def test_ddp_series_continues_from_its_snapshot_after_a_killed_rank(pattern_runs
             {"arg1": "patterns/nano_config.py", "max_iters": "5"},
         ),
         ("patterns/fsdp2.py --dcp-dir {out} --steps 3", {".metadata", "__0_0.distcp", "__1_0.distcp"}, {"steps": "3"}),
-        ("patterns/tensor_parallel.py", set(), {}),
         (
             "patterns/imagenet.py -a tiny -b 8 --lr 0.2 {out}",
             {"checkpoint.pth.tar", "model_best.pth.tar"},
@@ -262,7 +233,6 @@ def test_ddp_series_continues_from_its_snapshot_after_a_killed_rank(pattern_runs
             {"args.yaml", "summary.csv"},
             {"c": "patterns/timm.yaml", "amp": "true", "lr": "0.2"},
         ),
-        ("patterns/fabric.py {out}/model.ckpt", {"model.ckpt"}, {}),
     ],
     ids=lambda value: value.partition(".")[0].rpartition("/")[2] if isinstance(value, str) else "",
 )
