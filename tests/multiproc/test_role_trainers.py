@@ -62,10 +62,10 @@ CASES = {
 }
 
 
-def arguments(runs: Runs, kind: str, name: str, *overrides: str) -> list[str]:
+def arguments(runs: Runs, kind: str, name: str, *overrides: str, export: bool = False) -> list[str]:
     case = CASES[kind]
     settings = (f"experiment={runs.experiment}", *case.overrides, *overrides)
-    return ["run", case.config, *runs.config(name, *settings)[1:]]
+    return ["run", case.config, *runs.config(name, *settings, export=export)[1:]]
 
 
 def start_held(runs: Runs, kind: str, name: str, *overrides: str) -> tuple[Any, dict[int, psutil.Process]]:
@@ -116,6 +116,8 @@ def assert_as_control(runs: Runs, kind: str, name: str) -> None:
 def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
     name, case = f"stopped-{kind}", CASES[kind]
     process, ranks = start_held(runs, kind, name, "params.pace_s=0.1")
+    # Store and RPC use Unix sockets in the run folder, and gloo's listening sockets are closed.
+    assert_no_ports([listening(rank.pid) for rank in ranks.values()])
     if kind == "hybrid":
         ranks[3].send_signal(signal.SIGTERM)  # the server forwards the signal to rank 0
         runs.release(name)
@@ -124,7 +126,8 @@ def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
         assert code == 0, output
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped: everything saved" in output
+    by = "the ranks received a stop signal)" if kind == "hybrid" else "`hpcdist stop` by"
+    assert f"stopped: everything saved ({by}" in output
     at = runs.checkpoint_steps(name)[-1]
     assert case.hold_at <= at < case.last_step
     code, output = runs.command("resume", name)
@@ -172,15 +175,6 @@ def test_run_restarts_exactly_after_a_server_is_suspended(runs: Runs) -> None:
     assert_as_control(runs, "rnn", "frozen")
 
 
-def test_ranks_of_a_local_run_have_no_port(runs: Runs) -> None:
-    """Store and RPC use Unix sockets in the run folder, and gloo's listening sockets are closed."""
-    process, ranks = start_held(runs, "rnn", "listening")
-    assert_no_ports([listening(ranks[number].pid) for number in range(3)])
-    runs.release("listening")
-    code, output = finish(process)
-    assert code == 0, output
-
-
 @pytest.mark.slow
 def test_tables_and_policies_learn(runs: Runs) -> None:
     _, series = results(runs, control(runs, "hybrid"))
@@ -200,8 +194,7 @@ def pipeline_weights(runs: Runs, name: str) -> dict[str, torch.Tensor]:
 
 def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
     case = CASES["pipeline"]
-    settings = runs.config("stages", f"experiment={runs.experiment}", *case.overrides, export=True)[1:]
-    code, output = runs.command("run", case.config, *settings)
+    code, output = runs.command(*arguments(runs, "pipeline", "stages", export=True))
     assert code == 0, output
     _, series = results(runs, "stages")
     assert series["eval/accuracy", case.last_step] > 0.5, "ten classes"
@@ -230,3 +223,17 @@ def test_three_stages_continue_a_run_of_two_exactly(runs: Runs) -> None:
     expected = control(runs, "pipeline")
     assert_states_equal(pipeline_weights(runs, "other-split"), pipeline_weights(runs, expected))
     assert runs.series("other-split") == runs.series(expected)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["rl", "rnn", "pipeline", "hybrid"])
+def test_rerun_repeats_every_value_and_the_model_has_its_program(runs: Runs, kind: str) -> None:
+    name = f"repeated-{kind}"
+    settings = ("tracking.drain_timeout_s=300", "launch.num_threads=1")
+    code, output = runs.command(*arguments(runs, kind, name, *settings, export=True))
+    assert code == 0, output
+    torch.export.load(runs.run_dir(name).model / "data" / "model.pt2")
+    code, output = runs.command("rerun", name)
+    assert code == 0, output
+    assert output.splitlines()[-1].startswith("no value differs: "), output
+    assert "not restored: " not in output, "the same machine, code and packages"

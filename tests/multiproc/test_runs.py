@@ -65,34 +65,12 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
-@pytest.mark.slow
-def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control_run: str) -> None:
-    name = "truncated"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
-    for pid in runs.wait_until_held(name):
-        os.kill(pid, signal.SIGUSR2)  # a stop signal to the ranks, without the supervisor
-    runs.release(name)
-    code, output = finish(process)
-    assert code == 0, output
-    assert "stopped: everything saved (the ranks received a stop signal)" in output
-    *_, before, newest = runs.checkpoint_steps(name)
-    weights = runs.run_dir(name).checkpoints / f"step-{newest:08d}" / "model.pt"
-    os.truncate(weights, weights.stat().st_size // 2)
-
-    code, output = runs.command("resume", name)
-    assert code == 0, output
-    log = runs.attempt(name, 2).log(0).read_text()
-    assert f"skipping checkpoint {weights.parent}: model.pt has " in log
-    assert f"resumed at step {before} from" in log
-    assert_equals_control(runs, name, augmented_control_run)
-
-
 @pytest.mark.smoke
 def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, augmented_control_run: str) -> None:
     name = "rank-killed"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
     _, victim = runs.wait_until_held(name)
-    wait_for(lambda: (runs.attempt(name).read_beat(1) or {}).get("step"), "a heartbeat with a step")
+    wait_for(lambda: runs.step(name, rank=1), "a heartbeat with a step")
     os.kill(victim, signal.SIGKILL)
     runs.release(name)
     code, output = finish(process)
