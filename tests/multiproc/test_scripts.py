@@ -120,17 +120,6 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
     assert steps_of(scripts, "loop", "train/loss") == (list(range(1, 1001)) if num_lines == 5 else [])
 
 
-@pytest.mark.slow
-def test_a_trainer_logs_with_mlflow(scripts: Runs) -> None:
-    trainer = ["trainer.script=[]", "trainer.target=logs_with_mlflow:train", "launch.num_ranks=1"]
-    code, output = scripts.command("run", "scripts.yaml", "name=trainer", *trainer, *tracked(scripts))
-    assert code == 0, output
-    for key in ("by_mlflow", "by_log", "by_context"):
-        assert steps_of(scripts, "trainer", key) == [1, 2, 3]
-    assert steps_of(scripts, "trainer", "of_child") == [1]
-    assert scripts.param("trainer", "inner") == "yes"
-
-
 # --- Scripts written like public projects run unchanged: the losses of torchrun, and arguments as parameters.
 #
 # The scripts are in `tests/support/user_code/patterns`. Scripts with Accelerate, Lightning and the Transformers Trainer
