@@ -201,6 +201,10 @@ def test_training_user_can_create_experiments_but_not_change_those_of_others(
     assert server.request(f"{api}/experiments/get?experiment_id={number}", *user)[0] == 200
     assert server.request(f"{api}/experiments/delete", *user, {"experiment_id": number})[0] == 403
     assert server.request(f"{api}/runs/create", *user, {"experiment_id": number})[0] == 403
+    status, created = server.request(f"{api}/runs/create", *server.admin, {"experiment_id": number})
+    assert status == 200
+    command = {"run_id": created["run"]["info"]["run_id"], "key": "hpcdist.command", "value": "stop"}
+    assert server.request(f"{api}/runs/set-tag", *user, command)[0] == 403, "commands need the permission EDIT"
     mallory = {"username": "mallory", "password": "long-enough-for-mlflow"}
     assert server.request(f"{api}/users/create", *user, mallory)[0] == 403
     status, created = server.request(f"{api}/experiments/create", *user, {"name": "of training"})

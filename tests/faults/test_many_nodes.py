@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hpcdist_runs import create_database
 from slurm_cluster import DevCluster, dev_cluster
-from slurm_runs import SlurmRuns, create_database
+from slurm_runs import SlurmRuns
 
 NUM_NODES = 16
 NUM_RANKS = 2 * NUM_NODES

@@ -13,8 +13,6 @@ from hpcdist_runs import TRAINING_METRICS, Descendants, Runs, assert_states_equa
 from http_servers import Server
 from slurm_faults import Cell
 
-from hpcdist.host.files import read_json
-
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ddp_mnist.yaml"
 DATA = os.environ.get("HPCDIST_DATA_DIR", "")
 LAST_STEP = 2 * 469  # 60,000 images, two ranks, batches of 64
@@ -37,13 +35,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-def step_of(runs: Runs, name: str, attempt: int) -> int:
-    return int((read_json(runs.attempt(name, attempt).beat(0)) or {}).get("step", 0))
-
-
 def wait_step(runs: Runs, name: str, attempt: int, step: int) -> None:
-    wait_for(lambda: step_of(runs, name, attempt) >= step, f"step {step} in attempt {attempt}", timeout_s=300)
-    assert step_of(runs, name, attempt) < LAST_STEP, "the run has ended already"
+    runs.wait_step(name, attempt, step)
+    assert runs.step(name, attempt) < LAST_STEP, "the run has ended already"
 
 
 def test_killed_rank_supervisor_and_server_do_not_change_the_results(

@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import HPCDIST, Runs, assert_states_equal, rank_of, wait_for
+from hpcdist_runs import HPCDIST, Runs, assert_states_equal, create_database, rank_of, wait_for
 from slurm_faults import Cell
-from slurm_runs import create_database
 
 from hpcdist.rank.processes import PARENT_MODULE
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import AUGMENTED, LAST_STEP, TRAINING, Runs
+from hpcdist_runs import AUGMENTED, LAST_STEP, TRAINING, Runs, create_database
 
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with empty tables."""
-    path = tmp_path_factory.mktemp("ready") / "mlflow.db"
-    # In a separate process, because the import of MLflow takes seconds and causes warnings.
-    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
-    return path
+    return create_database(tmp_path_factory.mktemp("ready") / "mlflow.db")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import itertools
 import json
@@ -13,14 +12,10 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,10 +47,6 @@ def profiled_steps(trace: Path) -> int:
     return len([name for name in names if name.startswith("ProfilerStep#")])
 
 
-def step_of(runs: Runs, name: str, rank: int = 0) -> int:
-    return int((runs.attempt(name).read_beat(rank) or {}).get("step", 0))
-
-
 def set_tag(database: Path, run_id: str, value: str) -> None:
     """Set the tag in a database, as MLflow's UI on it does."""
     code = (
@@ -70,7 +61,7 @@ def live_run(runs: Runs, name: str, *overrides: str, **env: str) -> Iterator[sub
     """Start a run that a command must end; wait for its first steps and for its MLflow run."""
     process = runs.start("run", *runs.config(name, *LIVE, *overrides), **env)
     try:
-        wait_for(lambda: process.poll() is not None or step_of(runs, name) > 2, "the first steps", timeout_s=PATIENCE_S)
+        wait_for(lambda: process.poll() is not None or runs.step(name) > 2, "the first steps", timeout_s=PATIENCE_S)
         wait_for(
             lambda: process.poll() is not None or "run_id" in (read_json(runs.run_dir(name).mlflow) or {}),
             "the MLflow run",
@@ -101,8 +92,8 @@ def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs) -> None:
         code, output = runs.command("profile", "commands", "--ranks", "2")
         assert (code, output) == (2, "hpcdist: run commands has no rank 2: its ranks are 0 to 1\n")
 
-        before = step_of(runs, "commands", 1)
-        wait_for(lambda: step_of(runs, "commands", 1) > before, "steps after the profile", timeout_s=PATIENCE_S)
+        before = runs.step("commands", rank=1)
+        wait_for(lambda: runs.step("commands", rank=1) > before, "steps after the profile", timeout_s=PATIENCE_S)
         set_tag(runs.database, runs.mlflow_id("commands"), "stop")
         code, output = finish(process)
         assert code == 0, output
@@ -117,62 +108,6 @@ def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs) -> None:
 
     code, output = runs.command("profile", "commands")
     assert (code, output) == (2, "hpcdist: run commands is not running: its state is 'stopped'\n")
-
-
-@dataclass(frozen=True)
-class Account:
-    """An account of the server, for direct requests."""
-
-    address: str
-    name: str
-    password: str
-
-    def send(self, method: str, path: str, **body: object) -> dict[str, Any]:
-        pair = base64.b64encode(f"{self.name}:{self.password}".encode()).decode()
-        headers = {"Authorization": f"Basic {pair}", "Content-Type": "application/json"}
-        data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(f"{self.address}/api/{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            found: dict[str, Any] = json.loads(answer.read() or b"{}")
-        return found
-
-    def command(self, run_id: str, value: str) -> None:
-        self.send("POST", "2.0/mlflow/runs/set-tag", run_id=run_id, key="hpcdist.command", value=value)
-
-    def tags(self, run_id: str) -> dict[str, str]:
-        found = self.send("GET", f"2.0/mlflow/runs/get?run_id={run_id}")
-        return {tag["key"]: tag["value"] for tag in found["run"]["data"]["tags"]}
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(1800)
-def test_commands_need_edit_permission_on_a_server(runs: Runs, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(AccountServer(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"))
-        administrator = Account(server.uri, *server.ADMIN.values())
-        ada, bob = (Account(server.uri, name, f"the password of {name}") for name in ("ada", "bob"))
-        for one in (ada, bob):
-            administrator.send("POST", "2.0/mlflow/users/create", username=one.name, password=one.password)
-        env = {"MLFLOW_TRACKING_USERNAME": ada.name, "MLFLOW_TRACKING_PASSWORD": ada.password}
-        process = stack.enter_context(live_run(runs, "guarded", f"tracking.uri={server.uri}", **env))
-        run_id = runs.mlflow_id("guarded")
-        wait_for(lambda: "hpcdist.state" in bob.tags(run_id), "the tags of the run", timeout_s=PATIENCE_S)
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            bob.command(run_id, "stop")
-        experiment = bob.send("GET", f"2.0/mlflow/runs/get?run_id={run_id}")["run"]["info"]["experiment_id"]
-        grant = {"resource_type": "experiment", "resource_id": experiment, "permission": "EDIT"}
-        ada.send("POST", "3.0/mlflow/users/permissions/grant", username="bob", **grant)
-
-        bob.command(run_id, "save")
-        wait_for(
-            lambda: " UTC save: rank 0: saved step " in bob.tags(run_id).get("hpcdist.command.result", ""),
-            "the result of save",
-            timeout_s=PATIENCE_S,
-        )
-        bob.command(run_id, "stop")
-        code, output = finish(process)
-        assert code == 0, output
-        assert "stopped: everything saved (the tag hpcdist.command in MLflow)" in output
 
 
 def hpcdist(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hpcdist_runs import create_database
 from slurm_cluster import DevCluster, dev_cluster
 from slurm_faults import SUBJECTS, Cell, FaultScene, Subject
-from slurm_runs import ON_FOUR_RANKS, SlurmRuns, create_database
+from slurm_runs import ON_FOUR_RANKS, SlurmRuns
 
 #: Time limit of a test; the first one may have to build a container image.
 TEST_TIMEOUT_S = 1200

@@ -15,7 +15,6 @@ from slurm_faults import Cell
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
-from hpcdist.host.files import read_json
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.run.records import read_times
 
@@ -70,12 +69,11 @@ def submit(runs: SlurmRuns, name: str, *overrides: str) -> str:
 
 def wait_step(runs: SlurmRuns, name: str, attempt: int, steps: int) -> None:
     """Wait until rank 0 of an attempt has done a number of steps."""
-    beat, log = runs.attempt(name, attempt).beat(0), runs.attempt(name, attempt).log(0)
+    log = runs.attempt(name, attempt).log(0)
 
     def has_done() -> bool:
         assert runs.state(name).status not in ENDED, runs.job_log(name)
-        step = int((read_json(beat) or {}).get("step", 0))
-        return log.exists() and step >= runs.resumed_at(name, attempt) + steps
+        return log.exists() and runs.step(name, attempt) >= runs.resumed_at(name, attempt) + steps
 
     wait_for(has_done, f"{steps} steps of attempt {attempt}", timeout_s=WAIT_S)
 

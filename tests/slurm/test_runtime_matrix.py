@@ -22,11 +22,11 @@ import psutil
 import pytest
 import runtime_cases
 from containers import Containers, mismatch, small_image
-from hpcdist_runs import HOLD_STEP, LAST_STEP
+from hpcdist_runs import HOLD_STEP, LAST_STEP, create_database
 from runtime_cases import CASES, RuntimeCase, assert_inside, assert_nothing_left, prepared
 from slurm_cluster import DevCluster
 from slurm_faults import Cell, FaultScene
-from slurm_runs import ON_FOUR_RANKS, SlurmRuns, create_database
+from slurm_runs import ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster import settings as devcluster_settings

@@ -299,11 +299,6 @@ def sweep_arguments(runs: SlurmRuns, *overrides: str) -> list[str]:
     return ["submit", *runs.config("tune", *SMALL, *overrides), "--cluster", "devcluster", "--sweep", "seed=1,2,3"]
 
 
-def beat(runs: SlurmRuns, name: str, attempt: int) -> int:
-    """Return the step of rank 0's last heartbeat."""
-    return int((read_json(runs.attempt(name, attempt).beat(0)) or {}).get("step", -1))
-
-
 def test_sweep_is_a_job_array_and_resubmission_runs_only_the_failed_cell(
     sweeps: SlurmRuns, devcluster: DevCluster
 ) -> None:
@@ -372,8 +367,8 @@ def test_requeue_and_cancel_of_the_last_task_do_not_affect_other_tasks(
     assert code == 0, output
     assert sweeps.wait_end(last, job).status == "cancelled"
     for name, attempt in ((first, 2), (middle, 1)):
-        step = beat(sweeps, name, attempt)
-        wait_for(lambda name=name, attempt=attempt, step=step: beat(sweeps, name, attempt) > step, "another step")  # type: ignore[misc]
+        step = sweeps.step(name, attempt)
+        wait_for(lambda name=name, attempt=attempt, step=step: sweeps.step(name, attempt) > step, "another step")  # type: ignore[misc]
         assert (sweeps.state(name).status, sweeps.state(name).attempt) == ("running", attempt)
     code, output = sweeps.command(
         *sweep_arguments(sweeps, "trainer=counting:train", "params.until=100000"), "--dry-run"

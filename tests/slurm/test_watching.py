@@ -20,7 +20,6 @@ from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
 from hpcdist.devcluster.settings import HOST
-from hpcdist.host.files import read_json, write_json
 from hpcdist.run.records import read_times
 
 WAITING = "cluster.sbatch.begin=now+1hour"
@@ -95,20 +94,6 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs.assert_finished_as(name, job, slurm_control)
 
 
-@pytest.mark.slow
-def test_wait_reports_a_job_cancelled_in_the_queue(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
-    name = "waited-for"
-    waiting, job = start_submit(slurm_runs, name, WAITING, "--follow")
-    waiting.until(f"queued: job {job} waits (BeginTime)")
-    code, output = slurm_runs.command("explain", name)
-    assert code == 0
-    assert "its requested start time is in the future, or Slurm has just requeued it (BeginTime)" in output
-    devcluster.run("scancel", job)
-    code, lines = waiting.end()
-    assert (code, lines[-1]) == (130, f"cancelled: job {job} was cancelled in the queue"), lines
-    assert slurm_runs.mlflow_status(name) == "KILLED"
-
-
 def test_stop_and_cancel_remove_a_pending_job_without_accounting(
     slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
 ) -> None:
@@ -125,25 +110,6 @@ def test_stop_and_cancel_remove_a_pending_job_without_accounting(
         assert slurm_runs.state(name).status == status
     code, output = slurm_runs.command("runs", **env)
     assert "taken out of the queue" in output
-
-
-@pytest.mark.slow
-def test_sync_closes_runs_whose_jobs_are_gone(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
-) -> None:
-    name = "vanished"
-    job = slurm_runs.submit(name, WAITING)
-    code, output = slurm_runs.command("sync", name)
-    assert (code, "closed" in output) == (0, False), output
-    devcluster.run("scancel", job)
-    # Simulate a job that is no longer in the controller's memory, without accounting.
-    path = slurm_runs.run_dir(name).path / "slurm.json"
-    write_json(path, (read_json(path) or {}) | {"job_id": "99999"})
-    code, output = slurm_runs.command("sync", name, PATH=without_accounting)
-    reason = "Slurm no longer knows job 99999, and its supervisor did not record a status"
-    assert (code, output.rstrip().partition("; ")[2]) == (0, f"closed: {reason}")
-    assert slurm_runs.mlflow_status(name) == "FAILED"
-    assert slurm_runs.tags(name)["hpcdist.reason"] == reason
 
 
 @pytest.mark.faults
@@ -200,12 +166,6 @@ def webhook(devcluster: DevCluster) -> Iterator[Webhook]:
         yield server
 
 
-def wait_step(runs: SlurmRuns, name: str, attempt: int, step: int) -> None:
-    """Wait until an attempt has done a number of steps."""
-    beat, what = runs.attempt(name, attempt).beat(0), f"step {step} of attempt {attempt}"
-    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, what, timeout_s=WAIT_S)
-
-
 @pytest.mark.faults
 def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
     slurm_runs: SlurmRuns, devcluster: DevCluster, webhook: Webhook
@@ -225,13 +185,13 @@ def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
     assert runs.run_dir(NAME).secrets.stat().st_mode & 0o777 == 0o600
     os.kill(int((runs.attempt(NAME).path / "held-3").read_text()), signal.SIGKILL)
     runs.release(NAME)
-    wait_step(runs, NAME, 2, HOLD_STEP + 10)
+    runs.wait_step(NAME, 2, HOLD_STEP + 10)
     devcluster.run("scontrol", "requeue", job)
     runs.wait_requeued(NAME)
     wait_for(lambda: len(webhook.bodies) >= 3, "the event of the requeue")
     runs.start_now(job)
     wait_for(lambda: runs.attempt(NAME, 3).path.exists(), "the third attempt", timeout_s=WAIT_S)
-    wait_step(runs, NAME, 3, HOLD_STEP + 20)
+    runs.wait_step(NAME, 3, HOLD_STEP + 20)
     assert runs.command("stop", NAME)[0] == 0
     runs.wait_end(NAME, job)
     wait_for(lambda: len(webhook.bodies) >= 5, "the event of the end")
@@ -279,7 +239,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     job = runs.submit_held(LEDGER_RUN, "stop.max_epochs=100000", "launch.hang_timeout_s=60")
     os.kill(int((runs.attempt(LEDGER_RUN).path / "held-3").read_text()), signal.SIGKILL)
     runs.release(LEDGER_RUN)
-    wait_step(runs, LEDGER_RUN, 2, HOLD_STEP + 10)
+    runs.wait_step(LEDGER_RUN, 2, HOLD_STEP + 10)
 
     high = cluster.start_high_priority_job("--nodes=4")
     runs.wait_requeued(LEDGER_RUN)
@@ -287,14 +247,14 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     runs.start_now(job)
     wait_for(lambda: read_times(runs.attempt(LEDGER_RUN, 3)), "the third attempt", timeout_s=WAIT_S)
     first = runs.state(LEDGER_RUN).attempt
-    wait_step(runs, LEDGER_RUN, first, HOLD_STEP + 60)
+    runs.wait_step(LEDGER_RUN, first, HOLD_STEP + 60)
 
     devcluster_cluster.kill_node(cluster.layout, "n2")
     cluster.wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 2, "the job is queued again")
     if cluster.job(job)["JobState"] == "PENDING":
         runs.start_now(job)
     wait_for(lambda: runs.state(LEDGER_RUN).attempt > first, "another attempt", timeout_s=WAIT_S)
-    wait_step(runs, LEDGER_RUN, runs.state(LEDGER_RUN).attempt, HOLD_STEP + 100)
+    runs.wait_step(LEDGER_RUN, runs.state(LEDGER_RUN).attempt, HOLD_STEP + 100)
     code, output = runs.command("stop", LEDGER_RUN)
     assert code == 0, output
     runs.wait_end(LEDGER_RUN, job)
@@ -305,7 +265,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     wait_for(
         lambda: runs.state(LEDGER_RUN).attempt > first_job_attempt, "the attempt of the second job", timeout_s=WAIT_S
     )
-    wait_step(runs, LEDGER_RUN, first_job_attempt + 1, HOLD_STEP + 140)
+    runs.wait_step(LEDGER_RUN, first_job_attempt + 1, HOLD_STEP + 140)
     code, output = runs.command("stop", LEDGER_RUN)
     assert code == 0, output
     runs.wait_end(LEDGER_RUN, second)

@@ -110,6 +110,14 @@ def unused_port() -> int:
             return port
 
 
+def create_database(path: Path) -> Path:
+    """Create an empty MLflow database."""
+    # In a subprocess: importing MLflow takes seconds and emits warnings of its dependencies.
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
+    return path
+
+
 class Runs:
     """A runs folder with its own MLflow database and a folder of user code, from which runs are started.
 
@@ -179,6 +187,14 @@ class Runs:
 
     def attempt(self, name: str, number: int = 1) -> Attempt:
         return self.run_dir(name).attempt(number)
+
+    def step(self, name: str, attempt: int = 1, rank: int = 0) -> int:
+        """Return the step of a rank's last heartbeat; 0 before its first step."""
+        return int((read_json(self.attempt(name, attempt).beat(rank)) or {}).get("step", 0))
+
+    def wait_step(self, name: str, attempt: int, step: int) -> None:
+        """Wait until rank 0 of an attempt has done a number of steps."""
+        wait_for(lambda: self.step(name, attempt) >= step, f"step {step} of attempt {attempt}", timeout_s=800)
 
     def wait_until_held(self, name: str, num_ranks: int = 2) -> list[int]:
         """Wait until the trainer of `gated.py` holds all ranks; return their process ids."""

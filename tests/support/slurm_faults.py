@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS, assert_states_equal, wait_for
-from slurm_cluster import WAIT_S, DevCluster
+from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster, host, settings
-from hpcdist.host.files import read_json
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ class FaultScene:
     def _steps_done(self, attempt: int) -> int:
         """Return the last step that any rank of an attempt has recorded."""
         folder = self.runs.attempt(self.name, attempt)
-        beats = [(read_json(folder.beat(rank)) or {}).get("step", 0) for rank in range(NUM_RANKS)]
+        beats = [self.runs.step(self.name, attempt, rank) for rank in range(NUM_RANKS)]
         held = [self.subject.hold_at] if self._is_gated and attempt == 1 and (folder.path / "held-0").exists() else []
-        return int(max(beats + held))
+        return max(beats + held)
 
     def _compare_with_control(self) -> None:
         runs, cell, name = self.runs, self.cell, self.name
@@ -186,8 +185,7 @@ class FaultScene:
 
     def wait_step(self, step: int) -> None:
         """Wait until rank 0 of the first attempt has done a number of steps."""
-        beat = self.runs.attempt(self.name).beat(0)
-        wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)
+        self.runs.wait_step(self.name, 1, step)
 
 
 # --- The table at the end of `make faults`: one row per fault and trainer.

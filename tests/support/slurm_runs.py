@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,14 +22,6 @@ ON_FOUR_RANKS = [*TRAINING, "data.batch_size=8", "launch.num_ranks=4"]
 NUM_RANKS = 4
 #: Final job states.
 JOB_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-
-
-def create_database(path: Path) -> Path:
-    """Create an empty MLflow database."""
-    # In a subprocess: importing MLflow takes seconds and emits warnings of its dependencies.
-    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
-    return path
 
 
 class SlurmRuns(Runs):
