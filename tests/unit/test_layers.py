@@ -177,8 +177,9 @@ def test_a_login_node_needs_no_torch() -> None:
         ("import hpcdist.slurm.job.batch_step",
          {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"}),
         ("import hpcdist.slurm.job.submit", {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"}),
+        ("import hpcdist.slurm.preflight_probe", {"torch", "psutil", "numpy", "omegaconf"}),  # with a broken torch, too
     ],
-    ids=["rank", "batch step", "submission"],
+    ids=["rank", "batch step", "submission", "probe"],
 )  # fmt: skip
 def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
     start: str, forbidden: set[str], tmp_path: Path
