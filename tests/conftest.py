@@ -18,6 +18,8 @@ from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from hpcdist.run.folder import Attempt, RunDir
+
 #: Variables that configure the tests. All others of HPCDIST_*, Slurm and MLflow are removed once, before hpcdist is
 #: imported, which sets some of MLFLOW_* itself.
 _STEER_TESTS = (
@@ -43,6 +45,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    return RunDir.create(runs_dir / "exp" / "first")
+
+
+@pytest.fixture
+def attempt(run: RunDir) -> Attempt:
+    return run.new_attempt()
 
 
 # --- processes, and tests that run beside each other

@@ -85,11 +85,6 @@ def config_of(tmp_path: Path, **keys: object) -> Config:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "runs" / "exp" / "first")
-
-
-@pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small virtual environment, which is packed without the installation of Python."""
     monkeypatch.setattr(Interpreter, "is_packed", False)

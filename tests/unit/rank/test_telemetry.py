@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from hpcdist.host.files import read_json
 from hpcdist.rank import step_timing, telemetry
 from hpcdist.rank.step_timing import MAX_SEARCHES, EventClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import Heartbeat, LossWatch, enable_flight_recorders, write_records
-from hpcdist.run.folder import TIMES_PER_S, Attempt, RunDir
+from hpcdist.run.folder import TIMES_PER_S, Attempt
 from hpcdist.supervisor.hang import calls_of
 
 
@@ -45,11 +44,6 @@ class Intervals:
 
     def set(self) -> None:
         """Do nothing: the real thread has ended."""
-
-
-@pytest.fixture
-def attempt(runs_dir: Path) -> Attempt:
-    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
 
 
 @pytest.fixture

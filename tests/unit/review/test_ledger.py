@@ -17,11 +17,6 @@ from hpcdist.run.records import NodeShare as Share
 from hpcdist.run.records import Resources, reached_step, read_times
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "runs" / "exp" / "first")
-
-
 def sums(ledger: Ledger, attempt: int | None = None) -> dict[str, float]:
     entries = [entry for entry in ledger.entries if attempt in (None, entry.attempt)]
     return {

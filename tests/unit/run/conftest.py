@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.run.folder import RunDir
-
 Git = Callable[..., str]
-
-
-@pytest.fixture
-def run(runs_dir: Path) -> RunDir:
-    return RunDir.create(runs_dir / "exp" / "first")
 
 
 @pytest.fixture

@@ -247,11 +247,6 @@ def answers(*ranks: list[int]) -> str:
     return "".join(f"{line}\n" for own in ranks for line in answer_lines("n1", {"ranks": own}))
 
 
-@pytest.fixture
-def attempt(runs_dir: Path) -> Attempt:
-    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
-
-
 def test_ranks_are_found_and_killed_with_their_children(
     attempt: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

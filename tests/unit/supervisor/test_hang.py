@@ -16,7 +16,7 @@ import pytest
 from forked_scene import hung_ranks
 
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.folder import Attempt
 from hpcdist.supervisor import hang
 
 
@@ -42,11 +42,6 @@ class FakeRanks:
 
     def examine(self, command: list[str], **_: object) -> str:
         return self._on_nodes()
-
-
-@pytest.fixture
-def attempt(runs_dir: Path) -> Attempt:
-    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
 
 
 def wait_for_state(pid: int, *states: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import CHECKS_PER_S, Attempt, RunDir, StopRequest
+from hpcdist.run.folder import CHECKS_PER_S, Attempt, StopRequest
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang import Activity, Summary
@@ -68,11 +68,6 @@ class SteppedRanks:
         alive_until = min(self.time, self.silent.get(rank, self.time))
         turn = self.interval_s * rank / self.num_ranks
         return turn + (alive_until - turn) // self.interval_s * self.interval_s
-
-
-@pytest.fixture
-def attempt(runs_dir: Path) -> Attempt:
-    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
 
 
 class Scene:
