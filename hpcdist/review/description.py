@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
+from hpcdist.config.schema import script_name
 from hpcdist.host.files import read_json
 from hpcdist.review.facts import (
     Progress,
@@ -200,6 +201,8 @@ def run_again_command(facts: RunFacts) -> str:
         named, script = [facts.config_name], []
         if facts.config_name == PLAIN_SCRIPT:
             named, script = [], facts.stored.config.trainer.script
+            if script_name(script).removesuffix(".py") != facts.experiment:
+                changed.insert(0, f"experiment={facts.experiment}")
         words = shlex.join(["hpcdist", verb, *named, *profile, *changed, *_location(facts), *script])
     return _in_folder(facts, words)
 

@@ -65,7 +65,7 @@ def _escaped(line: str) -> Markdown:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[cell if isinstance(cell, Markdown) else escaped(cell) for cell in row] for row in (head, *rows)]
     # MLflow shows tables without space between the columns, and removes simple spaces.
-    texts = [" &ensp;| ".join(cells) for cells in lines]
+    texts = ["&nbsp;&nbsp;| ".join(cells) for cells in lines]
     return "\n".join(f"| {line} |" for line in (texts[0], " | ".join(["---"] * len(head)), *texts[1:]))
 
 

@@ -578,14 +578,15 @@ _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
     """Return the redacted parameters of a run by dotted key.
 
-    Of a shipped trainer, they are all keys but those of other trainers' sections. Of the user's own code, they are
-    `params`, the seed, the keys that its YAML or an override has set, and the arguments of a script; without a readable
-    `origin.json`, all keys.
+    Of a shipped trainer, they are all keys but those without effect, as of other trainers' sections. Of the user's own
+    code, they are `params`, the seed, the keys that its YAML or an override has set, and the arguments of a script;
+    without a readable `origin.json`, all keys.
     """
     script, values, origin = stored.config.trainer.script, stored.values, read_origin(run)
     if stored.trainer is not None:
         unused = unused_sections(stored.config.trainer.target)
-        return {key: value for key, value in values.items() if key.partition(".")[0] not in unused}
+        no_effect = {"optim.momentum"} if stored.config.optim.name != "sgd" else set()
+        return {k: value for k, value in values.items() if k.partition(".")[0] not in unused and k not in no_effect}
     if origin is not None:
         always = ("params", *(["trainer.script"] if script else ["trainer.target", "seed"]), *origin.written)
         values = {

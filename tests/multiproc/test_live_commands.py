@@ -281,8 +281,8 @@ def test_a_rerun_of_some_steps_repeats_the_values(runs: Runs, control_run: str, 
     tags = runs.tags(name)
     assert tags["hpcdist.rerun_of"] == original
     note = tags["mlflow.note.content"].replace("\\", "")
-    assert re.search(rf"Repeats\W+ensp;\| {control_run} \(MLflow run {original}\)", note), note
-    assert re.search(r"Values\W+ensp;\| no value differs: ", note), note
+    assert re.search(rf"Repeats\W+nbsp;&nbsp;\| {control_run} \(MLflow run {original}\)", note), note
+    assert re.search(r"Values\W+nbsp;&nbsp;\| no value differs: ", note), note
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from hpcdist.review.text import Markdown, duration, escaped, table, with_code
 from hpcdist.run.folder import State
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override, RerunRecord
 
-GAP = " &ensp;|"
+GAP = "&nbsp;&nbsp;|"
 FIRST = AttemptFacts(
     number=1, started=1000.0, ended=1600.0, status="failed", cause="rank 1 | was <b>killed</b>", nodes=("n1", "n2"),
     first_step=0, last_step=120, steps_lost=20,
@@ -327,7 +327,7 @@ def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> N
     )
     assert with_code("use `a_b` <x> `y", 100) == "use `a_b` &lt;x&gt; \\`y"
     assert escaped("x" * 400, 10) == "x" * 9 + "…"
-    assert table(("a", "b"), [("*", Markdown("*"))]) == "| a &ensp;| b |\n| --- | --- |\n| \\* &ensp;| * |"
+    assert table(("a", "b"), [("*", Markdown("*"))]) == "| a&nbsp;&nbsp;| b |\n| --- | --- |\n| \\*&nbsp;&nbsp;| * |"
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
         "0 s", "0.42 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
     ]  # fmt: skip
@@ -394,5 +394,5 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
     text = describe_sweep(many, max_chars=4000)
     assert len(text) <= 4000
-    assert "| 499 &ensp;| 10 &ensp;|" in text
+    assert "| 499&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
     assert text.endswith(" more cells")

@@ -97,7 +97,7 @@ def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
     assert (found.value, found.verdict) == (pytest.approx(0.96), "error unknown")
     text = "setting tune lr=0.1 (mean of 3 seeds): rank 2 of 2 in exp when it ended, -0.01 against"
     assert text in first_line(scene, runs[-1])
-    assert "0.96 ± 0.02 (3) &ensp;| 3 &ensp;|" in note_of_experiment(scene).replace("\\", "")
+    assert "0.96 ± 0.02 (3)&nbsp;&nbsp;| 3&nbsp;&nbsp;|" in note_of_experiment(scene).replace("\\", "")
 
 
 def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
