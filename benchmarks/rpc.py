@@ -24,7 +24,7 @@ from harness import HPCDIST, argument_parser, call, clean_env, median_ratio
 from hpcdist import Config, Context
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.rpc_torch import TorchTransport
-from hpcdist.rank.rpc_zmq import Transport
+from hpcdist.rank.rpc_zmq import ZmqTransport
 
 #: Bytes of the tensor, and the number of calls that are timed.
 SIZES = {"4 B": (4, 200), "4 KiB": (2**12, 200), "256 KiB": (2**18, 100), "1 MiB": (2**20, 60), "8 MiB": (2**23, 16)}
@@ -59,7 +59,7 @@ def cases() -> Iterator[tuple[str, int]]:
     return ((size, num_calls) for size in SIZES for num_calls in IN_FLIGHT)
 
 
-def ms(transport: Transport, size: str, in_flight: int) -> float:
+def ms(transport: TorchTransport | ZmqTransport, size: str, in_flight: int) -> float:
     """Return the milliseconds per call to rank 1."""
     num_bytes, num_calls = SIZES[size]
     tensor = torch.ones(num_bytes // 4)

@@ -85,7 +85,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     def gpus() -> list[Check]:
         found, num_files = host_machine.gpus(), host_machine.gpu_device_files()
         visible = host_machine.visible_gpus(len(found), env)
-        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.versions().get("driver", ""))
+        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.driver_version())
 
     def host_name() -> list[Check]:
         host = socket.gethostname()

@@ -188,7 +188,7 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
     """
     from hpcdist.containers.images import find_engine, inspect, local_container, require_driver, require_fit
     from hpcdist.containers.spec import Mount
-    from hpcdist.host.machine import versions
+    from hpcdist.host.machine import driver_version
     from hpcdist.run.lease import user_name
     from hpcdist.run.snapshot import is_own
     from hpcdist.supervisor.plan import Machine
@@ -223,7 +223,7 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
             folder = str(one.parent)
             spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
     if spec.gpus and facts:
-        require_driver(facts, versions().get("driver", ""))
+        require_driver(facts, driver_version())
     return spec
 
 

@@ -204,6 +204,17 @@ def _read_gpus() -> list[Gpu]:
     return found
 
 
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
+
+    def from_nvml() -> str:
+        import pynvml
+
+        return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+
+    return versions().get("driver") or done_within(DRIVER_S, start(from_nvml), "")
+
+
 def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
     """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES lists; None if it is not set."""
     listed = env.get("CUDA_VISIBLE_DEVICES")

@@ -323,8 +323,7 @@ def amount(value: float) -> str:
     """Return hours, kWh, money or percent with two significant digits, and from ten on as a whole number."""
     if value >= 9.95:
         return f"{value:,.0f}"
-    # `#` keeps the last zero of 0.030.
-    return f"{value:#.2g}" if value >= 0.001 else "<0.001" if value else "0"
+    return f"{value:.2g}" if value >= 0.001 or value == 0 else "<0.001"
 
 
 def money(before: str, value: float, after: str) -> str:

@@ -27,6 +27,7 @@ from hpcdist.host.machine import (
     cache_environment,
     container_runtime,
     count_gpus,
+    driver_version,
     image_facts,
     require_compiler,
     selected_gpus,
@@ -109,7 +110,8 @@ def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.M
 
     install_fake_nvml(monkeypatch, IDLE)
     monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
-    assert (machine.gpus(), count_gpus()) == ([], 0)
+    monkeypatch.setattr(machine, "versions", dict)  # a real driver of this machine has its version in /proc
+    assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
     answered = threading.Event()
     monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
     monkeypatch.setattr(machine, "DRIVER_S", 0.01)

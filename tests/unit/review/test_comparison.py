@@ -121,7 +121,7 @@ def test_rows_show_each_difference_and_nothing_else(
 ) -> None:
     first, second = two
     assert compared(first, second) == {}
-    second.write_config({"optim": {"lr": 0.01, "momentum": 0.9}})
+    second.write_config({"optim": {"lr": 0.01, "weight_decay": 0.9}})
     second.run.path.joinpath("code.patch").write_text("+1\n")
     write_json(second.run.environment, {"host": "n9", "user": "ada", "git_commit": "def", "versions": {"torch": "3"}})
     second.state(status="failed", reason="rank 1 failed", ended=None)
@@ -129,7 +129,7 @@ def test_rows_show_each_difference_and_nothing_else(
         scene.log({"train/loss": [factor, factor * 2], "eval/accuracy": [factor / 2, factor / 4], "train/lr": [0.1]})
     monkeypatch.setattr(comparison, "read_ledger", lambda run: some_ledger() if run.name == "first" else Ledger())
     assert compared(first, second) == {
-        "config": {"optim.lr": ("0.001", "0.01"), "optim.momentum": (MISSING, "0.9")},
+        "config": {"optim.lr": ("0.001", "0.01"), "optim.weight_decay": (MISSING, "0.9")},
         "code": {"commit": ("abc", "def"), "uncommitted changes": ("none", "code.patch 2be5b899a1b7")},
         "environment": {"host": ("n1", "n9"), "versions.torch": ("2", "3")},
         "outcome": {

@@ -283,7 +283,7 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
     config = Config(trainer=TrainerConfig(script=["/home/train.py", "--lr", "0.1"]))
     plain = replace(default, config_name=PLAIN_SCRIPT, stored=StoredConfig(config=config))
     text = described(plain).replace("&&\n", "&& ").replace(" \\\n   ", "")
-    assert "\ncd /home && hpcdist run optim.lr=0.01 'params.text=x $y' /home/train.py --lr 0.1\n" in text
+    assert "\ncd /home && hpcdist run experiment=exp optim.lr=0.01 'params.text=x $y' /home/train.py --lr 0.1\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
     assert (
         "with all overrides and the code in that folder today:"
@@ -309,7 +309,7 @@ def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
 
 def test_long_description_leaves_out_attempts_in_the_middle_and_then_its_end() -> None:
     attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
-    for max_chars in (8000, 3000):
+    for max_chars in (8000, 3500):
         text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
         assert "more attempts" in text
         assert "artifacts/logs/attempt-001?workflowType=machine_learning)" in text
