@@ -92,7 +92,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.unregister(signal.SIGALRM)
     ForkServer(source, env, starter, listens=bool(node)).serve()
-    # In a rank.
+    # `serve` returns in a forked rank only.
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
     sys.orig_argv[:] = [*sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)], RANK_MODULE, folder]
@@ -226,7 +226,7 @@ class ForkServer:
                 os._exit(0)
             if not descriptors:
                 if any(rank.pid for rank in self._ranks):
-                    return  # of the next rank, which may not exist
+                    return  # this connection is for the next rank, which may never be requested
                 leave("the parent process of the ranks has too many open files", CANNOT_FORK)
             connection = socket.socket(fileno=descriptors[0])
         self._ranks.append(_Rank(connection))

@@ -140,7 +140,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
 def _train(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
-    # Before torch: its import takes a second, unless the rank was forked, in which a signal may arrive.
+    # Before the import of torch, a second in which a signal may arrive, unless the rank was forked.
     stop_flag = StopFlag()
     stop_flag.install()
     roles = Roles.of(config.roles, topology.world_size)

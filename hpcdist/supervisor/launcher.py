@@ -18,17 +18,18 @@ from hpcdist.run.records import Resources
 
 
 class Ranks(Protocol):
-    """The started ranks of one attempt."""
+    """The ranks of one attempt; those of a local run may be started only by a `wait`."""
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
 
     @property
-    def running(self) -> list[int]: ...
+    def running(self) -> list[int]:  # those that have not ended
+        ...
     def host_of(self, rank: int) -> str: ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a rank has ended or the time is over; updates `exits`."""
+        """Start ranks that are not started yet; wait until one has ended or the time is over. Updates `exits`."""
 
     def absent(self) -> list[int]:
         """Return the ranks that show no sign of a start."""
@@ -71,7 +72,10 @@ class Launcher(Protocol):
     @property
     def resources(self) -> Resources: ...
     def start(self, attempt: Attempt) -> Ranks:
-        """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""
+        """Start all ranks, or leave it to `Ranks.wait`.
+
+        Raises HpcdistError if that fails, UserMistake if a retry cannot help.
+        """
 
     def broken(self) -> str:
         """Return, after a failure, why ranks must not be restarted on these nodes; empty if they may be."""

@@ -108,7 +108,7 @@ class Delivery:
             mlflow.set_tags(changed)
             self._sent.tags = tags
             self._sent.save(self.run.journal)
-        self._rank(state)
+        self._update_leaderboard(state)
         last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
         try:
             self._sent.page = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), last)
@@ -134,7 +134,7 @@ class Delivery:
             self._sent.save(self.run.journal)
         return num_points
 
-    def _rank(self, state: State) -> None:
+    def _update_leaderboard(self, state: State) -> None:
         """Rank a run that has ended, once. Without a rank, the rest of its page is still uploaded."""
         if state.status not in ENDED or read_standing(self.run, state) is not None:
             return

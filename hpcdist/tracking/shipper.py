@@ -58,7 +58,7 @@ def ship_run(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = Fa
     With `through_queue` the parent is a command that follows a Slurm run. It reports the end of the run on standard
     input; its own exit has no effect on the run.
     """
-    parent = _Parent(parent_pid, through_queue=through_queue)
+    parent = _Starter(parent_pid, through_queue=through_queue)
     logged = False
     while True:
         with only_shipper(run) as only:
@@ -77,8 +77,8 @@ def ship_run(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = Fa
         parent.wait(POLL_S)
 
 
-class _Parent:
-    """The parent process: the supervisor of the run, or a command that follows it."""
+class _Starter:
+    """The process that started this one: the supervisor of the run, or a command that follows it."""
 
     def __init__(self, pid: int, *, through_queue: bool) -> None:
         self.through_queue = through_queue
@@ -100,7 +100,7 @@ class _Parent:
         return self.reported_end or signal.sigtimedwait(_SIGNALS, seconds) is not None
 
 
-def _wait_for_first_step(run: RunDir, parent: _Parent) -> None:
+def _wait_for_first_step(run: RunDir, parent: _Starter) -> None:
     """Wait until rank 0 has done a step, the run or its supervisor has ended, or a signal arrives.
 
     Plain scripts may report no steps, so the wait has a limit.
@@ -115,7 +115,7 @@ def _wait_for_first_step(run: RunDir, parent: _Parent) -> None:
             return
 
 
-def _ship_until_end(delivery: Delivery, parent: _Parent) -> bool:
+def _ship_until_end(delivery: Delivery, parent: _Starter) -> bool:
     run, drain_s = delivery.run, delivery.stored.config.tracking.drain_timeout_s
     backoff_s = next_try = 0.0
     drain_until = math.inf

@@ -35,7 +35,7 @@ from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal import EventWriter
 from hpcdist.tracking.points import SentPoints, is_complete
-from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_run
+from hpcdist.tracking.shipper import _Starter, _wait_for_first_step, ship_run
 from hpcdist.tracking.sync_runs import SyncReport, sync
 
 #: Process id of a dead parent.
@@ -247,16 +247,16 @@ def test_shipper_waits_for_the_first_step(scene: Scene, monkeypatch: pytest.Monk
         leaving,
         Parent(lambda: None, lambda: beat(scene, 0), lambda: beat(scene, 1, age_s=-1.0)),
     ):
-        _wait_for_first_step(scene.run, cast(_Parent, parent))
+        _wait_for_first_step(scene.run, cast(_Starter, parent))
         assert parent.actions == []
     beat(scene, 7, age_s=60.0)
     for status in ("finished", "failed", "cancelled", "queued"):
         parent = Parent(lambda status=status: scene.state(status=status), lambda: scene.state(status="running"))
-        _wait_for_first_step(scene.run, cast(_Parent, parent))
+        _wait_for_first_step(scene.run, cast(_Starter, parent))
         assert len(parent.actions) == 1, status
         scene.state(status="running")
     monkeypatch.setattr(shipper, "IMPORT_WITHIN_S", 0.0)  # scripts may report no steps
-    _wait_for_first_step(scene.run, cast(_Parent, Parent()))
+    _wait_for_first_step(scene.run, cast(_Starter, Parent()))
 
 
 @pytest.mark.processes
