@@ -206,7 +206,7 @@ class JournalTail:
         self.behind: set[str] = set()
 
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, journal.Chunk]:
-        """Return the next chunks to send by file, or again those of a saved intent: all of one attempt, the first one.
+        """Return the next chunks to send by file, or again those of a saved intent: of the first attempt that has any.
 
         Incomplete last lines are final in attempts before the newest one, and if that is `over`.
         """
