@@ -249,13 +249,15 @@ def _scan(folder: Path) -> list[Path]:
 
 #: Limit of the number of dimensions; images have two to four.
 _MAX_DIMS = 8
+#: Limit of the unpacked size; the largest file, the training images of MNIST, has 47 MB.
+MAX_BYTES = 64 << 20
 
 
-def read_bytes(path: Path) -> bytearray:
-    """Return the content of `path`, unpacked if its name ends in .gz."""
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytearray:
+    """Return the content of `path`, unpacked if its name ends in .gz, at most `max_bytes`."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            return bytearray(file.read())
+            return bytearray(file.read(max_bytes))
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise DataError(f"{path} cannot be read ({error}): download it again or check its permissions") from error
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc_zmq import Endpoint, ZmqTransport
+from hpcdist.rank.rpc_zmq import Endpoint, Transport, ZmqTransport
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,11 @@ class RpcGroup:
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
+        self.transport: Transport
         if ctx.config.launch.rpc == "torch":
             from hpcdist.rank.rpc_torch import TorchTransport
 
-            self.transport: TorchTransport | ZmqTransport = TorchTransport(self.endpoint, num_threads)
+            self.transport = TorchTransport(self.endpoint, num_threads)
         else:
             self.transport = ZmqTransport(self.endpoint, num_threads)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -36,6 +36,13 @@ from hpcdist.rank.rendezvous_store import CurveKeys
 # What the transports of RPC share: the place and functions of a rank, the answer to a call, and the form of values.
 
 _starts = itertools.count()
+
+
+class Transport(Protocol):
+    """Sends calls to ranks and answers theirs."""
+
+    def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]: ...
+    def close(self) -> None: ...
 
 
 class Endpoint:

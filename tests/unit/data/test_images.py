@@ -71,6 +71,13 @@ def test_error_of_a_damaged_or_other_file_names_the_file(
         read_idx(tmp_path)
 
 
+def test_unpacked_size_of_a_gz_file_is_limited(tmp_path: Path) -> None:
+    path = tmp_path / "digits.csv.gz"
+    path.write_bytes(gzip.compress(bytes(100_000_000)))
+    assert len(data_images.read_bytes(path, max_bytes=1000)) == 1000
+    assert len(data_images.read_bytes(path)) == data_images.MAX_BYTES
+
+
 def write_pair(folder: Path, images: torch.Tensor, labels: list[int]) -> tuple[Path, Path]:
     folder.joinpath("images").write_bytes(idx_bytes(images))
     folder.joinpath("labels").write_bytes(idx_bytes(torch.tensor(labels, dtype=torch.uint8)))

@@ -94,6 +94,18 @@ def test_parquet_file_with_a_wrong_page_checksum_is_refused(tmp_path: Path) -> N
         load_clicks(config(path), 0, shares=range(1), num_shares=1)
 
 
+def test_small_parquet_file_with_millions_of_rows_is_refused(tmp_path: Path) -> None:
+    rows = 2_000_000
+    values = {"label": 0, "age": 1.5, "user": 3, "tag": 1, "city": "Ulm"}
+    path = tmp_path / "log.parquet"
+    parquet.write_table(pa.table({name: pa.repeat(value, rows) for name, value in values.items()}), path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(
+        DataError, match=r"log\.parquet has 10,000,000 values in \d+ bytes, which would exhaust the memory: if"
+    ):
+        load_clicks(config(path), 0, shares=range(1), num_shares=1)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_each_trainer_reads_its_share_of_a_file(tmp_path: Path, kind: str) -> None:
     cfg = config(write(tmp_path, kind))
