@@ -26,7 +26,7 @@ from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc_zmq import Endpoint, Transport, ZmqTransport
+from hpcdist.rank.rpc_zmq import Endpoint, ZmqTransport
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,10 @@ class RpcGroup:
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
-        self.transport: Transport
         if ctx.config.launch.rpc == "torch":
             from hpcdist.rank.rpc_torch import TorchTransport
 
-            self.transport = TorchTransport(self.endpoint, num_threads)
+            self.transport: TorchTransport | ZmqTransport = TorchTransport(self.endpoint, num_threads)
         else:
             self.transport = ZmqTransport(self.endpoint, num_threads)
 
@@ -148,6 +147,7 @@ def rpc_group(
         except (PeerLost, RemoteError) as error:
             raise PeerLost(f"{group.endpoint.place} cannot call {name}: {error}") from error
     ctx.barrier()
+    group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -36,13 +36,6 @@ from hpcdist.rank.rendezvous_store import CurveKeys
 # What the transports of RPC share: the place and functions of a rank, the answer to a call, and the form of values.
 
 _starts = itertools.count()
-
-
-class Transport(Protocol):
-    """Sends calls to ranks and answers theirs."""
-
-    def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]: ...
-    def close(self) -> None: ...
 
 
 class Endpoint:
@@ -331,6 +324,13 @@ class ZmqTransport:
                 if now > until and self._pending.pop(number, None) is not None:
                     future.set_exception(self._endpoint.lost(rank, f"no answer in {timeout_s:g} s"))
 
+    def connected(self) -> None:
+        """Remove the names of the Unix sockets: every rank is connected, and a killed rank leaves none behind."""
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(self._endpoint.ctx.attempt.path / f"{self._endpoint.store_name}-{self._rank}")
+
     def close(self) -> None:
         """End the threads and close the sockets; messages that are not sent yet are sent within two seconds."""
         self._is_closing = True
@@ -351,10 +351,6 @@ class ZmqTransport:
         self._context.term()
         for descriptor in self._descriptors:
             os.close(descriptor)
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-        with suppress(OSError):
-            os.unlink(self._endpoint.ctx.attempt.path / f"{self._endpoint.store_name}-{self._rank}")
 
 
 def _own_address(master_addr: str) -> str:

@@ -22,14 +22,7 @@ from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.pipeline.stages import (
-    RpcEngine,
-    Stage,
-    Wire,
-    cut_after,
-    unit_names,
-    use_onednn_for_pointwise,
-)
+from hpcdist.trainers.pipeline.stages import RpcEngine, Stage, Wire, cut_after, unit_names, use_onednn_for_pointwise
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
 CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}

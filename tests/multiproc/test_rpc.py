@@ -220,10 +220,16 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
         torch.cuda._sleep(200_000_000)
         weight.add_(gradient)
 
-    functions = {"add": add, "read": lambda: weight.clone(), "drop": lambda tensor: None}
+    checks = threading.Semaphore(0)
+
+    def check() -> None:
+        found.append(weight.mean().item())
+        checks.release()
+
+    functions = {"add": add, "read": weight.clone, "drop": lambda tensor: None, "await_check": checks.acquire}
     with open_context(here, RunDir(path), config, device=device) as ctx, rpc_group(ctx, functions) as group:
         if not ctx.is_main:
-            group.serve({"check": lambda: found.append(weight.mean().item())})
+            group.serve({"check": check})
             if device.type == "cpu":
                 found.append(torch._C._cuda_hasPrimaryContext(0))
         else:
@@ -235,6 +241,7 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
                 others = [group.call(1, "drop", torch.full_like(weight, 9.0)) for _ in range(40)]
                 found.append(group.call(1, "read").result().mean().item())
                 group.order("check")
+                group.call(1, "await_check").result()  # its main thread may obey after the next `add`
                 for other in others:
                     other.result()
     return found

@@ -263,14 +263,8 @@ def test_commands_report_a_damaged_file_in_one_line(
                 assert len(output.splitlines()) == 1, f"{label}: {output}"
                 assert str(run.path) in output, f"{label}: {output}"
         command(lambda: runs.stop("half", runs_dir))
-        for read in (
-            sync_without_mlflow,
-            read_ledger,
-            update_job_starts,
-            code_state,
-            newest_step,
-            *([doctor] if name in READ_BY_DOCTOR else []),
-        ):
+        readers = [sync_without_mlflow, read_ledger, update_job_starts, code_state, newest_step]
+        for read in [*readers, *([doctor] if name in READ_BY_DOCTOR else [])]:
             with suppress(HpcdistError, OSError):
                 read(run)
 
