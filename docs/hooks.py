@@ -1,17 +1,20 @@
-"""MkDocs hook: replace each line `<!-- generated: NAME -->` of a page by the output of the generator NAME.
+"""MkDocs hook: the output of the generator NAME follows each line `<!-- generated: NAME -->` of a page.
 
-An unknown name fails the build.
+An unknown name fails the build. Text up to a line `<!-- end -->` is replaced: pages with such a line keep the output,
+to be read without a build. `python docs/hooks.py` renews it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from generators import answers, commands, config, environment, findings, messages, packages, runtimes
 
-MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+#: A kept output has no line of the form of a marker.
+MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$(?:\n(?:(?!<!-- ).*\n)*(<!-- end -->)$)?", re.MULTILINE)
 GENERATORS: dict[str, Callable[[], str]] = {
     "answers": answers.answers,
     "cli": commands.commands,
@@ -31,5 +34,21 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers of a page."""
+    """Add the generated parts of a page."""
     return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+
+
+def with_kept(markdown: str) -> str:
+    """Return the text of a page with its kept outputs as they are now."""
+
+    def kept(match: re.Match[str]) -> str:
+        if not match[2]:
+            return match[0]
+        return f"<!-- generated: {match[1]} -->\n\n{GENERATORS[match[1]]().strip()}\n\n<!-- end -->"
+
+    return MARKER.sub(kept, markdown)
+
+
+if __name__ == "__main__":
+    for page in sorted(Path(__file__).parent.rglob("*.md")):
+        page.write_text(with_kept(page.read_text()))

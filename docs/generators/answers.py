@@ -28,11 +28,11 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ),
     (
         "How long does the start of 8 ranks take?",
-        "{} of torchrun's time; 2 ranks: {}, an unchanged script {}",
-        (
-            r"command to first .*, 8 ranks: trainer over torchrun",
-            r"command to first [^,]*: trainer over torchrun",
-            r"command to first .*: unchanged script over torchrun",
+        "{} of torchrun's time, an unchanged script {}; 2 ranks: {}, {}",
+        tuple(
+            f"command to first step{ranks}: {who} over torchrun"
+            for ranks in (", 8 ranks", "")
+            for who in ("trainer", "unchanged script")
         ),
         "startup",
     ),
@@ -66,8 +66,13 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ),
     (
         "How long does logging a metric take?",
-        "{}; MLflow's client {}, to a server {}",
-        (r"journal record of one metric", r"MLflow's `log_metric`, sqlite", r"MLflow's `log_metric`, server"),
+        "{}; MLflow's client {}, to a server {}, asynchronous {}",
+        (
+            r"journal record of one metric",
+            r"MLflow's `log_metric`, sqlite",
+            r"MLflow's `log_metric`, server",
+            r"MLflow's asynchronous `log_batch`, server",
+        ),
         "log_record",
     ),
     ("How much does step timing add to a step?", "{}", (r"step timer, share of a DDP step at batch 8.*",), "timing"),
