@@ -42,7 +42,7 @@ from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, 
 from hpcdist.config.topology import Topology
 from hpcdist.data.loading import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import bind_to_cpus, cpus_beside, place
+from hpcdist.rank.device import bind_to_cpus, cpus_beside, select_device
 from hpcdist.rank.process_group import process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
@@ -94,7 +94,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     topology = Topology.from_env(os.environ)
     attempt = run.attempt(topology.attempt)
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
-    device = place(config, topology, os.environ)
+    device = select_device(config, topology, os.environ)
     seed_everything(config.seed)
     # Compilation and the first steps wait for the device; they do not count as training steps here either.
     first = config.data.num_samples // config.data.batch_size // topology.world_size

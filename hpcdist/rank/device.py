@@ -39,7 +39,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device of a rank, which `place` finds once."""
+    """The device of a rank, which `select_device` finds once."""
 
     device: torch.device  #: type and index
     backend: str  #: of collectives between the ranks of the run
@@ -68,7 +68,7 @@ class Device:
         return f"{self.device} ({self.name}{memory}), {self.backend}"
 
 
-def place(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
+def select_device(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
     """Make this rank's device the current one, and return it."""
     roles = Roles.of(config.roles, topology.world_size)
     asked = {role: role_device(config, role) for role in roles.names}

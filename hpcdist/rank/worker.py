@@ -157,7 +157,7 @@ def _train(
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, place
+    from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, select_device
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter, monitored_node
@@ -170,7 +170,7 @@ def _train(
     params = arguments_of(train, config.params)
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
-    device = place(config, topology, os.environ)
+    device = select_device(config, topology, os.environ)
     heartbeat.energy = EnergyMeter(device.uuid, os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
     with (

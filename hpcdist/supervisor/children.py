@@ -1,4 +1,6 @@
-"""Processes that the supervisor starts besides ranks: the one that forks ranks (`rank/parent.py`), and the shipper."""
+"""Child processes of the supervisor: the guard, which kills the ranks if the supervisor dies, the parent of the ranks
+(`rank/parent.py`), and the shipper.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,11 +21,87 @@ from hpcdist.host.log_files import say
 from hpcdist.rank.parent_client import NoParentError, receive, request_rank
 from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
-from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import parent_command
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
+
+#: Reads `+pgid` and `-pgid` from a pipe whose other end the supervisor holds, and each process only until it has
+#: registered. When the supervisor dies, the pipe ends, and the guard kills all registered process groups, grandchildren
+#: included.
+_GUARD = """
+import os, signal, sys
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)  # Slurm sends SIGTERM to everything that a job has started
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+#: A child registers its own group with the guard, through its standard input, before it executes the command. If the
+#: supervisor did this after the start, a supervisor killed in between would leave an orphan. The child then closes the
+#: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
+_REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
+
+
+class Guard:
+    """Starts children as leaders of process groups, which it kills when this process dies."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-ISc", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        stdout: socket.socket | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a child in a new session; `output` gets its standard output, unless `stdout` does, and its errors."""
+        with open(output, "ab") as file:
+            return subprocess.Popen(
+                ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
+                env=env,
+                cwd=cwd,
+                stdin=self._pipe,
+                stdout=file if stdout is None else stdout.fileno(),
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def fileno(self) -> int:
+        return self._pipe.fileno()
+
+    def forget(self, group: int) -> None:
+        """Unregister the process group of an ended child, because the kernel may reuse its id."""
+        # A run continues without its guard.
+        with suppress(BrokenPipeError):
+            self._pipe.write(f"-{group}\n")
+            self._pipe.flush()
+
+    def close(self) -> None:
+        """End the guard as the death of this process does: it kills the groups that are still registered."""
+        with suppress(BrokenPipeError):
+            self._pipe.close()
+        self._process.wait()
+
+
+# The parent of the ranks of a local run.
 
 #: Time for the parent to end after its socket is closed.
 _LEAVE_S = 5.0

@@ -31,7 +31,7 @@ from hpcdist.host.files import open_regular, read_json, write_atomic, write_json
 from hpcdist.host.machine import gpus
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
-from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.protocols import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -468,7 +468,7 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
     try:
         if messages := ranks.examine(command, limit_s=left_s, interrupted=interrupted):
             (attempt.path / "stacks.log").write_text(messages)
-        while ranks.running and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
+        while ranks.remaining and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
             ranks.wait(left_s)
         for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
             for value in (read_json(path) or {"ranks": []})["ranks"]:
@@ -476,7 +476,7 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
             path.unlink()
         if not snapshots:
             return None
-        missing = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in snapshots}
+        missing = {rank: ranks.host_of(rank) for rank in ranks.remaining if rank not in snapshots}
         summary = summarize(list(snapshots.values()), missing)
         write_atomic(attempt.stacks_summary, summary.text)
         for rank in summary.odd_first[MAX_RANKS:]:

@@ -30,8 +30,7 @@ from hpcdist.run import snapshot
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
-from hpcdist.supervisor.children import ForkedRank, RankParent
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import ForkedRank, Guard, RankParent
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.restart_policy import error_text
@@ -216,14 +215,14 @@ class LocalRanks:
         self._start()
 
     @property
-    def running(self) -> list[int]:
+    def remaining(self) -> list[int]:
         return [rank for rank in range(len(self.envs)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
         return socket.gethostname()
 
     def wait(self, timeout_s: float) -> None:
-        if self.parent is not None and not self._processes and self.running:
+        if self.parent is not None and not self._processes and self.remaining:
             try:
                 retry.retry(lambda: self._start(timeout_s), self.logs[0].parent)
             except (HpcdistError, OSError) as error:  # there is nothing to return it to: all ranks count as ended
@@ -232,10 +231,10 @@ class LocalRanks:
                 self.exits = dict.fromkeys(range(len(self.envs)), 1)
             return
         poll = select.poll()
-        for rank in self.running:
+        for rank in self.remaining:
             poll.register(self._descriptors[rank], select.POLLIN)
         ended = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
-        for rank in self.running:
+        for rank in self.remaining:
             if self._descriptors[rank] in ended and (code := self._processes[rank].poll()) is not None:
                 self.exits[rank] = code
 
@@ -248,7 +247,7 @@ class LocalRanks:
     def signal(self, number: signal.Signals) -> None:
         if not self._processes and number == signal.SIGTERM:
             self.exits = dict.fromkeys(range(len(self.envs)), -number)  # as if they had been starting
-        for rank in self.running if self._processes else ():
+        for rank in self.remaining if self._processes else ():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptors[rank], number)
 
@@ -260,7 +259,7 @@ class LocalRanks:
         self._kill_groups()
         if self.parent is not None and not self.parent.was_ready:
             self.parent.is_usable = False  # the next attempt does not wait for it again
-        for rank in self.running:  # never started
+        for rank in self.remaining:  # never started
             self.exits[rank] = -signal.SIGKILL
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -18,7 +18,7 @@ from hpcdist.config.topology import Roles
 from hpcdist.host.files import open_regular, parse_json, read_json
 from hpcdist.host.log_files import RANK_LINE, LogTail
 from hpcdist.run.folder import BEAT_EVERY_S, Attempt, beat_interval_s, num_due_ranks
-from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.protocols import Ranks
 from hpcdist.supervisor.restart_policy import Failure
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ProgressMonitor:
         self._report = report
         self._is_script = bool(config.trainer.script)
         self._timeout_s = config.launch.hang_s
-        self._num_ranks = len(ranks.running) + len(ranks.exits)
+        self._num_ranks = len(ranks.remaining) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, now)] * self._num_ranks
         roles = Roles.of(config.roles, self._num_ranks)
         self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
@@ -124,14 +124,14 @@ class ProgressMonitor:
             log.warning("%s: %s; ranks without a heartbeat do not count as hung", probe, error.strerror)
             self.unavailable_until = now
             return None
-        return min(self._ranks.running, key=self._last_sign)
+        return min(self._ranks.remaining, key=self._last_sign)
 
     def silent_s(self, now: float) -> float:
         return now - max(self._last_progress, self.unavailable_until)
 
     def overdue(self, now: float) -> set[int]:
         since = now - self._timeout_s
-        return {rank for rank in self._ranks.running if max(self._signs[rank][1], self.unavailable_until) <= since}
+        return {rank for rank in self._ranks.remaining if max(self._signs[rank][1], self.unavailable_until) <= since}
 
     def postpone(self, now: float) -> None:
         """Count the time from now on as silence, since the ranks do not hang."""

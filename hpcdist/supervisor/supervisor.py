@@ -33,8 +33,8 @@ from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
 from hpcdist.run.folder import Attempt, RunDir, State, Status, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.progress import Reporter
+from hpcdist.supervisor.protocols import Launcher, NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
 from hpcdist.supervisor.watch import Allocation, Watch
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 from hpcdist.config.schema import Config
 from hpcdist.run.folder import Attempt, StopRequest
 from hpcdist.supervisor.hang import Activity, Summary, busy_ranks, collect, ranks_text, read_activities
-from hpcdist.supervisor.launcher import NodeChanges, Ranks
 from hpcdist.supervisor.progress import ProgressMonitor, Reporter
+from hpcdist.supervisor.protocols import NodeChanges, Ranks
 from hpcdist.supervisor.restart_policy import Failure, not_started
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Watch:
 
     def until_over(self) -> Failure | None:
         """Wait until all ranks have ended, or the attempt is cancelled, or return the failure that ends it."""
-        while self.ranks.running:
+        while self.ranks.remaining:
             began = time.monotonic()
             self.ranks.wait(POLL_S)
             self.check_lease()
@@ -96,7 +96,7 @@ class Watch:
                     return None
                 error = f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
                 error += ", or before the end of the allocation" if self.allocation is not None else ""
-                return self._hang_failure(self.ranks.running[0], error, self._examine(collect))
+                return self._hang_failure(self.ranks.remaining[0], error, self._examine(collect))
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
             self.progress.show()
@@ -113,7 +113,7 @@ class Watch:
         absent = self.ranks.absent()
         self._all_started = not absent
         why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message()}" if absent else ""
-        num_ranks = len(self.ranks.running) + len(self.ranks.exits)
+        num_ranks = len(self.ranks.remaining) + len(self.ranks.exits)
         return not_started(absent, num_ranks, why, self.ranks.host_of)
 
     def _hung(self, now: float) -> Failure | None:

@@ -35,7 +35,7 @@ from containers import (
 )
 from hpcdist_runs import wait_for
 
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 
 # --- A docker daemon of the tests in namespaces of its own: bridges, published ports and its firewall stay in there
 

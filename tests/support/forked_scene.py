@@ -20,7 +20,7 @@ from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.rank.processes import PARENT_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.local import LocalLauncher, LocalRanks
 from hpcdist.supervisor.plan import Plan, rank_command
 
@@ -115,7 +115,7 @@ class Scene:
     def finish(self, *codes: str) -> tuple[Attempt, dict[int, int]]:
         attempt, ranks = self.start(*codes)
         try:
-            while ranks.running:
+            while ranks.remaining:
                 ranks.wait(SOON_S)
         finally:
             ranks.close()

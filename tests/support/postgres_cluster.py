@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pytest
 
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 
 REQUIRE = "HPCDIST_REQUIRE_POSTGRESQL"
 """If set to 1, tests that need PostgreSQL fail instead of being skipped on machines without it."""

@@ -39,9 +39,9 @@ from hpcdist.host import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local import LocalLauncher
 from hpcdist.supervisor.plan import Plan
+from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation

@@ -34,7 +34,7 @@ from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.slurm.output import parse_gpus
-from hpcdist.supervisor.launcher import NodeChanges
+from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation

@@ -23,7 +23,7 @@ from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job.node_steps import ranks_on_nodes
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
-from hpcdist.supervisor.launcher import NodeChanges
+from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
 # The nodes of an allocation: those of the next attempt, spare ones, and those that are left out. No side effects.

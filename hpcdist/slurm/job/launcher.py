@@ -37,7 +37,7 @@ from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nod
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.plan import code_env
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class RankStep:
         self._descriptor = os.pidfd_open(self._process.pid)
 
     @property
-    def running(self) -> list[int]:
+    def remaining(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
@@ -309,7 +309,7 @@ class RankStep:
                 # srun waits forever for the tasks of a killed slurmstepd.
                 if self.launcher.running_ranks() == set():
                     log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
-                    self.exits |= dict.fromkeys(self.running, 0)
+                    self.exits |= dict.fromkeys(self.remaining, 0)
                 self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
                 self._next_query = time.monotonic() + self._query_interval_s
         else:
@@ -317,7 +317,7 @@ class RankStep:
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
-            self.exits |= dict.fromkeys(self.running, 0)
+            self.exits |= dict.fromkeys(self.remaining, 0)
 
     def absent(self) -> list[int]:
         """Return the ranks without any file in the attempt's folder."""

@@ -32,8 +32,8 @@ from hpcdist.slurm.components import components
 from hpcdist.slurm.job.srun import NODE_STEPS, PARENTS_STEP, ended_tasks, parents_command, watchdog_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, print_answer
 from hpcdist.slurm.output import parse_text
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.hang import family, find_ranks
-from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import forked_task_command, parent_command, rank_command
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from hpcdist.rank.device import (
     cpus_beside,
     gpu_index,
     listed,
-    place,
     ranks_on_node,
     refuse_shared_gpu,
+    select_device,
 )
 from hpcdist.run.folder import Attempt
 
@@ -57,7 +57,7 @@ def properties(uuid: str) -> SimpleNamespace:
 
 def place_all(config: Config) -> list[tuple[str, str]]:
     """Return device and backend of each of four ranks on one node."""
-    found = [place(config, topology_of(number, 4), {}) for number in range(4)]
+    found = [select_device(config, topology_of(number, 4), {}) for number in range(4)]
     return [(str(each.device), each.backend) for each in found]
 
 
@@ -68,7 +68,7 @@ def test_gpus_go_to_the_trainers_if_other_roles_use_the_cpu() -> None:
     assert place_all(by_device) == expected
     by_request = Config(roles=HYBRID, cluster=ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=2)}))
     assert place_all(by_request) == expected
-    of_all = place(Config(roles={"agent": 1, "observer": 1}), topology_of(1, 2), {})
+    of_all = select_device(Config(roles={"agent": 1, "observer": 1}), topology_of(1, 2), {})
     assert str(of_all) == "cuda:1 (NVIDIA H100 80GB HBM3, 80 GiB), nccl"
     assert (of_all.uuid, of_all.pci) == ("GPU-8932f937-d72c", "0000:1b:00.0")
 
@@ -84,25 +84,25 @@ def test_gpus_go_to_the_trainers_if_other_roles_use_the_cpu() -> None:
 )
 def test_type_of_gpu(monkeypatch: pytest.MonkeyPatch, asked: Any, built_for: str, found: tuple[str, str]) -> None:
     see(monkeypatch, built_for, 1)
-    placed = place(Config(launch=LaunchConfig(device=asked)), topology_of(0, 1), {})
+    placed = select_device(Config(launch=LaunchConfig(device=asked)), topology_of(0, 1), {})
     assert (str(placed.device), placed.backend) == found
 
 
 def test_role_that_requires_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, "cuda", 0)
     config = Config(roles=HYBRID, launch=LaunchConfig(devices={"trainer": "cuda"}))
-    assert place(config, topology_of(0, 4), {}).device.type == "cpu"
+    assert select_device(config, topology_of(0, 4), {}).device.type == "cpu"
     with pytest.raises(ConfigError, match=r"^launch\.devices\.trainer=cuda, but no GPU is visible here: use "):
-        place(config, topology_of(1, 4), {})
+        select_device(config, topology_of(1, 4), {})
     see(monkeypatch, "cuda", 4)  # of another type
     with pytest.raises(ConfigError, match=r"^launch\.device=xpu, but no GPU is visible here: use launch\.device=auto "):
-        place(Config(launch=LaunchConfig(device="xpu")), topology_of(0, 1), {})
+        select_device(Config(launch=LaunchConfig(device="xpu")), topology_of(0, 1), {})
 
 
 def test_backend_of_gpus_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, "cuda", 0)
     with pytest.raises(ConfigError, match=r"^launch\.backend=nccl needs GPUs, and none is visible here: use gloo"):
-        place(Config(launch=LaunchConfig(backend="nccl")), topology_of(0, 1), {})
+        select_device(Config(launch=LaunchConfig(backend="nccl")), topology_of(0, 1), {})
 
 
 def test_devices_of_all_ranks_are_counted_by_name() -> None:

@@ -24,7 +24,7 @@ from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.job import batch_step, submitit_entry
 from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.slurm.job.launcher import SlurmLauncher
-from hpcdist.supervisor.launcher import NodeChanges
+from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.watch import Allocation
 

@@ -30,7 +30,7 @@ from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.restart_policy import Failure, first_failure
 from hpcdist.supervisor.supervisor import Supervisor
 
@@ -79,7 +79,7 @@ class Step:
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
-        while self.ranks.running:
+        while self.ranks.remaining:
             self.ranks.wait(1.0)
 
 
@@ -98,13 +98,13 @@ def step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
 def test_failures_are_also_read_from_the_ranks_reports(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun prints nothing while it waits for tasks of a dead node."""
     step.ranks.wait(0)
-    assert step.ranks.running == [0, 1, 2, 3]
+    assert step.ranks.remaining == [0, 1, 2, 3]
     before = step.attempt.path.stat()
     for rank, outcome in ((2, "failed"), (1, "rejected"), (0, "done")):
         step.report(rank, outcome)
     os.utime(step.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))  # within one tick of the file system
     step.ranks.wait(0)
-    assert (list(step.ranks.exits.items()), step.ranks.running) == ([(1, 2), (2, 1)], [0, 3])
+    assert (list(step.ranks.exits.items()), step.ranks.remaining) == ([(1, 2), (2, 1)], [0, 3])
     monkeypatch.setattr(launcher, "FOLDER_TICK_S", 0.0)
     step.ranks.wait(0)
     with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:
     assert step.ranks.exits == {}
     step.print("lled\nsrun: error: n1: task 0: Exited with exit code 7\n")
     assert list(step.ranks.exits.items()) == [(3, -signal.SIGKILL), (0, 7)]
-    assert (step.ranks.host_of(3), step.ranks.running) == ("n2", [1, 2])
+    assert (step.ranks.host_of(3), step.ranks.remaining) == ("n2", [1, 2])
     step.print("srun: error: n9: tasks 2-3: Terminated")
     assert 2 not in step.ranks.exits
     step.end()
@@ -166,12 +166,12 @@ def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
     step.ranks.wait(0)
     step.report(2, "done")
     step.ranks.wait(0.01)
-    assert (len(answers), step.ranks.running) == (3, [0, 1, 2, 3])
+    assert (len(answers), step.ranks.remaining) == (3, [0, 1, 2, 3])
     step.report(0, "done")
     while len(answers) > 1:
         step.ranks.wait(0.01)
     # A node without an answer, then a running rank.
-    assert step.ranks.running == [0, 1, 2, 3]
+    assert step.ranks.remaining == [0, 1, 2, 3]
     step.ranks.wait(0.01)
     assert step.ranks.exits == dict.fromkeys(range(4), 0)
     step.end()

@@ -23,8 +23,8 @@ from hpcdist.slurm.job import node_steps
 from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
 from hpcdist.slurm.job.srun import rank_env, step_command, watchdog_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.hang import RankProcess
-from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import rank_command
 
 #: Many tests of this file start processes.
@@ -258,7 +258,7 @@ def test_ranks_are_found_and_killed_with_their_children(
         main(["list", str(run)])
         main(["list", str(run.parent)])
         assert capsys.readouterr().out == answers([0, 1], [])
-        assert ranks.running == [0, 1], "nothing was killed"
+        assert ranks.remaining == [0, 1], "nothing was killed"
         monkeypatch.setattr(node_steps, "KILL_S", 30.0)
         main(["kill", str(run)])
         assert capsys.readouterr().out == answers([])

@@ -27,7 +27,7 @@ def not_interrupted() -> bool:
 class FakeRanks:
     """Ranks 0 to 7, whose nodes print what `on_nodes` returns."""
 
-    running: tuple[int, ...] = tuple(range(8))
+    remaining: tuple[int, ...] = tuple(range(8))
 
     def __init__(self, on_nodes: Callable[[], str]) -> None:
         self._on_nodes = on_nodes
@@ -60,7 +60,7 @@ def test_stacks_of_hung_ranks_are_collected(attempt: Attempt, tmp_path: Path) ->
         assert hang.find_ranks(attempt.path.parent.parent, 2) == []
         assert hang.find_ranks(attempt.path.parent, attempt.number) == []
         summary = hang.collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
-        assert ranks.running == [0, 1, 2, 3], "no rank was killed"
+        assert ranks.remaining == [0, 1, 2, 3], "no rank was killed"
     assert summary is not None
     assert summary.suspects == (1,)
     assert summary.odd_first == (1, 0, 2, 3)

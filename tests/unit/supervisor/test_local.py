@@ -31,9 +31,9 @@ from hpcdist.run.records import kept, read_times
 from hpcdist.run.status import end
 from hpcdist.supervisor import local
 from hpcdist.supervisor import plan as plans
-from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local import LocalRanks, supervise_locally
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
+from hpcdist.supervisor.protocols import NodeChanges
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.

@@ -21,7 +21,7 @@ from supervisor_scene import NamedPipe
 
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE
-from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.local import LocalRanks
 
 #: All tests of this file may start processes.
@@ -77,7 +77,7 @@ def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
 
 
 def wait_for_all(ranks: LocalRanks) -> dict[int, int]:
-    while ranks.running:
+    while ranks.remaining:
         ranks.wait(SOON_S)
     return ranks.exits
 
@@ -91,10 +91,10 @@ def test_exits_are_in_the_order_in_which_ranks_end(shell: Shell, tmp_path: Path)
     ranks = shell.start("read x < go-0; exit 5", "read x < go-1; kill -9 $$", "read x < go-2")
     for rank in (2, 0, 1):
         (tmp_path / f"go-{rank}").write_text("go\n")
-        while rank in ranks.running:
+        while rank in ranks.remaining:
             ranks.wait(SOON_S)
     assert list(ranks.exits.items()) == [(2, 0), (0, 5), (1, -9)]
-    assert ranks.running == []
+    assert ranks.remaining == []
 
 
 def test_close_kills_all_process_groups_with_grandchildren(shell: Shell, pipe: NamedPipe) -> None:
@@ -104,7 +104,7 @@ def test_close_kills_all_process_groups_with_grandchildren(shell: Shell, pipe: N
         f'exec 3> {pipe.path}; sh -c "{STUBBORN}" & exit 0',
     )
     assert [pipe.line(), pipe.line()] == ["alive", "alive"]
-    while 1 in ranks.running:
+    while 1 in ranks.remaining:
         ranks.wait(SOON_S)
     assert ranks.exits == {1: 0}
     shell.close(ranks)
@@ -187,7 +187,7 @@ def test_ranks_end_with_their_parent_which_is_replaced(
     wait_for_fork(ranks, pipe)
     (parent,) = scene.parents()
     os.kill(parent, signal.SIGKILL)
-    while ranks.running:
+    while ranks.remaining:
         ranks.wait(SOON_S)
     ranks.close()
     assert ranks.exits == {0: -9, 1: -9}
@@ -255,7 +255,7 @@ def test_no_rank_starts_if_the_parent_refuses_all(
     (tmp_path / "code" / "hpcdist" / "rank" / "parent.py").write_text(REFUSES)
     with scene.launcher:
         _, ranks = scene.start("pass", "pass")
-        while ranks.running:
+        while ranks.remaining:
             ranks.wait(SOON_S)
         ranks.close()
         assert (ranks.exits, ranks.absent(), ranks.last_message()) == ({0: 1, 1: 1}, [0, 1], "process 7 survives")
@@ -343,11 +343,11 @@ def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
 def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
     """A signal ends ranks that are being started, whatever their parent is doing."""
     _, ranks = scene.start("pass", "pass")
-    assert (ranks.running, ranks.absent(), ranks._processes) == ([0, 1], [], [])
+    assert (ranks.remaining, ranks.absent(), ranks._processes) == ([0, 1], [], [])
     ranks.signal(signal.SIGUSR1)
-    assert ranks.running == [0, 1]
+    assert ranks.remaining == [0, 1]
     ranks.signal(signal.SIGTERM)
-    assert (ranks.running, ranks.exits) == ([], {0: -15, 1: -15})
+    assert (ranks.remaining, ranks.exits) == ([], {0: -15, 1: -15})
     ranks.close()
     _, ranks = scene.start("pass", "pass")
     ranks.close()

@@ -42,7 +42,7 @@ class SteppedRanks:
         self.end_at = 10_000.0
 
     @property
-    def running(self) -> list[int]:
+    def remaining(self) -> list[int]:
         return [rank for rank in range(self.num_ranks) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:

@@ -1,0 +1,73 @@
+"""Protocols of a launcher and its ranks, for the supervisor; `local.py` and `slurm/job/launcher.py` implement them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hpcdist.run.folder import Attempt
+from hpcdist.run.records import Resources
+
+
+class Ranks(Protocol):
+    """The ranks of one attempt; those of a local run may be started only by a `wait`."""
+
+    #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
+    exits: dict[int, int]
+
+    @property
+    def remaining(self) -> list[int]: ...  # those that have not ended; a local one may not be started yet
+    def host_of(self, rank: int) -> str: ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Start ranks that are not started yet; wait until one has ended or the time is over. Updates `exits`."""
+
+    def absent(self) -> list[int]:
+        """Return the ranks that show no sign of a start."""
+
+    def last_message(self) -> str:
+        """Return the last message of the program that starts the ranks."""
+
+    def signal(self, number: signal.Signals) -> None: ...
+    def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
+        """Run a command on each node and return its output; end it after `limit_s`, or soon after `interrupted`."""
+
+    def close(self) -> None:
+        """Kill the remaining ranks and their children, and release all resources."""
+
+
+class NodeChanges:
+    """Changes of the nodes of a run between its attempts: none. `slurm/job/elastic.py` has a run with changes."""
+
+    def detect_lost(self) -> tuple[int, str] | None:
+        """Return the first rank on a node that does not answer any more, and the node; None if all answer."""
+        return None
+
+    def replace_lost(self) -> str:
+        """Choose the nodes after a failure; returns a sentence that explains it by their change, or ""."""
+        return ""
+
+    def detect_returned(self) -> str:
+        """Return the names of the nodes for which the ranks should be restarted now, or "". Called often."""
+        return ""
+
+    def use_returned(self) -> None:
+        """Choose more nodes for the next attempt, after `detect_returned` and the end of the ranks."""
+
+
+class Launcher(Protocol):
+    """Starts the ranks of each attempt of a run."""
+
+    @property
+    def num_ranks(self) -> int: ...  # of the running or next attempt
+    @property
+    def resources(self) -> Resources: ...
+    def start(self, attempt: Attempt) -> Ranks:
+        """Start all ranks, or leave it to `Ranks.wait`.
+
+        Raises HpcdistError if that fails, UserMistake if a retry cannot help.
+        """
+
+    def broken(self) -> str:
+        """Return, after a failure, why ranks must not be restarted on these nodes; empty if they may be."""
