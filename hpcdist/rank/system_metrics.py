@@ -30,14 +30,17 @@ def monitored_node(config: Config, run: RunDir, topology: Topology, journal: Jou
     """Record CPU, memory, disk, network and GPU usage in a thread of each node's first rank while the block runs.
 
     The step of a record is the number of seconds since the run's creation, so that steps keep increasing after a
-    restart. In a run on several nodes, the node is part of the metric names.
+    restart. In a run on several nodes, the node is part of the metric names. Another thread logs errors of the GPUs.
     """
     interval_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
+    gpus = open_gpus() if topology.local_rank == 0 else {}
+    if gpus:
+        threading.Thread(target=_log_xids, args=(gpus,), name="xids", daemon=True).start()
     if topology.local_rank > 0 or interval_s == 0:
         yield
         return
     prefix = f"system/{socket.gethostname()}/" if topology.num_nodes > 1 else "system/"
-    began, network, gpus, ended = run.read_state().created, _network_bytes(), open_gpus(), threading.Event()
+    began, network, ended = run.read_state().created, _network_bytes(), threading.Event()
 
     def watch() -> None:
         psutil.cpu_percent()  # the first call of a thread only sets the start of the next measurement
@@ -85,6 +88,21 @@ def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) 
             # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
             log.debug("GPU metric is not available: %s", error)
     return values
+
+
+def _log_xids(gpus: Mapping[int, Any]) -> None:
+    """Log the errors that NVIDIA's driver reports for GPUs; `hpcdist explain` shows them."""
+    import pynvml
+
+    indices = {bytes(handle): index for index, handle in gpus.items()}  # NVML returns the same pointers
+    with suppress(pynvml.NVMLError):  # some virtual GPUs have no events
+        events = pynvml.nvmlEventSetCreate()
+        for handle in gpus.values():
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+        while True:
+            with suppress(pynvml.NVMLError_Timeout):
+                event = pynvml.nvmlEventSetWait_v2(events, 1000)
+                log.warning("GPU %s reported Xid %d", indices.get(bytes(event.device), "?"), event.eventData)
 
 
 def _network_bytes() -> tuple[int, int]:

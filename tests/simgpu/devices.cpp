@@ -7,8 +7,8 @@
 //
 // Environment: SIMGPU_DEVICES is the number of devices, SIMGPU_MEMORY_MB the memory of each, SIMGPU_COPY_US the time
 // that a copy takes. Messages are appended to the file `log` of the folder SIMGPU_FOLDER. Faults come and go while
-// programs run: while this folder has the file `1.lost`, device 1 is lost; likewise "hung", "slow" (contains the
-// milliseconds of each operation) and "ecc" (contains the number of memory errors).
+// programs run: while this folder has the file `1.lost`, device 1 is lost; likewise "hung", "nccl", "slow" (contains the
+// milliseconds of each operation), "ecc" (contains the number of memory errors) and "xid" (contains its number).
 #include "sim.h"
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -84,6 +84,7 @@ static bool has_fault(int device, const char* kind, int* value = nullptr) {
   fclose(file);
   return true;
 }
+bool sim_has_fault(int device, const char* kind) { return has_fault(devices[device], kind); }
 static std::array<unsigned char, 16> uuid_bytes(int device) {  // differs between nodes, virtual ones included
   char host[256] = {0};
   gethostname(host, 255);
@@ -206,7 +207,7 @@ static void pause(CUstream_st* stream, int microseconds = 0) {
   int milliseconds = 0;
   if (has_fault(devices[stream->device], "slow", &milliseconds)) microseconds += 1000 * milliseconds;
   usleep(microseconds);
-  while (has_fault(devices[stream->device], "hung")) usleep(10000);
+  while (sim_has_fault(stream->device, "hung")) usleep(10000);
 }
 static void run_tasks(CUstream_st* stream) {
   for (Lock lock(mutex);;) {
@@ -462,7 +463,7 @@ UNUSED(cuGetErrorString) UNUSED(cuMemGetAddressRange) UNUSED(cuMemGetAddressRang
 
 // --- NVML. The handle of device N is 1 + N.
 
-enum { OK = 0, INVALID = 2, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
+enum { OK = 0, INVALID = 2, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, TIMEOUT = 10, GPU_IS_LOST = 15 };
 using Number = unsigned long long;
 static const Number RESERVED = 600 << 20;
 #define ANSWER(name, declared, ...)                             \
@@ -505,3 +506,16 @@ ANSWER(GetTotalEccErrors, (size_t device, int, int, Number* found),
 ANSWER(GetCurrentClocksEventReasons, (size_t device, Number* bits),
        *bits = has_fault((int)device - 1, "slow") ? 0x20 : 0)
 ANSWER(GetComputeRunningProcesses_v3, (size_t device, unsigned* found, void*), *found = 0)
+
+// The only set of events gets one Xid of each device.
+struct Event { size_t device; Number type, xid; };
+API int nvmlEventSetCreate(size_t* events) { return *events = 1, OK; }
+ANSWER(RegisterEvents, (size_t device, Number types, size_t))
+API int nvmlEventSetWait_v2(size_t, Event* event, unsigned milliseconds) {
+  static std::set<int> reported;
+  usleep(1000 * milliseconds);
+  for (int index = 0, xid = 0; index < count(); index++)
+    if (has_fault(index, "xid", &xid) && reported.insert(index).second)
+      return *event = {1 + (size_t)index, 8, (Number)xid}, OK;
+  return TIMEOUT;
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -42,10 +43,12 @@ def start_held(runs: Runs, name: str, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.quick_fault
-def test_lost_gpu_is_named_and_metrics_come_from_nvml(runs: Runs, gpus: Path, cell: Cell) -> None:
+def test_lost_gpu_is_named_and_metrics_and_errors_come_from_nvml(runs: Runs, gpus: Path, cell: Cell) -> None:
     process = start_held(runs, "lost")
     journal = runs.run_dir("lost").path / "journal" / "attempt-001.rank-00000.jsonl"
     wait_for(lambda: "system/gpu_1" in journal.read_text(), "metrics of the GPUs")
+    (gpus / "1.xid").write_text("79")
+    wait_for(lambda: "Xid" in runs.attempt("lost").log(0).read_text(), "the error that the driver reports")
     (gpus / "1.lost").touch()
     runs.release("lost")
     code, output = finish(process)
@@ -54,6 +57,7 @@ def test_lost_gpu_is_named_and_metrics_come_from_nvml(runs: Runs, gpus: Path, ce
     text = explain(runs, "lost")
     assert "status:   failed: rank 1 on " in text
     assert "cause:    a GPU of the named rank is lost" in text
+    assert f"gpu:      {os.uname().nodename}: GPU 1 reported Xid 79\n" in text
     points = {(key, value) for key, _, value in runs.points("lost")}
     assert {("system/gpu_0_utilization_percentage", 37), ("system/gpu_1_utilization_percentage", 37)} <= points
     fill(cell, runs, "lost", "GPU lost")

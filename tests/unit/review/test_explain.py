@@ -111,7 +111,7 @@ def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run
     assert (found["cause"], found["evidence"]) == (f"rank 1 on n1 {EARLY} after step 5", "logs in attempts/003")
 
 
-def test_current_stragglers_come_last(run: RunDir) -> None:
+def test_current_stragglers_and_errors_of_gpus_come_last(run: RunDir) -> None:
     change_state(run, status="finished", reason="trained 9 steps")
     events = [
         {"role": "trainer", "name": "n1", "event": "slow", "text": "n1 is slow"},
@@ -121,7 +121,9 @@ def test_current_stragglers_come_last(run: RunDir) -> None:
     ]
     lines = "".join(json.dumps(line) + "\n" for line in events)
     run.attempt(1).stragglers.write_text(lines + '{"role": "tra')
-    assert explain(run).lines == ["finished: trained 9 steps; nothing to explain", "slow:     n3 is 60 % slower"]
+    write_log(run, 2, "12:00:01 WARNING rank 2 on n2: GPU 7 reported Xid 94\nGPU 7 reported Xid 31\n")
+    expected = ["slow:     n3 is 60 % slower", "gpu:      n2: GPU 7 reported Xid 94"]
+    assert explain(run).lines == ["finished: trained 9 steps; nothing to explain", *expected]
 
 
 def test_exception_in_user_code_has_its_frame_and_log_line(run: RunDir) -> None:
