@@ -181,7 +181,9 @@ API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 }
 API ncclResult_t ncclCommAbort(ncclComm_t comm) { return comm->aborted = true, ncclSuccess; }
 API ncclResult_t ncclCommDestroy(ncclComm_t comm) { return ncclCommFinalize(comm); }
-API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) { return *result = ncclSuccess; }
+API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
+  return *result = sim_has_fault(comm->device, "nccl") ? ncclRemoteError : ncclSuccess, ncclSuccess;
+}
 API ncclResult_t ncclCommCount(ncclComm_t comm, int* ranks) { return *ranks = comm->ranks, ncclSuccess; }
 API ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 API ncclResult_t ncclCommRegister(ncclComm_t, void*, size_t, void** handle) { return *handle = handle, ncclSuccess; }

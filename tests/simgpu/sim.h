@@ -12,6 +12,7 @@ struct SimRange { const void* start; size_t size; bool write; };  // memory of a
 std::string sim_file(const std::string& name);  // path in the folder of the simulation
 void sim_log(const char* format, ...);
 std::string sim_gpu();  // UUID of the calling thread's device
+bool sim_has_fault(int device, const char* kind);
 // Queue `work` on a stream: it runs on the stream's thread when all before it is done.
 void sim_queue(void* stream, const char* what, const std::vector<SimRange>& ranges, std::function<void()> work);
 // Wait for all that a stream holds. What the caller does until `sim_end` comes before what the stream gets later.

@@ -76,6 +76,20 @@ def test_hung_kernel_is_found_by_the_collective_that_the_others_wait_for(runs: R
     fill(cell, runs, "hung", "kernel hung")
 
 
+@pytest.mark.slow
+@pytest.mark.quick_fault
+def test_error_of_nccl_ends_the_run_before_a_timeout(runs: Runs, gpus: Path, cell: Cell) -> None:
+    """torch's asynchronous error handling, which hpcdist leaves on, ends the rank that waits."""
+    process = start_held(runs, "nccl-error")
+    (gpus / "1.hung").touch()
+    (gpus / "0.nccl").touch()
+    runs.release("nccl-error")
+    code, output = finish(process)
+    assert code == 1, output
+    assert f"failed: rank 0 on {os.uname().nodename} was killed by SIGABRT after step 20 " in output, output
+    fill(cell, runs, "nccl-error", "error of NCCL")
+
+
 @pytest.mark.quick_fault
 def test_full_memory_is_explained(runs: Runs, cell: Cell) -> None:
     code, output = runs.command("run", *runs.config("full", *SHORT), SIMGPU_MEMORY_MB="2")
@@ -105,4 +119,4 @@ def test_settings_of_the_gpu_are_those_of_the_config(runs: Runs) -> None:
     facts = read_json(runs.attempt("settings").path / "gpu.json") or {}
     assert (facts["device_id"], facts["timeout_s"]) == ("cuda:1", 760)
     assert (facts["autocast"], facts["scaled"], facts["channels_last"]) == ("torch.float16", True, True)
-    assert facts["tf32"] == [False, False]
+    assert (facts["fused"], facts["tf32"]) == ([True], [False, False])

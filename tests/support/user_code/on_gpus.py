@@ -27,6 +27,7 @@ def train(ctx: Context, cfg: Config) -> None:
             "autocast": str(product.dtype),
             "scaled": scaler.is_enabled(),
             "channels_last": convolution.is_contiguous(memory_format=torch.channels_last),
+            "fused": [one["fused"] for one in optimizer.param_groups],
             "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
         }
         if ctx.rank == 1:
