@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -228,6 +229,17 @@ def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
         return num_gpus
     # A GPU may have several MIG slices.
     return len(selected) if any(item.startswith("MIG-") for item in selected) else min(num_gpus, len(selected))
+
+
+def visible_devices(env: Mapping[str, str]) -> str:
+    """Return the GPUs that a process sees, such as `2 × NVIDIA A100`; `CPU` without any, empty if it is unknown."""
+    names, selected = [gpu.name for gpu in gpus()], selected_gpus(env)
+    if not names:
+        return "" if gpu_device_files() else "CPU"
+    number = visible_gpus(len(names), env)
+    if (number < len(names) and len(set(names)) > 1) or any(item.startswith("MIG-") for item in selected or ()):
+        return ""
+    return ", ".join(f"{min(count, number)} × {name}" for name, count in Counter(names).items()) if number else "CPU"
 
 
 def gpu_device_files() -> int:

@@ -24,8 +24,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
+from hpcdist.host.machine import visible_devices
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
 from hpcdist.run.commands import RequestReader
@@ -48,8 +50,8 @@ NO_SAVE = "not saved, since the script does not call hpcdist.should_save(step) a
 def log(metrics: Mapping[str, float], step: int) -> None:
     """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
 
-    The call takes microseconds and never waits for MLflow. Steps that a restart repeats keep their first value. Outside
-    of a run nothing is recorded.
+    The call takes microseconds and never waits for MLflow. Of a step that a restart repeats, the first value of a
+    trainer counts, and the last one of a script. Outside of a run nothing is recorded.
 
     Raises UserMistake if a value is not a number.
     """
@@ -136,6 +138,8 @@ class RunningScript:
         #: Time before the first reported step, of repeated steps, and of new ones.
         self._account = TimeAccount()
         self._notes = TrainingNotes(self.attempt, is_main=self.topology.rank == 0)
+        if self.topology.rank == 0 and self.config.launch.gpu_type == NVIDIA:
+            self._notes.set_devices(visible_devices(os.environ))
         self._stop: StopAgreement | None = None
         self._commands: LiveCommands | None = None
         self._group: Any = None

@@ -104,14 +104,18 @@ class Heartbeat:
         self.is_regular |= regular
 
     def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Record metrics, but none beyond MAX_METRICS, and the step to which they belong if it is the newest one."""
-        for key, value in metrics.items():
+        """Record metrics, but none beyond MAX_METRICS, and the step to which they belong; MLflow keeps the same ones.
+
+        The value at the largest step counts, the first one of a step.
+        """
+        new = {key: it for key, it in metrics.items() if step is None or step > self.metric_steps.get(key, -1)}
+        for key, value in new.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
         if step is None:
             return
         self._losses.note(metrics, step)
-        self.metric_steps |= {key: step for key in metrics if key in self.metrics}
+        self.metric_steps |= {key: step for key in new if key in self.metrics}
         self.step = max(self.step, step)
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import quote
 
-from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.schema import script_name
 from hpcdist.host.files import read_json
@@ -89,9 +88,9 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
         yield "Code", [code]
     if image := _image(facts):
         yield "Image", [image]
-    asked = facts.stored.config.launch.device  # of a script, whose devices are not recorded
-    device = " on the CPU" if "CPU" in (facts.devices, asked.upper()) else " on GPUs" * (asked in GPU_BACKENDS)
-    device = f" on {facts.devices}" if facts.devices not in ("", "CPU") else device
+    device = " on the CPU" if facts.devices == "CPU" else f" on {facts.devices}" if facts.devices else ""
+    if facts.is_script and facts.attempts and facts.devices != "CPU":
+        device = f" with {facts.devices} visible to rank 0" if facts.devices else " on devices that are not recorded"
     nodes = facts.attempts[-1].nodes if facts.attempts else ()
     where = f" on {_nodes(nodes)}" if nodes else ""
     earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
@@ -127,6 +126,8 @@ def _code(facts: RunFacts) -> str:
         parts.append(f"commit {facts.git_commit}" + " with uncommitted changes" * facts.git_dirty)
     elif facts.code_copied:
         parts.append("no commit, since it was not in a git repository; the run folder has a copy in code/")
+    if facts.code_digest:
+        parts.append(f"digest {facts.code_digest} of the copied files")
     if facts.git_commit and (number := facts.num_untracked):
         parts.append(f"{number} file{'s' * (number > 1)} of the copy {'are' if number > 1 else 'is'} not in git")
     if facts.live_code:
@@ -314,7 +315,9 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
     first, _, rest = headline(facts, ledger).partition(" · ")
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
     status = [_status(facts.state)]
-    if finding is not None:  # the fix of an exception names the line of the code, and its cause is the status
+    if (
+        finding is not None and finding.fix
+    ):  # the fix of an exception names the line of the code, and its cause is the status
         status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
     yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
     if facts.progress is not None:
@@ -409,8 +412,8 @@ def _result(facts: RunFacts) -> Iterator[str]:
     for step, values in by_step.items():
         yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
     yield from (f"{others} metrics" for others in more(len(metrics) - _MAX_METRICS))
-    if facts.samples_per_s is not None:
-        yield f"mean throughput of the training steps: {_number(facts.samples_per_s)} samples/s"
+    for name, speed in facts.speeds.items():
+        yield f"median of {escaped(name)} over its logged values: {_number(speed)}"
 
 
 def _number(value: float) -> str:
@@ -468,7 +471,7 @@ def _load(facts: RunFacts) -> Iterator[str]:
 
 
 def _cost(ledger: Ledger) -> str:
-    useful = "goodput not measured, since the script reports no steps"
+    useful = "goodput not measured, since the script has reported no steps, or none in an attempt"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
         useful += f"; {SHORT_RUN}: start and end dominate the shares" if ledger.is_short else ""
@@ -515,6 +518,7 @@ class SettingFacts:
 class SweepFacts:
     """A sweep and its cells in the order of `sweep.json`."""
 
+    name: str = ""  #: `EXPERIMENT/SWEEP`
     state: State
     keys: tuple[str, ...]
     monitor: str  #: the metric of the cells; empty if they have logged none
@@ -594,7 +598,15 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             for cell, beat in zip(cells, beats, strict=True)
         ]
     keys = tuple(content["keys"])
-    return SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
+    return SweepFacts(
+        name=f"{sweep.experiment}/{sweep.name}",
+        state=state,
+        keys=keys,
+        monitor=metric,
+        monitor_mode=mode,
+        cells=tuple(cells),
+        is_best=is_best,
+    )
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
@@ -604,12 +616,12 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
     return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
 
 
-def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
+def describe_sweep(facts: SweepFacts, *, cost: str = "", max_chars: int) -> str:
     """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first."""
-    return _shortened(lambda num_kept: _sweep_sections(facts, num_kept), _KEPT_CELLS, max_chars)
+    return _shortened(lambda num_kept: _sweep_sections(facts, cost, num_kept), _KEPT_CELLS, max_chars)
 
 
-def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
+def _sweep_sections(facts: SweepFacts, cost: str, num_kept: int) -> Iterator[str]:
     yield _status(facts.state)
     cells = facts.ranked_cells
     titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
@@ -622,6 +634,8 @@ def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
             f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
             f" ({direction} is best)"
         )
+    if cost:
+        yield f"Cost: {escaped(cost)}; run by run: `hpcdist cost {facts.name}`"
     if settings and settings[0].values:
         columns = ("Setting", f"{facts.monitor}: mean ± standard deviation (values)", "Cells")
         yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])

@@ -13,9 +13,17 @@ from typing import Any
 import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
-from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, TIME_FIX, read_attempts, read_checkpoints
+from hpcdist.review.facts import (
+    HOST_MEMORY_FIX,
+    JOB_ENDS,
+    NODE_FIX,
+    TIME_FIX,
+    ends_by_slurm,
+    read_attempts,
+    read_checkpoints,
+)
 from hpcdist.review.text import one_line
-from hpcdist.run.folder import Attempt, RunDir, sentence_of
+from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
 
@@ -301,15 +309,27 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
+    if not now.is_lost:
+        return explain_failure(run, state)
+    return _of_end(run, state, "") or Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
+
+
+def explain_failure(run: RunDir, state: State) -> Finding | None:
+    """Explain the failure of a run as `explain` does, but from its folder alone; None if it has not failed."""
+    if state.status != "failed":
+        return None
+    start = ends_by_slurm(run).get(state.attempt)
+    if start is not None and start.state in JOB_ENDS and start.state != "CANCELLED":
+        cause, fix = JOB_ENDS[start.state]
+        return Finding(cause=cause, evidence=f"Slurm ended the job: {start.state}", fix=fix or continuation(run))
+    without = Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
+    return _of_end(run, state, state.reason) or without
+
+
+def _of_end(run: RunDir, state: State, reason: str) -> Finding | None:
     if state.attempt:
-        found = explain_attempt(run, run.attempt(state.attempt), "" if now.is_lost else state.reason)
-    else:
-        found = _of_logs(run, _batch_logs(run))
-    if found is not None:
-        return found
-    if now.is_lost:
-        return Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
-    return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
+        return explain_attempt(run, run.attempt(state.attempt), reason)
+    return _of_logs(run, _batch_logs(run))
 
 
 def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:

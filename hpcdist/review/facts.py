@@ -20,7 +20,6 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import LARGEST, read_json
-from hpcdist.review.ledger import read_account
 from hpcdist.review.text import text_of
 from hpcdist.review.uncertainty import num_evaluated, share_error, with_error
 from hpcdist.run import records
@@ -181,7 +180,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     known = newest_beat(attempt), _read(attempt.outcome(0))
     last_step = max((step for one in known if type(step := one.get("step")) is int), default=None)
     is_script = not times.measured
-    if is_script and training is None:
+    if is_script and (training is None or training.began is None):
         last_step = None  # it has only logged values without a step
     if is_script and is_last:
         resumed_at = None  # only its next start shows where it continues
@@ -216,8 +215,6 @@ def last_beat(run: RunDir) -> dict[str, Any]:
     return newest_beat(attempts[-1]) if attempts else {}
 
 
-#: Causes of the time in which steps are done.
-_STEPS: tuple[records.Cause, ...] = ("data", "compute", "communication")
 #: Where the ranks have a Python of their own; empty if they use that of `host`.
 RankPython = Literal["", "container", "environment"]
 
@@ -262,6 +259,7 @@ class RunFacts:
     rank_versions: Mapping[str, str] = field(default_factory=dict)  #: by package, of `rank_python`; empty if unknown
     git_commit: str = ""
     code_copied: bool = False
+    code_digest: str = ""  #: of the names and contents of the copied files
     git_dirty: bool = False  #: whether there were uncommitted changes
     has_patch: bool = False  #: whether `code.patch` holds them, likely secrets excepted
     num_untracked: int = 0  #: files of the copied code that are not in git
@@ -287,7 +285,7 @@ class RunFacts:
     monitor_mode: str = "max"
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
     metric_steps: Mapping[str, int] = field(default_factory=dict)  #: steps of these values, where they are recorded
-    samples_per_s: float | None = None  #: mean over the time of training steps; None without the metric `samples`
+    speeds: Mapping[str, float] = field(default_factory=dict)  #: medians of `train/…_per_s`, see `with_speeds`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
     script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
@@ -338,14 +336,10 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     # Of rank 0; a resumed attempt may not have logged all metrics yet.
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
-    spent_s = 0.0  # in steps, without start, saves, evaluations and repeated steps
     for attempt in run.attempts():
         beat = newest_beat(attempt)
         metrics |= _mapping(beat.get("metrics"))
         steps |= _mapping(beat.get("metric_steps"))
-        if (account := readable(partial(read_account, attempt, 0))) is not None:
-            spent_s += sum(account.seconds.get(cause, 0.0) for cause in _STEPS)
-    samples = metrics.get("samples")
     return replace(
         _setup(run, state, stored),
         parameters=records.parameters(run, stored),
@@ -356,7 +350,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         monitor_mode=monitor.monitor_mode,
         metrics=metrics,
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
-        samples_per_s=samples / spent_s if samples and spent_s > 0 else None,
         checkpoints=checkpoints,
         script_files=tuple(records.script_files(run)),
         best=best_checkpoint(checkpoints, monitor),
@@ -380,7 +373,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     texts: dict[str, Any] = {
         name: _text(record.get(name))
         for record, names in (
-            (environment, ("user", "host", "launcher", "command", "git_commit")),
+            (environment, ("user", "host", "launcher", "command", "git_commit", "code_digest")),
             (image, ("image", "image_digest", "image_build")),
             (mlflow, ("run_id", "experiment_id")),
             (code, ("cwd",)),
@@ -521,6 +514,12 @@ class Series:
     def median(self) -> float | None:
         """The median of all parts of the run; `points` has more of its end, and only the extremes of the rest."""
         return statistics.median(self._sample) if self._sample else None
+
+
+def with_speeds(facts: RunFacts, series: Mapping[str, Series]) -> RunFacts:
+    """Return the facts with the throughput of a run: the median of what training has logged, as `compare` shows it."""
+    medians = {key: series[key].median for key in sorted(series) if key.startswith("train/") and key.endswith("_per_s")}
+    return replace(facts, speeds={key: median for key, median in medians.items() if median is not None})
 
 
 def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:

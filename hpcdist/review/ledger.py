@@ -22,7 +22,7 @@ MEANINGS: dict[Cause, str] = {
     "start": "from the allocation to the first step: preflight, imports, connection of the ranks, restore",
     "compile": "the first step of each attempt",
     "data": "waiting for the next batch",
-    "compute": "training steps, or the whole running time of a script that reports none",
+    "compute": "training steps",
     "communication": "waiting for other ranks in training steps",
     "checkpoint": "training blocked by saves",
     "evaluation": "evaluation",
@@ -30,6 +30,7 @@ MEANINGS: dict[Cause, str] = {
     "finish": "after the last step: last save, export of the model, end of ranks and job",
     "idle": "GPUs or cores without a rank, ranks without steps",
     "down": "no running ranks after a failure",
+    "unknown": "attempts in which a script has reported no step",
 }
 
 
@@ -66,8 +67,14 @@ class TimedAttempt:
 
 def read_accounts(timed: TimedAttempt, shares: Iterable[NodeShare]) -> dict[int, RankAccount | None]:
     """Return the accounts by rank; those of a plain script, which may report steps on rank 0 only, have that one's."""
-    first = None if timed.times.measured else read_account(timed.attempt, 0)
-    return {rank: read_account(timed.attempt, rank) or first for share in shares for rank in share.ranks}
+    first = None if timed.times.measured else _known_account(timed)
+    return {rank: _known_account(timed, rank) or first for share in shares for rank in share.ranks}
+
+
+def _known_account(timed: TimedAttempt, rank: int = 0) -> RankAccount | None:
+    """Return the last account of a rank; None if it has none, and for a script that has reported no step."""
+    found = read_account(timed.attempt, rank)
+    return None if found is not None and found.cause == "start" and not timed.times.measured else found
 
 
 def last_step_of(timed: TimedAttempt, accounts: Iterable[RankAccount | None]) -> float:
@@ -104,7 +111,7 @@ def _cause_after(timed: TimedAttempt, account: RankAccount | None) -> Cause:
     """Return the cause of the time of a rank after its last account, and after the last step of all ranks."""
     is_script = not timed.times.measured
     if account is None:
-        return "compute" if is_script else "start"
+        return "unknown" if is_script else "start"
     return "finish" if account.closed else account.cause if timed.is_live or is_script else "down"
 
 
@@ -219,7 +226,7 @@ class Ledger:
     energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
     running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
-    is_measured: bool = True  #: False with attempts of a plain script that reports no steps
+    is_measured: bool = True  #: False with attempts in which a plain script has reported no steps
     site: ClusterConfig = field(default_factory=ClusterConfig)  #: with the prices
 
     @cached_property
@@ -315,7 +322,7 @@ def read_ledger(run: RunDir) -> Ledger:
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
         # Of a plain script it is known which time was useful only if it reports steps.
-        is_measured=all(timed.times.measured or read_account(timed.attempt, 0) is not None for timed in attempts),
+        is_measured=all(timed.times.measured or _known_account(timed) is not None for timed in attempts),
     )
 
 
@@ -408,7 +415,7 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
 
 
 def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
-    account = read_account(timed.attempt, 0)
+    account = _known_account(timed)
     last = timed.began if account is None else min(max(account.until, timed.began), timed.ended)
     found: list[Interval] = []
     redone_s = 0.0 if account is None else account.seconds.get("redone", 0.0)  # of the first steps

@@ -19,7 +19,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, read_regular, write_atomic
 from hpcdist.review import charts, description
 from hpcdist.review.comparison import compare, compare_results
-from hpcdist.review.explain import Finding, explain_attempt
+from hpcdist.review.explain import Finding, explain_attempt, explain_failure
 from hpcdist.review.facts import (
     JOB_ENDS,
     RunFacts,
@@ -56,8 +56,8 @@ class Fault:
 
 def read_faults(run: RunDir) -> list[Fault]:
     found = []
-    ends = ends_by_slurm(run)
-    for attempt in run.attempts():
+    ends, attempts = ends_by_slurm(run), run.attempts()
+    for attempt in attempts:
         failure = read_json(attempt.failure)
         if failure is None:
             start = ends.get(attempt.number)
@@ -73,7 +73,9 @@ def read_faults(run: RunDir) -> list[Fault]:
         if where and isinstance(step, int) and step:
             # The rank may have done more steps.
             where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
-        finding = explain_attempt(run, attempt, error, read_logs=False) or Finding(cause=error)
+        # The logs that all attempts share are those of the last one.
+        is_last = attempt.number == attempts[-1].number
+        finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)
         found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
     return found[-MAX_ROWS:]
 
@@ -215,6 +217,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
             lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
         ),
         "faults": part(read_faults),
+        "finding": part(lambda run: explain_failure(run, facts.state)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
         "curve": charts.primary_chart(facts, series, earlier.name if earlier else "", before) if facts else None,

@@ -51,7 +51,7 @@ class Resources:
 #: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
 Cause = Literal[
     "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "finish", "idle",
-    "down",
+    "down", "unknown",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -236,7 +236,8 @@ class TrainingRecord:
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
-    devices: str = ""  #: of all ranks, such as `2 × NVIDIA H100 80GB HBM3`, or `CPU`; empty for a script
+    devices: str = ""
+    """Those of all ranks, such as `2 × NVIDIA H100 80GB HBM3`, or `CPU`; of a script those that rank 0 sees."""
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
 import logging
 import os
 import platform
@@ -416,10 +417,21 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
             **machine_facts(),
             "git_commit": code.git_commit,
             "git_dirty": code.git_dirty,
+            "code_digest": code_digest(run.code) if code.copied else None,
             "code": asdict(code),
             **facts,
         },
     )
+
+
+def code_digest(folder: Path) -> str:
+    """Return a 12-digit digest of the names and contents of all files in a copy of code, without its links."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            found.update(path.relative_to(folder).as_posix().encode(errors="surrogateescape") + b"\0")
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:12]
 
 
 def machine_facts() -> dict[str, Any]:

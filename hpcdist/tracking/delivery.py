@@ -378,7 +378,7 @@ class LedgerMetrics:
                 logged = mlflow.current().data.metrics
                 self._values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
                 with translated(mlflow.uri):
-                    key = f"{LEDGER_PREFIX}allocated"
+                    key = f"{LEDGER_PREFIX}allocated_hours"
                     history = mlflow.client.get_metric_history(mlflow.run_id, key) if self._values else []
                 self._step, self._time_ms = max(((one.step, one.timestamp) for one in history), default=(0, 0))
             if not values.items() <= self._values.items():
@@ -393,8 +393,8 @@ class LedgerMetrics:
 def _ledger_values(ledger: Ledger) -> dict[str, float]:
     if not ledger.entries:
         return {}
-    values: dict[str, float] = {cause: ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
-    values |= {"allocated": ledger.allocated_s / 3600, "queue": ledger.queue_s / 3600}
+    values: dict[str, float] = {f"{cause}_hours": ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
+    values |= {"allocated_hours": ledger.allocated_s / 3600, "queue_hours": ledger.queue_s / 3600}
     if ledger.goodput is not None:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:

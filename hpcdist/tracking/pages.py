@@ -24,14 +24,14 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
-from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable
+from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
 from hpcdist.tracking.journal import clean_metric_name, clean_name
 from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, server_version, translated
-from hpcdist.tracking.points import Point
+from hpcdist.tracking.points import Point, read_series
 from hpcdist.tracking.uri import VIEWS, is_server
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         facts["command_line"] = facts.pop("command")
     if "cores" in facts:  # of the machine on which the run was created, not of its allocation
         facts["host_cores"] = facts.pop("cores")
+    if "source_digest" in facts:  # not that of the user's code, which is `code_digest`
+        facts["hpcdist_source_digest"] = facts.pop("source_digest")
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
@@ -182,6 +184,8 @@ class RunPage:
             return sent
         with _readable():
             facts = read_facts(self._run, state)
+            if state.status in ENDED:  # a long journal takes seconds
+                facts = with_speeds(facts, read_series(self._run))
             ledger = read_ledger(self._run)
             finding = _cause(self._run, state)
             text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION - len(own_note))
@@ -209,10 +213,10 @@ def best_metric(monitor: str) -> str:
 def _cause(run: RunDir, state: State) -> Finding | None:
     if state.status != "failed":
         return None
-    from hpcdist.review.report import read_faults  # other commands that import this module draw nothing
+    from hpcdist.review.explain import explain_failure  # only failures need it
 
     try:
-        return next((one.finding for one in reversed(read_faults(run)) if one.attempt == state.attempt), None)
+        return explain_failure(run, state)
     except Exception:  # a damaged file of a rank must not stop the upload of the metrics
         log.warning("the failure of %s cannot be explained", run.name, exc_info=True)
         return None
@@ -336,7 +340,7 @@ class ParentRun:
             with _readable():
                 facts = read_sweep_facts(self._sweep, state)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason} | self._cost()
-            set_note(opened, describe_sweep(facts, max_chars=MAX_DESCRIPTION))
+            set_note(opened, describe_sweep(facts, cost=tags.get("hpcdist.cost", ""), max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
                 tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (1)')}: {facts.best.label}"
                 mean, num_values = fmean(facts.best.values), sum(cell.metric is not None for cell in facts.cells)
@@ -418,8 +422,8 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     state, nodes = _tag("hpcdist.state"), _tag("hpcdist.nodes")
     primary, bests = [_metric(key) for key in monitors], [_metric(best_metric(key)) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
-    loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated"), _tag("hpcdist.cost")
-    causes = [_metric(f"usage/{cause}") for cause in (*records.CAUSES, "queue")]
+    loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated_hours"), _tag("hpcdist.cost")
+    causes = [_metric(f"usage/{cause}_hours") for cause in (*records.CAUSES, "queue")]
     dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
     lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
     measured = dict.fromkeys([*bests, *primary, loss, *throughput], _NUMBER_PX)

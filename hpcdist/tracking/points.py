@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.config.schema import TrainerConfig
+from hpcdist.config.written import read_section
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.retry import retry
 from hpcdist.review.facts import MAX_SERIES, Series, is_read
 from hpcdist.run.folder import ENDED, RunDir
@@ -28,6 +31,7 @@ class Batches:
     def __init__(self, run: RunDir, run_id: str = "") -> None:
         self._folder = run.journal
         self._sent = sent = SentPoints.load(run.journal, run_id)
+        sent.newest_counts = _is_of_script(run)
         self._nodes = NodeCharts(sent.node_intervals, sent.steps)
         self.tail = JournalTail(run.journal, sent, self._nodes)
         self.counts = self.tail.counts
@@ -76,7 +80,10 @@ class Batches:
 
 @dataclass(kw_only=True)
 class SentPoints(journal.Sent):
-    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
+    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`.
+
+    A script may start from scratch: each of its attempts sends its own point of a (key, step), and the newest counts.
+    """
 
     FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)
@@ -96,6 +103,8 @@ class SentPoints(journal.Sent):
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
     marks: dict[str, int] = field(default_factory=dict)
     """Attempt → step of its point of the metric `attempt`."""
+    newest_counts: bool = False
+    """Whether the run is that of a script."""
 
     @property
     def is_sending(self) -> bool:
@@ -109,14 +118,16 @@ class SentPoints(journal.Sent):
     def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
         """Return whether a point is new to MLflow, and record it as sent.
 
-        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept.
+        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept,
+        except of a script, which need not load a checkpoint. MLflow's last value is then that of the later time.
         Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
         of later attempts. `was_seen`, whether a step between this attempt's lowest and highest was sent, is expensive,
         and called only if the steps of a key do not increase.
         """
         shipped = self.steps.setdefault(key, {})
         for other, (low, high) in shipped.items():
-            if (int(other) < attempt and step <= high) or (int(other) > attempt and step >= low):
+            is_repeated = int(other) < attempt and step <= high and not self.newest_counts
+            if is_repeated or (int(other) > attempt and step >= low):
                 return False
         own = shipped.get(str(attempt))
         if own is None:
@@ -130,7 +141,12 @@ class SentPoints(journal.Sent):
         return True
 
     def mark(self, attempt: int, step: int) -> int | None:
-        """Return the step for an attempt's point of the metric `attempt`; None if it has one."""
+        """Return the step for an attempt's point of the metric `attempt`; None if it has one, or has no part of it."""
+        if self.newest_counts:
+            if str(attempt) in self.marks or any(int(o) > attempt and step >= low for o, low in self.marks.items()):
+                return None
+            self.marks[str(attempt)] = step
+            return step
         if any(int(other) >= attempt for other in self.marks):
             return None
         self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in self.marks.values())])
@@ -189,8 +205,11 @@ class JournalTail:
     Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None) -> None:
+    def __init__(
+        self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None, *, newest_first: bool = False
+    ) -> None:
         self._folder = folder
+        self._is_reversed = newest_first
         self._sent = sent
         self._nodes = nodes
         self.counts = Counts()
@@ -216,7 +235,9 @@ class JournalTail:
                 name: journal.read_range(self._folder / name, offsets.get(name, 0), end)
                 for name, end in self._sent.intent.items()
             }
-        for attempt, files in itertools.groupby(journal.journal_files(self._folder), key=lambda file: file.attempt):
+        found = journal.journal_files(self._folder)
+        found.sort(key=lambda file: file.attempt, reverse=self._is_reversed)
+        for attempt, files in itertools.groupby(found, key=lambda file: file.attempt):
             if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
                 continue
             chunks: dict[str, journal.Chunk] = {}
@@ -472,10 +493,20 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 
 
 def _points(run: RunDir) -> Iterator[Point]:
-    """Yield the points of all ranks and attempts, without the steps that a later attempt repeats."""
-    state = run.read_state()
-    sent = SentPoints()
-    tail = JournalTail(run.journal, sent)
+    """Yield the points that count of all ranks and attempts, each step of a metric once.
+
+    Of a script, an attempt counts up to the first step of the metric in a later one.
+    """
+    state, is_script = run.read_state(), _is_of_script(run)
+    sent = SentPoints(newest_counts=is_script)
+    tail = JournalTail(run.journal, sent, newest_first=is_script)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
         yield from tail.new_points(chunks)
         sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
+
+
+def _is_of_script(run: RunDir) -> bool:
+    try:
+        return bool(read_section(run.config, "trainer", TrainerConfig).script)
+    except (ConfigError, RunFolderError, OSError):  # a damaged file
+        return False

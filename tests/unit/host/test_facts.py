@@ -31,6 +31,7 @@ from hpcdist.host.machine import (
     image_facts,
     require_compiler,
     selected_gpus,
+    visible_devices,
     visible_gpus,
 )
 from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
@@ -132,10 +133,15 @@ def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.M
         ("MIG-GPU-8932f937/1/2,MIG-5c4b,MIG-77e2", ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"], 3),
     ],
 )
-def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str] | None, visible: int) -> None:
+def test_cuda_visible_devices_selects_gpus(
+    value: str | None, selected: list[str] | None, visible: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert selected_gpus(env) == selected
     assert visible_gpus(2, env) == visible
+    monkeypatch.setattr(machine, "gpus", lambda: [SimpleNamespace(name="A100")] * 2)
+    is_mig = any(item.startswith("MIG") for item in selected or ())
+    assert visible_devices(env) == ("" if is_mig else f"{visible} × A100" if visible else "CPU")
 
 
 # --- The identity of the image that a process runs in.

@@ -19,6 +19,7 @@ from hpcdist.config.schema import Config, StopConfig
 from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.host.files import read_if_valid
+from hpcdist.host.machine import visible_devices
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
@@ -26,7 +27,7 @@ from hpcdist.rank.worker import run_script, script_environment
 from hpcdist.run.commands import CommandResult, LiveCommand, send_command
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.records import read_training
+from hpcdist.run.records import TrainingRecord, read_training
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.rank_records import RankRecords
@@ -208,7 +209,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     logging_script = RunningScript(CONFIG, run, attempt, ALONE)
     logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
     logging_script.note({"loss": 1.0}, 0)
-    assert read_training(attempt) is None
+    assert read_training(attempt) == TrainingRecord(devices=visible_devices(os.environ)), "it has not begun"
     logging_script.note({"loss": 1.0}, 11)
     logging_script.close()
     recorded = read_training(attempt)

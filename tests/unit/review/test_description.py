@@ -154,7 +154,7 @@ def test_description_of_a_finished_run() -> None:
     assert "in the queue; price &#36;6\n" in text
     assert (
         "| data | &lt;0.001 | &lt;0.1 % | waiting for the next batch |\n"
-        "| compute | 1.5 | 75 % | training steps, or the whole running time of a script that reports none |\n"
+        "| compute | 1.5 | 75 % | training steps |\n"
         "| down | 0.5 | 25 % |" in text
     )
     assert "after a failure |\n| allocated | 2 | 100 % |  |\n" in text
@@ -247,10 +247,10 @@ def test_long_setup_leaves_space_for_the_result_and_is_complete_in_the_report() 
 def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
     metrics = {"train/loss": 0.5, "eval/loss": 0.25, "samples": 704.0, "own": 1.0}
     steps = {"train/loss": 704, "samples": 704, "eval/loss": 1705}
-    text = described(replace(FACTS, metrics=metrics, metric_steps=steps, samples_per_s=1358.81))
+    text = described(replace(FACTS, metrics=metrics, metric_steps=steps, speeds={"train/samples_per_s": 1358.81}))
     assert (
         "- last values at step 704: train/loss 0.5, samples 704\n- last values at step 1,705: eval/loss 0.25\n"
-        "- last values: own 1\n- mean throughput of the training steps: 1358.8 samples/s\n"
+        "- last values: own 1\n- median of train/samples_per_s over its logged values: 1358.8\n"
     ) in text
     many = {f"metric/{number}": 1.0 for number in range(15)}
     assert "\n- 3 more metrics\n" in described(replace(FACTS, metrics=many))
@@ -392,7 +392,8 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
     assert describe_sweep(stopped, max_chars=8000).startswith("**stopped**: everything saved\n")
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
-    text = describe_sweep(many, max_chars=4000)
+    text = describe_sweep(replace(many, name="digits/tune"), cost="2 core-hours", max_chars=4000)
+    assert "Cost: 2 core\\-hours; run by run: `hpcdist cost digits/tune`" in text
     assert len(text) <= 4000
     assert "| 499&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
     assert text.endswith(" more cells")

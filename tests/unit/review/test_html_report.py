@@ -16,6 +16,7 @@ from report_scene import ReportScene, failure, some_ledger
 from hpcdist.host.files import write_json
 from hpcdist.review import report
 from hpcdist.review.charts import line_chart
+from hpcdist.review.explain import explain
 from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Histogram, Matrix, histogram, read_figures, write_figure
 from hpcdist.review.report import render_report, render_sweep, write_report
@@ -83,6 +84,12 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
+    assert ">fix:<" not in page[: page.index("</header>")], "it has finished"
+    full.state(status="failed", reason="rank 1 on n2 was killed by SIGKILL")
+    top = page_of(full).partition("</header>")[0]
+    assert [line for line in explain(full.run).lines if line.startswith("fix:")] == [
+        "fix:      " + re.sub(r"</?code>", "`", re.findall(r"<b>fix:</b> (.*?)</p>", top)[0])
+    ]
     assert "n2 is 100 % slower" in found.text
     assert "0.078 core-hours" in found.text
     assert "7.1 %" in found.text, "the goodput"

@@ -46,13 +46,15 @@ def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
     clocks = [account(31, 91), account(-99, 31), {**full, "seconds": {}}, {**full, "seconds": {"data": 1e9}}]
     # It reports seldom: until it is killed it continues, and ranks without reports do as rank 0.
     script = [{**account(1, 21, closed=False), "seconds": {"start": 5.0, "redone": 10.0, "compute": 5.0}}, None]
+    no_step = {**account(1, 21, closed=False), "cause": "start", "seconds": {"start": 20.0}}
     on_gpus = Resources(unit="GPU", nodes={"g1": Share(allocated=4, share=1, ranks=[0, 1])})
     failed: dict[str, Any] = {"failed": True}
     for name, accounts, options, expected in (
         ("killed", [killed] * 3, failed, {"start": 90, "data": 3, "compute": 87, "down": 60, "idle": 60}),
         ("clocks", clocks, {}, {"start": 90, "data": 60.731, "compute": 59.269, "idle": 90}),
         ("damaged", [full | changes for changes in damaged], {}, {"start": 240, "idle": 60}),
-        ("plain script", [None], {"measured": False}, {"compute": 240, "idle": 60}),
+        ("plain script", [None], {"measured": False}, {"unknown": 240, "idle": 60}),
+        ("plain script without steps", [no_step], {"measured": False}, {"unknown": 240, "idle": 60}),
         ("script", script, failed | {"measured": False}, {"start": 20, "redone": 40, "compute": 180, "idle": 60}),
         ("a rank without a GPU", [full] * 3, {"resources": on_gpus}, {"data": 2, "compute": 118, "idle": 120}),
     ):
@@ -61,7 +63,7 @@ def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
         ledger = read_ledger(run)
         assert (name, sums(ledger, 1)) == (name, expected)
         assert ledger.unit == ("GPU" if "resources" in options else "core")
-        assert ledger.is_measured == (ledger.goodput is not None) == (name != "plain script")
+        assert ledger.is_measured == (ledger.goodput is not None) == ("plain script" not in name)
 
 
 def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_allocated(run: RunDir) -> None:

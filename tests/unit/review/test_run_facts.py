@@ -25,6 +25,7 @@ from hpcdist.review.facts import (
     interruptions,
     read_facts,
     thinned,
+    with_speeds,
 )
 from hpcdist.review.ledger import timed_attempts
 from hpcdist.review.report import read_faults
@@ -174,22 +175,13 @@ def test_progress_of_a_live_run(folder: Folder) -> None:
     assert (progress.steps_per_s, progress.eta) == (None, None), "no step in this attempt yet"
 
 
-def test_mean_throughput_counts_the_steps_of_all_attempts_without_repeated_ones(folder: Folder) -> None:
-    folder.attempt(first_step=0, step=100, status="failed", reason="killed")
-    folder.attempt(first_step=80, step=200, status="finished", reason="trained 200 steps")
-    assert folder.facts().samples_per_s is None, "no samples are logged"
-    for number, seconds in (
-        (1, {"start": 5.0, "compute": 3.0, "data": 1.0}),
-        (2, {"redone": 9.0, "communication": 4.0}),
-    ):
-        path = folder.run.attempt(number).beat(0)
-        account = {"began": 1000.0, "until": 1300.0, "cause": "compute", "closed": True, "seconds": seconds}
-        metrics = {"samples": 1600.0, "train/loss": 0.5}
-        steps = {"samples": 198, "train/loss": "x"}
-        write_json(path, json.loads(path.read_text()) | {"account": account, "metrics": metrics, "metric_steps": steps})
-    facts = folder.facts()
-    assert facts.samples_per_s == 1600 / (3 + 1 + 4)
-    assert facts.metric_steps == {"samples": 198}
+def test_throughput_is_the_median_of_the_logged_values(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=100)
+    series = {"train/samples_per_s": Series(), "eval/samples_per_s": Series(), "train/loss": Series()}
+    for value in (1.0, 900.0, 1000.0):
+        for one in series.values():
+            one.add(int(value), value)
+    assert with_speeds(folder.facts(), series).speeds == {"train/samples_per_s": 900.0}
 
 
 def test_versions_and_image_are_those_of_the_ranks(tmp_path: Path) -> None:

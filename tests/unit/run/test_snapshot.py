@@ -22,7 +22,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, clean_patch, import_path, is_secret_file, take
+from hpcdist.run.snapshot import CodeState, clean_patch, code_digest, import_path, is_secret_file, take
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -227,6 +227,11 @@ def test_plain_folder_is_copied_without_hidden_files_and_environments(project: P
     assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
     assert not (run.path / "code.patch").exists()
     assert import_path(code, run) == [str(run.code)]
+    before = code_digest(run.code)
+    (run.code / "link").symlink_to(project / "missing")
+    assert code_digest(run.code) == before
+    (run.code / "cache.py").write_text("6")
+    assert code_digest(run.code) != before
 
 
 # --- conditions and limits

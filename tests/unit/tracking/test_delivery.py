@@ -338,19 +338,19 @@ def test_ledger_of_an_ended_run_is_logged_once_and_again_after_accounting(scene:
     for _ in range(2):
         scene.shipper().ship_once()
     logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("usage/")}
-    assert logged.keys() == {f"usage/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
+    assert logged.keys() == {"usage/goodput"} | {f"usage/{name}_hours" for name in (*CAUSES, "allocated", "queue")}
     # MLflow's list of runs shows every digit.
-    assert (logged["usage/allocated"], logged["usage/compute"]) == (0.05139, 0.03889)
+    assert (logged["usage/allocated_hours"], logged["usage/compute_hours"]) == (0.05139, 0.03889)
     assert logged["usage/goodput"] == 0.7568
     start = {"began": BEGAN, "ended": BEGAN + 36.04, "energy_j": 1.8e6}
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
     for _ in range(2):
         scene.shipper().ship_once()
-    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
+    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")]
     ended_ms = int((BEGAN + 37) * 1000)
     assert sorted(points) == [(7, ended_ms), (8, ended_ms + 1)], "the last training step, and the next one"
     metrics = scene.entity.data.metrics
-    assert metrics["usage/allocated"] == 0.05006
+    assert metrics["usage/allocated_hours"] == 0.05006
     assert metrics["usage/energy_kwh"] == pytest.approx(0.5)
 
 
@@ -363,12 +363,12 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     for now in (30, 61, 90, 121):
         add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
         ledger.ship(scene.run.read_state(), mlflow)
-        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/compute")))
+        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/compute_hours")))
     assert numbers == [0, 1, 1, 2]
     scene.state(status="failed", ended=BEGAN + 200)
     for _ in range(2):
         ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "usage/compute")
+    history = scene.client.get_metric_history(scene.run_id, "usage/compute_hours")
     times = {point.timestamp for point in history}
     assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
     assert {point.step for point in history} == {7, 8}, "each step once"
@@ -390,7 +390,7 @@ def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pyte
     # The record has arrived, and accounting changes the ledger before the next pass.
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
     ledger.ship(scene.run.read_state(), mlflow)
-    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated_hours")
     assert sorted(point.step for point in history) == [7, 8]
 
 

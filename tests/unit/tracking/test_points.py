@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import TrackingError
+from hpcdist.review.charts import metric_charts
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import points as journal_tail
 from hpcdist.tracking.journal import clean_metric_name, read_range
-from hpcdist.tracking.points import Batches, JournalTail, Point, PointBudget, SentPoints
+from hpcdist.tracking.points import Batches, JournalTail, Point, PointBudget, SentPoints, read_series, read_values
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -193,6 +194,25 @@ def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch:
     assert {(point.key, point.step): point.value for point in metrics} == simulation.expected.values
     assert len(metrics) == len(simulation.expected.values)
     assert len({point.step for point in simulation.received if point.key == "attempt"}) <= attempt
+
+
+def test_of_a_script_that_starts_from_scratch_the_newest_attempt_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text("trainer: {script: [train.py]}\n")
+    write(run.journal, 1, [1, 2, 3, 4])
+    write(run.journal, 2, [1, 2, 3, 4], time_ms=100)
+    write(run.journal, 3, [3, 4], time_ms=200)
+    store = Store(run, 0)
+    store.ship_rest(3)
+    losses = sorted((point for point in store.received if point.key == "loss"), key=lambda it: it.time_ms)
+    assert (
+        {point.step: point.value for point in losses}
+        == read_values(run)["loss"]
+        == {1: 2001, 2: 2002, 3: 3003, 4: 3004}
+    )
+    assert len(losses) == 10, "MLflow has those of all attempts"
+    (chart,) = metric_charts(read_series(run), {})[1]
+    assert (">attempt 2<" in chart.figure, ">attempt 3<" in chart.figure, ">attempt 1<" in chart.figure) == (1, 1, 0)
 
 
 # --- The budgets of charts and points.
