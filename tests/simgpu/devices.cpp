@@ -272,7 +272,6 @@ API const char* cudaGetErrorString(cudaError_t code) {
 }
 API const char* cudaGetErrorName(cudaError_t code) { return cudaGetErrorString(code); }
 API cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-API cudaError_t cudaPeekAtLastError() { return last_error; }
 API cudaError_t cudaGetDeviceCount(int* count) {
   cudaError_t error = initialise();
   *count = (int)devices.size();
@@ -474,8 +473,6 @@ static const Number RESERVED = 600 << 20;
   }
 API int nvmlInit_v2() { return count() ? OK : DRIVER_NOT_LOADED; }
 API int nvmlInitWithFlags(unsigned) { return nvmlInit_v2(); }
-API int nvmlShutdown() { return OK; }
-API const char* nvmlErrorString(int code) { return code == GPU_IS_LOST ? "GPU is lost" : "an error of the simulation"; }
 API int nvmlSystemGetDriverVersion(char* text, unsigned size) { return snprintf(text, size, "595.45.04"), OK; }
 API int nvmlDeviceGetCount_v2(int* found) { return *found = count(), OK; }
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, size_t* device) {

@@ -18,13 +18,6 @@ from slurm_faults import SIMULATED_GPUS, Cell
 pytestmark = pytest.mark.processes
 
 SLOW = [pytest.mark.slow, pytest.mark.quick_fault]
-#: Kinds in `make faults` alone.
-LONGEST = ("ddp", "hybrid")
-
-
-def marked(*kinds: str) -> list[object]:
-    return [pytest.param(kind, marks=[pytest.mark.faults] if kind in LONGEST else SLOW) for kind in kinds]
-
 
 #: Trainer, number of its GPUs, the rank that is killed, and its role. The parameter servers of `hybrid` use the CPU.
 ROLES = {
@@ -34,11 +27,13 @@ ROLES = {
     "pipeline": (2, 1, "stage:1"),
 }
 
+KINDS = [pytest.param(kind, marks=SLOW) for kind in ROLES]
+
 
 @cache
 def ddp_control(runs: Runs, *overrides: str) -> str:
     """Return the name of an undisturbed run of `ddp`."""
-    name = "-".join(["control-ddp", *overrides])
+    name = f"control-ddp-{len(overrides)}"
     code, output = runs.command("run", *runs.config(name, *TRAINING, *overrides))
     assert code == 0, output
     return name
@@ -53,7 +48,7 @@ def fill(cell: Cell, runs: Runs, name: str, gpus: Path, num_gpus: int) -> None:
     cell.weights, cell.points, cell.mlflow = "equal", "once", runs.mlflow_status(name)
 
 
-@pytest.mark.parametrize("kind", ["ddp", *marked(*ROLES)])
+@pytest.mark.parametrize("kind", ["ddp", *KINDS])
 def test_stopped_run_resumes_exactly(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
@@ -68,7 +63,7 @@ def test_stopped_run_resumes_exactly(
     fill(cell, runs, name, gpus, ROLES.get(kind, (2,))[0])
 
 
-@pytest.mark.parametrize("kind", marked("ddp", *ROLES))
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=SLOW), *KINDS])
 def test_run_restarts_exactly_after_a_rank_is_killed(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
@@ -84,7 +79,7 @@ def test_run_restarts_exactly_after_a_rank_is_killed(
     fill(cell, runs, f"killed-{kind}-{victim}", gpus, num_gpus)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs, gpus: Path) -> None:
     test_live_commands.test_running_run_saves_is_profiled_and_stops_by_tag(runs)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, blocks
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
+from simulated_gpus import libraries
 from slurm_cluster import WAIT_S, DevCluster, slurm_release
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -156,28 +157,39 @@ def test_keys_of_another_site_are_refused_before_submission(slurm_runs: SlurmRun
     assert ("--gpus-per-node and --gres=gpu are mutually exclusive" in done.stderr) == refuses, done.stderr
 
 
-#: A script that shows the GPUs of its rank.
-SHOW_GPUS = "import os; print('GPUs', os.environ['RANK'], os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
-
-
 @pytest.mark.slow
-def test_each_rank_sees_the_gpus_that_the_options_give_it(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
-    """Slurm assigns files without a GPU behind them. The expected values are those of docs/how-to/gpus.md."""
-    (slurm_runs.project / "show_gpus.py").write_text(SHOW_GPUS)
+def test_each_rank_uses_the_gpu_that_the_options_give_it(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slurm assigns files, the GPUs are simulated. The expected values are those of docs/how-to/gpus.md."""
+    monkeypatch.setenv("PYTHONPATH", str(libraries()), prepend=os.pathsep)
+    monkeypatch.setenv("SIMGPU_DEVICES", "2")
+    node = ["cluster.nodes=1", "cluster.gpus_per_node=a100:2", "stop.max_steps=4", "launch.device=cuda"]
     options = {
         "shared": [],
         # Slurm 22.05 binds nothing by a type alone.
         "own": ["cluster.srun.gpus-per-task=a100:1", "cluster.srun.gpu-bind=per_task:1"],
         "bound": ["cluster.srun.gpu-bind=single:1"],
+        "full": ["cluster.tasks_per_node=3", "launch.max_restarts=0"],
     }
-    node = ["trainer.script=[show_gpus.py]", "launch.num_ranks=2", "cluster.nodes=1", "cluster.gpus_per_node=a100:2"]
-    jobs = {name: slurm_runs.submit(f"gpus-{name}", *node, *more) for name, more in options.items()}
-    found = {}
+    jobs, found = {}, {}
+    for name, more in options.items():
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("SIMGPU_FOLDER", str(tmp_path / name))
+        jobs[name] = slurm_runs.submit(f"gpus-{name}", *node, *more)
     for name, job in jobs.items():
-        assert slurm_runs.wait_end(f"gpus-{name}", job).status == "finished", slurm_runs.job_log(f"gpus-{name}")
-        logs = [slurm_runs.attempt(f"gpus-{name}").log(rank).read_text() for rank in range(2)]
-        found[name] = [re.findall(r"^GPUs \d (.*)$", log, re.MULTILINE) for log in logs]
-    assert found == {"shared": [["0,1"], ["0,1"]], "own": [["0"], ["1"]], "bound": [["0"], ["1"]]}
+        state, output = slurm_runs.wait_end(f"gpus-{name}", job), slurm_runs.job_log(f"gpus-{name}")
+        if name == "full":
+            refused = r"sees 2 GPU\(s\) \(.*\) and would use the same one as another of 3 ranks on its node, GPU-"
+            assert (state.status, bool(re.search(refused, output))) == ("failed", True), output
+            continue
+        assert state.status == "finished", output
+        logs = "".join(path.read_text() for path in slurm_runs.attempt(f"gpus-{name}").path.glob("rank-*.log"))
+        used = re.findall(r"context on (.*)", (tmp_path / name / "log").read_text())
+        found[name] = sorted(re.findall(r"device: (\S+) \(Simulated GPU", logs)), sorted(set(used))
+    own = ["cuda:0", "cuda:0"], ["device 0, the node's 0", "device 0, the node's 1"]
+    shared = ["cuda:0", "cuda:1"], ["device 0, the node's 0", "device 1, the node's 1"]
+    assert found == {"shared": shared, "own": own, "bound": own}
 
 
 def test_test_option_shows_the_expected_start_and_submits_nothing(
