@@ -75,21 +75,14 @@ def _link(folder: Path, name: str, *arguments: str) -> None:
     subprocess.run(["g++", "-shared", "-o", name, f"-Wl,-soname,{name}", *versions, *arguments], cwd=folder, check=True)
 
 
-def _missing_requirement() -> str | None:
-    if shutil.which("g++") is None:
-        return "no C++ compiler: install g++"
-    if not HEADERS.is_dir():
-        return f"torch {torch.__version__} is not built for CUDA 13, whose headers the simulated GPUs need"
-    return None
-
-
 @cache
 def libraries() -> Path:
     """Return the folder of the simulated libraries, which are built once for each state of their sources."""
-    if (reason := _missing_requirement()) is not None:
-        if os.environ.get(REQUIRE) == "1":
-            pytest.fail(f"{REQUIRE}=1, but {reason}")
-        pytest.skip(reason)
+    reason = "" if shutil.which("g++") else "no C++ compiler: install g++"
+    if not HEADERS.is_dir():
+        reason = f"torch {torch.__version__} is not built for CUDA 13, whose headers the simulated GPUs need"
+    if reason:
+        (pytest.fail if os.environ.get(REQUIRE) == "1" else pytest.skip)(reason)
     key = hashlib.sha256(f"{torch.__version__} {sys.version_info} {PACKAGES}".encode())
     for path in (Path(__file__), *sorted(SOURCES.glob("[!t]*.*"))):
         key.update(path.read_bytes())
