@@ -65,29 +65,26 @@ def test_lost_gpu_is_named_and_metrics_and_errors_come_from_nvml(runs: Runs, gpu
 
 @pytest.mark.slow
 @pytest.mark.quick_fault
-def test_hung_kernel_is_found_by_the_collective_that_the_others_wait_for(runs: Runs, gpus: Path, cell: Cell) -> None:
-    process = start_held(runs, "hung", "launch.hang_timeout_s=60")
-    (gpus / "1.hung").touch()
-    runs.release("hung")
+@pytest.mark.parametrize(
+    ("fault", "files", "reason"),
+    [
+        ("hung kernel", ["1.hung"], r"; rank 1 has not called nccl \w+ .* which rank 0 waits"),
+        # torch's asynchronous error handling, which hpcdist leaves on, ends the rank that waits before a timeout.
+        ("NCCL error", ["1.hung", "0.nccl"], r"^failed: rank 0 on \S+ was killed by SIGABRT after step 20 "),
+    ],
+)
+def test_rank_that_waits_for_a_hung_kernel(
+    runs: Runs, gpus: Path, cell: Cell, fault: str, files: list[str], reason: str
+) -> None:
+    name = fault.replace(" ", "-")
+    process = start_held(runs, name, "launch.hang_timeout_s=60")
+    for file in files:
+        (gpus / file).touch()
+    runs.release(name)
     code, output = finish(process)
     assert code == 1, output
-    last = output.splitlines()[-1]
-    assert re.search(r"; rank 1 has not called nccl \w+ .* which rank 0 waits", last), last
-    fill(cell, runs, "hung", "kernel hung")
-
-
-@pytest.mark.slow
-@pytest.mark.quick_fault
-def test_error_of_nccl_ends_the_run_before_a_timeout(runs: Runs, gpus: Path, cell: Cell) -> None:
-    """torch's asynchronous error handling, which hpcdist leaves on, ends the rank that waits."""
-    process = start_held(runs, "nccl-error")
-    (gpus / "1.hung").touch()
-    (gpus / "0.nccl").touch()
-    runs.release("nccl-error")
-    code, output = finish(process)
-    assert code == 1, output
-    assert f"failed: rank 0 on {os.uname().nodename} was killed by SIGABRT after step 20 " in output, output
-    fill(cell, runs, "nccl-error", "error of NCCL")
+    assert re.search(reason, output.splitlines()[-1]), output
+    fill(cell, runs, name, fault)
 
 
 @pytest.mark.quick_fault
