@@ -72,6 +72,7 @@ def test_lost_gpu_is_named_and_metrics_and_errors_come_from_nvml(runs: Runs, gpu
         # torch's asynchronous error handling, which hpcdist leaves on, ends the rank that waits before a timeout.
         ("NCCL error", ["1.hung", "0.nccl"], r"^failed: rank 0 on \S+ was killed by SIGABRT after step 20 "),
     ],
+    ids=["kernel", "nccl"],
 )
 def test_rank_that_waits_for_a_hung_kernel(
     runs: Runs, gpus: Path, cell: Cell, fault: str, files: list[str], reason: str

@@ -78,11 +78,6 @@ def _link(folder: Path, name: str, *arguments: str) -> None:
 @cache
 def libraries() -> Path:
     """Return the folder of the simulated libraries, which are built once for each state of their sources."""
-    reason = "" if shutil.which("g++") else "no C++ compiler: install g++"
-    if not HEADERS.is_dir():
-        reason = f"torch {torch.__version__} is not built for CUDA 13, whose headers the simulated GPUs need"
-    if reason:
-        (pytest.fail if os.environ.get(REQUIRE) == "1" else pytest.skip)(reason)
     key = hashlib.sha256(f"{torch.__version__} {sys.version_info} {PACKAGES}".encode())
     for path in (Path(__file__), *sorted(SOURCES.glob("[!t]*.*"))):
         key.update(path.read_bytes())
@@ -92,6 +87,11 @@ def libraries() -> Path:
     with (store / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
+            reason = "" if shutil.which("g++") else "no C++ compiler: install g++"
+            if not HEADERS.is_dir():
+                reason = f"torch {torch.__version__} is not built for CUDA 13, whose headers the simulated GPUs need"
+            if reason:
+                (pytest.fail if os.environ.get(REQUIRE) == "1" else pytest.skip)(reason)
             unfinished = store / "unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
