@@ -197,8 +197,6 @@ def compare(
         return
     if results:
         _print_results("results", "run", next(iter(named)), results)
-    for method in dict.fromkeys(one.method for one in results if one.method):
-        say(f"{', '.join(one.run for one in results if one.method == method)}: {method}")
     for title, rows in found.items():
         print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
     if not found:
@@ -226,8 +224,14 @@ def _compare_settings(sweep: SweepDir, *, as_json: bool) -> None:
 
 
 def _print_results(title: str, kind: str, base: str, results: Sequence[ComparedValue]) -> None:
+    from hpcdist.review.uncertainty import LEGEND
+
     head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
     print_table(console(), head, [one.row for one in results], title=title)
+    for method in dict.fromkeys(one.method for one in results if one.method):
+        say(f"{', '.join(one.run for one in results if one.method == method)}: {method}")
+    if any("±" in one.text for one in results):
+        say(LEGEND)
 
 
 @app.command()

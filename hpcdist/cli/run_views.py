@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from threading import Event
@@ -34,9 +36,10 @@ from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.review.explain import explain_attempt, first_failed_rank
-from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, readable
+from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, read_facts, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
+from hpcdist.review.uncertainty import judge
 from hpcdist.run import status as run_status
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
@@ -289,7 +292,20 @@ def read_rows(
     if sort == "best":
         signs = {"min": -1.0}
         rows.sort(key=lambda row: (row["best_metric"] or "", signs.get(row["best_mode"], 1.0) * (row["best"] or 0.0)))
+        for metric, group in groupby((row for row in rows if row["best_metric"]), itemgetter("best_metric")):
+            notes += _best_of(metric, list(group))
     return rows, notes
+
+
+def _best_of(metric: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return a note on the best of the runs with a metric, which is the last one, against the next one."""
+    both = [readable(partial(read_facts, RunDir(Path(row["folder"])))) for row in rows[-2:]]
+    values = [facts.measured() for facts in both if facts is not None and facts.best is not None]
+    if len(values) < 2:
+        return []
+    found = judge(values[0], values[1], len(rows) - 1)
+    delta = f", {found.difference}" if found.delta else ""
+    return [f"best {metric}: {rows[-1]['run']}, {found.beside(rows[-2]['run'])}{delta}"]
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:

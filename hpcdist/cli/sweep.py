@@ -79,7 +79,9 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     print_table(console(), head, rows, title=sweep.name, num_whole=1)
     if any(one.values for one in facts.settings):
         settings = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
-        print_table(console(), ("setting", value, "cells"), settings, title="mean ± s.d. (number of seeds)")
+        print_table(console(), ("setting", value, "cells"), settings, title="mean ± s.d. (n seeds)")
+    if facts.best is not None and facts.beside_next:
+        say(f"best {'setting' if facts.settings else 'cell'}: {facts.best.label}, {facts.beside_next}")
     counts = Counter(names)
     say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names

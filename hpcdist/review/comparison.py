@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hpcdist.host.files import read_regular
 from hpcdist.host.retry import retry
 from hpcdist.review import uncertainty
 from hpcdist.review.charts import number
@@ -21,7 +19,7 @@ from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.text import clock, duration, text_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import SAMPLES_FILE, DatasetRecord
+from hpcdist.run.records import DatasetRecord
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
@@ -45,8 +43,6 @@ def compare(
     return found
 
 
-CLEAR, NOISE, OTHER_DATA, NO_ERROR = "clear", "within noise", "not comparable (other data)", "error unknown"
-UNPAIRED = "unpaired; without per-sample results, a small difference on the same data counts as noise"
 _SPEED = re.compile(r"(?!system/|comm/).*(^|_|/)per_(s|sec|second)(?=, median|$)")
 
 
@@ -58,10 +54,10 @@ class ComparedValue:
     metric: str
     value: float
     text: str  #: the value with its error
-    delta: float | None = None  #: to the first run; None for the first run itself
+    delta: float | None = None  #: to the first value; None for the first one itself
     interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
     verdict: str = ""
-    method: str = ""  #: of two runs: `paired, 364 samples` or UNPAIRED; empty without an interval
+    method: str = ""  #: see `Verdict`
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -82,7 +78,8 @@ def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[
         if one.best is not None and one.monitor == first.monitor:
             text = one.best_text(number(one.best_value))
             value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
-            found.append(value if one is first else _judged(value, first, one))
+            is_compared = one is not first and first.best is not None
+            found.append(_judged(value, uncertainty.judge(first.measured(), one.measured())) if is_compared else value)
     speeds = dict.fromkeys(key for one in series.values() for key in sorted(one) if _SPEED.fullmatch(key))
     for key in speeds:
         known = {label: one[key].median for label, one in series.items() if key in one}
@@ -99,55 +96,17 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     """Return the mean of each setting of a sweep over seeds, against that of the best one; if it is unknown whether
     higher or lower values are better, of the first one.
     """
-    found: list[ComparedValue] = []
     known = [one for one in facts.settings if one.values]
-    num_pairs = math.comb(sum(len(one.values) > 1 for one in known), 2)
-    other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*facts.keys})
-    for one in known:
-        mean = statistics.fmean(one.values)
-        value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=mean, text=one.text)
-        if one is not known[0]:
-            value = replace(value, delta=mean - found[0].value, verdict=OTHER_DATA if other_data else NO_ERROR)
-            # The best one is chosen among all: each pair of settings could have been the compared one.
-            if not other_data and (interval := uncertainty.mean_interval(known[0].values, one.values, num_pairs)):
-                value = replace(value, interval=interval, verdict=verdict_of(interval))
-        found.append(value)
-    return found
+    values = [
+        ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=one.mean or 0.0, text=one.text)
+        for one in known
+    ]
+    rest = zip(values[1:], known[1:], strict=True)
+    return [*values[:1], *(_judged(value, facts.judged(known[0], one)) for value, one in rest)]
 
 
-def verdict_of(interval: tuple[float, float]) -> str:
-    return NOISE if interval[0] <= 0 <= interval[1] else CLEAR
-
-
-def _judged(value: ComparedValue, first: RunFacts, one: RunFacts) -> ComparedValue:
-    if first.best is None:
-        return value
-    value = replace(value, delta=value.value - first.best_value, verdict=NO_ERROR)
-    if uncertainty.is_other_data(*(uncertainty.evaluated_on(first.monitor, facts.datasets) for facts in (first, one))):
-        return replace(value, verdict=OTHER_DATA)
-    method, interval = UNPAIRED, None
-    num_first = uncertainty.num_evaluated(first.monitor, first.best_value, first.datasets)
-    num = uncertainty.num_evaluated(first.monitor, value.value, one.datasets)
-    before, after = _samples(first), _samples(one)
-    if before and after and before[0] == after[0]:
-        method, interval = f"paired, {len(after[1]):,} samples", uncertainty.paired_interval(before[1], after[1])
-    elif num_first is not None and num is not None:
-        interval = uncertainty.difference_interval(first.best_value, num_first, value.value, num)
-    return value if interval is None else replace(value, interval=interval, verdict=verdict_of(interval), method=method)
-
-
-def _samples(facts: RunFacts) -> tuple[tuple[str, str], Sequence[float]] | None:
-    """Return digest and split of the evaluation data, and the per-sample results of the best value; None without."""
-    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
-    if facts.best is None or data is None or not data.digest:
-        return None
-    path = facts.best.path / SAMPLES_FILE
-    try:
-        raw = retry(lambda: read_regular(path, 4 * uncertainty.MAX_RESULTS + 128), path)
-    except (OSError, ValueError):
-        return None
-    found = uncertainty.parse_npy(raw, facts.best_value)
-    return ((data.digest, data.split), found) if found and len(found) == data.num_samples else None
+def _judged(value: ComparedValue, found: uncertainty.Verdict) -> ComparedValue:
+    return replace(value, delta=found.delta, interval=found.interval, verdict=found.word, method=found.method)
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import quote
@@ -16,6 +18,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.schema import script_name
 from hpcdist.host.files import read_json
+from hpcdist.review import uncertainty
 from hpcdist.review.facts import (
     Progress,
     RunFacts,
@@ -25,6 +28,7 @@ from hpcdist.review.facts import (
     last_beat,
     ranked,
     read_checkpoints,
+    read_facts,
     readable,
 )
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
@@ -41,7 +45,7 @@ from hpcdist.review.text import (
     table,
     with_code,
 )
-from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text, signed
+from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, Measured, Verdict, judge, mean_text
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Standing
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
@@ -272,16 +276,16 @@ def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], ma
 
 
 def headline(facts: RunFacts, ledger: Ledger) -> str:
-    """Return the result of a run in one line, not escaped: best value, rank, cost, interruptions.
+    """Return the result of a run in one line, not escaped: best value, place, cost, interruptions.
 
     Facts that a run does not have are left out; without any the line is empty.
     """
     words = []
     if facts.best is not None:
-        so_far = " so far" * facts.is_live
+        so_far = " so far" * facts.is_live or " with this seed" * bool(facts.standing and facts.standing.setting)
         words.append(f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}{so_far}")
     if facts.standing is not None:
-        words.append(_rank(facts.standing, facts.experiment))
+        words.append(_place(facts.standing, facts.experiment))
     if ledger.entries:
         words.append(cost_of([ledger]))
     early = [one for one in facts.attempts if one.status not in ("running", "finished")]
@@ -292,18 +296,16 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
     return " · ".join([*words, *([", ".join(shown)] if shown else [])])
 
 
-def _rank(standing: Standing, experiment: str) -> str:
-    seeds = f" (mean of {standing.num_values} seeds)" if standing.num_values > 1 else ""
-    whose = f"setting {standing.setting}{seeds}: " if standing.setting else ""
+def _place(standing: Standing, experiment: str) -> str:
+    whose = f"setting {standing.setting}: {standing.text}, " if standing.setting else ""
     if standing.before_value is None or standing.difference is None:
         first = "no comparable run" if standing.num_others else "first result"
         return f"{whose}{first} in {experiment} when it ended"
-    newest = " newest results" * standing.is_partial
-    delta = "equal to" if standing.difference == 0 else f"{signed(standing.difference, standing.interval)} against"
-    return (
-        f"{whose}rank {standing.rank} of {standing.number}{newest} in {experiment} when it ended,"
-        f" {delta} the best before ({standing.verdict})"
-    )
+    place = f"place {standing.place} of {standing.number}" + " newest results" * standing.is_partial
+    how = [standing.verdict, *([uncertainty.short(standing.method)] if standing.interval else [])]
+    delta = f"{uncertainty.signed(standing.difference, standing.interval)} against the best before ({', '.join(how)})"
+    compared = delta if standing.difference else "equal to the best before"
+    return f"{whose}{place} in {experiment} when it ended, {compared}"
 
 
 def _status(state: State) -> str:
@@ -392,6 +394,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
         yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
         artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if facts.has_uploaded_best else ""
         yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
+        yield from [escaped(LEGEND)] * (facts.best_text("") != "")
     if facts.checkpoints:
         kept = []
         for one in facts.checkpoints[-_MAX_CHECKPOINTS:]:
@@ -525,6 +528,9 @@ class SweepFacts:
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
+    measured: Mapping[str, Measured] = field(
+        default_factory=dict
+    )  #: the two best cells of a sweep without seeds, by label
 
     @property
     def by_setting(self) -> dict[str, SettingFacts]:
@@ -555,6 +561,23 @@ class SweepFacts:
         """The best setting, without seeds the best cell; None if it is unknown."""
         known = [one for one in self.by_setting.values() if one.mean is not None]
         return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
+
+    def judged(self, first: SettingFacts, second: SettingFacts) -> Verdict:
+        """Return the verdict on two settings, or on the two best cells of a sweep without seeds."""
+        known = sum(bool(one.values) for one in self.by_setting.values())
+        one, other = (self.measured.get(of.label) or Measured(values=of.values) for of in (first, second))
+        # The best one is chosen among all: each pair could have been the compared one.
+        found = judge(one, other, math.comb(known, 2))
+        is_other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*self.keys})
+        return replace(found, word=uncertainty.OTHER_DATA, interval=None, method="") if is_other_data else found
+
+    @property
+    def beside_next(self) -> str:
+        """`within noise of lr=0.2`: the best setting or cell against the next one; empty if there is none."""
+        known = sorted(
+            (one for one in self.by_setting.values() if one.values), key=lambda one: self.sign * (one.mean or 0.0)
+        )
+        return self.judged(known[0], known[1]).beside(known[1].label) if self.sign and known[1:] else ""
 
     @property
     def sign(self) -> float:
@@ -598,7 +621,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             for cell, beat in zip(cells, beats, strict=True)
         ]
     keys = tuple(content["keys"])
-    return SweepFacts(
+    found = SweepFacts(
         name=f"{sweep.experiment}/{sweep.name}",
         state=state,
         keys=keys,
@@ -607,6 +630,10 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
         cells=tuple(cells),
         is_best=is_best,
     )
+    first = [] if REPETITION in keys or not is_best else found.ranked_cells[:2]
+    facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
+    measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
+    return replace(found, measured=measured)
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
@@ -616,28 +643,30 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
     return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
 
 
-def describe_sweep(facts: SweepFacts, *, cost: str = "", max_chars: int) -> str:
+def describe_sweep(facts: SweepFacts, *, cost: str = "", report: str = "", max_chars: int) -> str:
     """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first."""
-    return _shortened(lambda num_kept: _sweep_sections(facts, cost, num_kept), _KEPT_CELLS, max_chars)
+    return _shortened(lambda num_kept: _sweep_sections(facts, cost, report, num_kept), _KEPT_CELLS, max_chars)
 
 
-def _sweep_sections(facts: SweepFacts, cost: str, num_kept: int) -> Iterator[str]:
+def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) -> Iterator[str]:
     yield _status(facts.state)
     cells = facts.ranked_cells
     titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
     settings = facts.settings if facts.monitor else ()
     if facts.best is not None:
-        kind, text = ("setting", facts.best.text) if settings else ("cell", facts.best.text.removesuffix(" (1)"))
+        kind, text = "setting" if settings else "cell", facts.best.text.removesuffix("" if settings else " (n=1)")
         page = next((cell.page for cell in cells if cell.label == facts.best.label), "")
         direction = "lowest" if facts.monitor_mode == "min" else "highest"
         yield (
             f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
-            f" ({direction} is best)"
+            f" ({direction} is best)" + (f", {escaped(facts.beside_next)}" if facts.beside_next else "")
         )
     if cost:
         yield f"Cost: {escaped(cost)}; run by run: `hpcdist cost {facts.name}`"
+    if report:
+        yield link("report.html", report)
     if settings and settings[0].values:
-        columns = ("Setting", f"{facts.monitor}: mean ± standard deviation (values)", "Cells")
+        columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Cells")
         yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])
     rows = []
     for cell, title in list(zip(cells, titles, strict=True))[:num_kept]:

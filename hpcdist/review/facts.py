@@ -8,6 +8,7 @@ import statistics
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -19,9 +20,18 @@ from hpcdist.config.document import flat
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import LARGEST, read_json
+from hpcdist.host.files import LARGEST, read_json, read_regular
+from hpcdist.host.retry import retry
 from hpcdist.review.text import text_of
-from hpcdist.review.uncertainty import num_evaluated, share_error, with_error
+from hpcdist.review.uncertainty import (
+    MAX_RESULTS,
+    Measured,
+    evaluated_on,
+    num_evaluated,
+    parse_npy,
+    share_error,
+    with_error,
+)
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 
@@ -292,7 +302,7 @@ class RunFacts:
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
-    standing: records.Standing | None = None  #: rank in the experiment at the end of the run; None if it is unknown
+    standing: records.Standing | None = None  #: place in the experiment at the end of the run; None if it is unknown
 
     @property
     def is_live(self) -> bool:
@@ -316,6 +326,16 @@ class RunFacts:
         """Return the best value with its error; the text `without` if the error is unknown."""
         num = num_evaluated(self.monitor, self.best_value, self.datasets)
         return with_error(self.best_value, share_error(self.best_value, num), without)
+
+    def measured(self) -> Measured:
+        """Return the best value with its per-sample results, if there are some."""
+        assert self.best is not None, "the caller has checked it"
+        value, data, samples = self.best_value, evaluated_on(self.monitor, self.datasets), None
+        num, path = num_evaluated(self.monitor, value, self.datasets), self.best.path / records.SAMPLES_FILE
+        with suppress(OSError, ValueError):
+            samples = parse_npy(retry(lambda: read_regular(path, 4 * MAX_RESULTS + 128), path), value)
+        known = samples if samples and data is not None and len(samples) == data.num_samples else ()
+        return Measured(values=(value,), data=data, num_samples=num, samples=known)
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:

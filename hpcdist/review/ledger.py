@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from hpcdist.config.launch_schema import ClusterConfig, read_price
 from hpcdist.config.written import read_section
@@ -262,11 +262,13 @@ class Ledger:
         return "" if self.energy_kwh is None else f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
 
     @property
+    def price_per_hour(self) -> str:
+        return (self.site.price_per_gpu_hour if self.unit == "GPU" else self.site.price_per_core_hour) or ""
+
+    @property
     def price(self) -> tuple[str, float, str] | None:
         """The price with the text before and after it, such as the currency; None without the site's price."""
-        text = self.site.price_per_gpu_hour if self.unit == "GPU" else self.site.price_per_core_hour
-        found = read_price(text or "")
-        return found and (found[0], found[1] * self.allocated_s / 3600, found[2])
+        return price_of(self.price_per_hour, self.allocated_s)
 
     @property
     def costs(self) -> dict[str, str]:
@@ -333,12 +335,28 @@ def amount(value: float) -> str:
     return f"{value:.2g}" if value >= 0.001 or value == 0 else "<0.001"
 
 
+def price_of(per_hour: str, seconds: float) -> tuple[str, float, str] | None:
+    found = read_price(per_hour)
+    return found and (found[0], found[1] * seconds / 3600, found[2])
+
+
 def money(before: str, value: float, after: str) -> str:
     text = amount(value)
     return "<" * text.startswith("<") + f"{before}{text.removeprefix('<')}{after}"
 
 
-def cost_of(ledgers: Iterable[Ledger]) -> str:
+class Cost(Protocol):
+    """A ledger, or the part of it that MLflow has."""
+
+    @property
+    def allocated_s(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def price(self) -> tuple[str, float, str] | None: ...
+
+
+def cost_of(ledgers: Iterable[Cost]) -> str:
     """Return the hours and the price of ledgers; GPU-hours and core-hours, or currencies, cannot be added."""
     seconds: dict[str, float] = {}
     prices: dict[tuple[str, str], float] = {}

@@ -34,8 +34,9 @@ from hpcdist.review.facts import (
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.text import duration, text_of
+from hpcdist.review.uncertainty import LEGEND
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import Standing, read_times
+from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
 from hpcdist.run.sweeps import text_of as config_text
 
@@ -91,7 +92,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
-    found.globals.update(charts=charts, description=description, cost_of=cost_of)
+    found.globals.update(charts=charts, description=description, cost_of=cost_of, legend=LEGEND)
     found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
 
@@ -119,11 +120,10 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
     return [*rows, ("Created on", [", ".join(filter(None, (facts.host, recorded.get("platform"), cores)))])]
 
 
-def best_earlier(run: RunDir, standing: Standing) -> RunDir | None:
-    """Return the best earlier run of the experiment, if its folder is beside that of `run`."""
-    found = RunDir(run.path.parent / Path(standing.before_folder).name)
-    is_same = standing.before_run_id and (read_json(found.mlflow) or {}).get("run_id") == standing.before_run_id
-    return found if is_same else None
+def run_beside(run: RunDir, folder: str, run_id: str) -> RunDir | None:
+    """Return another run of the experiment, if its folder is beside that of `run`."""
+    found = RunDir(run.path.parent / Path(folder).name)
+    return found if run_id and (read_json(found.mlflow) or {}).get("run_id") == run_id else None
 
 
 def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, Series]]) -> list[tuple[str, ...]]:
@@ -136,7 +136,7 @@ def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, S
         if one.run != facts.name or one.delta is None:
             continue
         if standing is not None and one.metric == f"best {standing.metric}":
-            if standing.setting:  # ranked by the mean of its seeds
+            if standing.setting:  # compared by the mean of its seeds
                 continue
             interval = (standing.interval[0], standing.interval[1]) if standing.interval else None
             one = replace(one, interval=interval, verdict=standing.verdict)
@@ -159,10 +159,10 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     return True
 
 
-def render_sweep(sweep: SweepDir) -> str:
+def render_sweep(sweep: SweepDir, *, with_links: bool = True) -> str:
     facts, runs = description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
-    pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
+    pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
 
     def cost(setting: str = "") -> str:
         return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
@@ -203,7 +203,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     trainer_charts, other_charts = charts.metric_charts(series, declared, stored.config.checkpoint.monitor)
     figures, no_figures = read_figures(run.artifacts)
     standing = facts.standing if facts else None
-    earlier = part(lambda run: best_earlier(run, standing)) if standing else None
+    earlier = part(lambda run: run_beside(run, standing.before_folder, standing.before_run_id)) if standing else None
     before = (part(read, earlier) if earlier else None) or {}
     content: dict[str, Any] = {
         "run": run,

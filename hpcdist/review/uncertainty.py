@@ -7,6 +7,7 @@ import re
 import statistics
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hpcdist.run.records import DatasetRecord
 
@@ -20,6 +21,89 @@ MAX_SAMPLES = 10**15
 MAX_RESULTS = 1_000_000
 #: Larger values, of diverged runs, have no useful mean.
 LARGEST_VALUE = 1e75
+LEGEND = "± alone: standard error, from the number of test samples; ± with s.d.: standard deviation over n seeds"
+
+CLEAR, NOISE, EQUAL = "clear", "within noise", "equal"
+OTHER_DATA, NO_ERROR = "not comparable (other data)", "error unknown"
+_BESIDE = {CLEAR: "clear of", EQUAL: "equal to", OTHER_DATA: "not comparable with", NO_ERROR: "error unknown against"}
+UNPAIRED = "unpaired; without per-sample results, a small difference on the same data counts as noise"
+_MISSING = "error unknown without per-sample results, the number of test samples, or several seeds that differ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The best value of a run, or those of the seeds of a setting, and what is known about their errors."""
+
+    values: Sequence[float]
+    data: DatasetRecord | None = None  #: of the evaluation
+    num_samples: int | None = None  #: of which the value of a run is a proportion
+    samples: Sequence[float] = ()  #: per-sample results of a run
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The difference between two means, and whether it is more than chance."""
+
+    delta: float
+    word: str
+    interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
+    method: str = ""  #: of the interval, or what is missing for one
+
+    def beside(self, other: str) -> str:
+        """Return `within noise of B`."""
+        return f"{_BESIDE.get(self.word, f'{self.word} of')} {other}"
+
+    @property
+    def difference(self) -> str:
+        """Return `+0.003 (paired)`."""
+        how = short(self.method) if self.interval else ""
+        return signed(self.delta, self.interval) + (f" ({how})" if how else "")
+
+
+def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:
+    """Compare the second with the first; all verdicts are made here.
+
+    95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
+    """
+    delta, one, other = second.mean - first.mean, len(first.values), len(second.values)
+    if is_other_data(first.data, second.data):
+        return Verdict(delta=delta, word=OTHER_DATA)
+    interval, method = None, f"{one} against {other} seeds"
+    if one > 1 and other > 1:
+        interval = mean_interval(first.values, second.values, num_pairs)
+    elif one > 1 or other > 1:
+        interval, method = (
+            prediction_interval(first.values, second.values, num_pairs),
+            f"1 run against {one + other - 1} seeds",
+        )
+    elif first.samples and second.samples and _same_samples(first.data, second.data):
+        method = f"paired, {len(first.samples):,} samples"
+        interval = paired_interval(first.samples, second.samples, num_pairs)
+    elif first.num_samples and second.num_samples:
+        sizes, method = (first.num_samples, second.num_samples), UNPAIRED
+        interval = difference_interval(first.mean, sizes[0], second.mean, sizes[1], num_pairs)
+    word = NO_ERROR if interval is None else NOISE if interval[0] <= 0 <= interval[1] else CLEAR
+    return Verdict(
+        delta=delta,
+        word=word if delta else EQUAL,
+        interval=interval,
+        method=_MISSING if interval is None else method,
+    )
+
+
+def short(method: str) -> str:
+    """Return `paired` of `paired, 364 samples`."""
+    return re.split("[,;]", method)[0]
+
+
+def _same_samples(first: DatasetRecord | None, second: DatasetRecord | None) -> bool:
+    if first is None or second is None or not first.digest:
+        return False
+    return (first.digest, first.split) == (second.digest, second.split)
 
 
 def wilson(share: float, num: int, z: float) -> tuple[float, float]:
@@ -60,10 +144,7 @@ def share_error(value: float, num: int | None) -> float | None:
 def difference_interval(
     first: float, num_first: int, second: float, num_second: int, num_pairs: int = 1, *, correlation: float = 0.0
 ) -> tuple[float, float]:
-    """Return Newcombe's interval of `second - first`, proportions of so many samples; those of equal samples correlate.
-
-    95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
-    """
+    """Return Newcombe's interval of `second - first`, proportions of so many samples, which may correlate."""
     z = statistics.NormalDist().inv_cdf(1 - 0.025 / num_pairs)
     low_1, high_1 = wilson(first, num_first, z)
     low_2, high_2 = wilson(second, num_second, z)
@@ -97,18 +178,18 @@ def parse_npy(raw: bytes, mean: float) -> Sequence[float] | None:
     return None
 
 
-def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
+def paired_interval(first: Sequence[float], second: Sequence[float], num_pairs: int = 1) -> tuple[float, float] | None:
     """Return the interval of 95 % of the mean of `second - first`, results of the same samples in the same order.
 
     Of results 0 and 1 it is Newcombe's for paired proportions, of others that of the paired t test; None if the
-    differences do not vary.
+    differences do not vary. `num_pairs` is that of `judge`.
     """
     num = len(first)
     if not {*first, *second} <= {0, 1}:
         differences = [after - before for before, after in zip(first, second, strict=True)]
         mean, freedom = statistics.fmean(differences), max(1, num - 1)
         variance = math.fsum((one - mean) ** 2 for one in differences) / freedom
-        half = student_t(freedom, 0.05) * math.sqrt(variance / num)
+        half = student_t(freedom, 0.05 / num_pairs) * math.sqrt(variance / num)
         return (mean - half, mean + half) if half else None
     ones, others = sum(first), sum(second)
     both = sum(before * after for before, after in zip(first, second, strict=True))
@@ -117,7 +198,7 @@ def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[fl
         covariance = max(0, covariance - num / 2)
     product = ones * (num - ones) * others * (num - others)
     correlation = covariance / math.sqrt(product) if product else 0.0
-    return difference_interval(ones / num, num, others / num, num, correlation=correlation)
+    return difference_interval(ones / num, num, others / num, num, num_pairs, correlation=correlation)
 
 
 def student_t(freedom: int, error: float) -> float:
@@ -128,10 +209,7 @@ def student_t(freedom: int, error: float) -> float:
 
 
 def mean_interval(first: Sequence[float], second: Sequence[float], num_pairs: int = 1) -> tuple[float, float] | None:
-    """Return Welch's interval of the difference of two means; None if the values do not vary.
-
-    95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
-    """
+    """Return Welch's interval of the difference of two means; None if the values do not vary."""
     if min(len(first), len(second)) < 2:
         return None
     variances = [statistics.variance(values) / len(values) for values in (first, second)]
@@ -143,6 +221,20 @@ def mean_interval(first: Sequence[float], second: Sequence[float], num_pairs: in
     half = student_t(freedom, 0.05 / num_pairs) * math.sqrt(total)
     delta = statistics.fmean(second) - statistics.fmean(first)
     return delta - half, delta + half
+
+
+def prediction_interval(
+    first: Sequence[float], second: Sequence[float], num_pairs: int = 1
+) -> tuple[float, float] | None:
+    """Return the interval of the difference of a single value and a mean of others; None if these do not vary.
+
+    A further value of a normal distribution lies so far from the mean of n values that were drawn from it:
+    t · s · √(1 + 1/n).
+    """
+    seeds = max(first, second, key=len)
+    delta, num = statistics.fmean(second) - statistics.fmean(first), len(seeds)
+    half = student_t(num - 1, 0.05 / num_pairs) * statistics.stdev(seeds) * math.sqrt(1 + 1 / num)
+    return (delta - half, delta + half) if half else None
 
 
 def is_other_data(first: DatasetRecord | None, second: DatasetRecord | None) -> bool:
@@ -165,16 +257,18 @@ def with_error(value: float, error: float | None, without: str) -> str:
 
 
 def mean_text(values: Sequence[float]) -> str:
-    """Return the mean, the standard deviation and, in brackets, the number of values; empty without any."""
+    """Return `0.981 ± 0.004 s.d. (n=5)`: mean, standard deviation and number of values; empty without any."""
     if not values:
         return ""
-    mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-    return f"{with_error(mean, deviation, f'{mean:.6g}')} ({len(values)})"
+    mean = statistics.fmean(values)
+    if len(values) > 1 and (deviation := statistics.stdev(values)):
+        return f"{with_error(mean, deviation, '')} s.d. (n={len(values)})"
+    return f"{mean:.4g} (n={len(values)})"
 
 
 def signed(delta: float, interval: Sequence[float] | None) -> str:
-    """Return a difference with its sign, rounded to the second digit of the width of its interval if that is known."""
-    return f"{delta:+.{num_digits(interval[1] - interval[0]) + 1}f}" if interval else f"{delta:+.4g}"
+    """Return a difference with its sign, rounded to the second digit of the width of its interval, or of its own."""
+    return f"{delta:+.{num_digits(interval[1] - interval[0] if interval else abs(delta)) + 1}f}" if delta else "0"
 
 
 def num_digits(error: float) -> int:

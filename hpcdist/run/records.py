@@ -503,7 +503,7 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
     return read_if_valid(RerunRecord, run.path / "rerun.json")
 
 
-# The rank of a run among the ended runs of its MLflow experiment, in `standing.json`. The process that uploads the run
+# The place of a run among the ended runs of its MLflow experiment, in `standing.json`. The process that uploads the run
 # writes it once for each end of the run: later runs do not change it.
 
 
@@ -511,15 +511,15 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
 class Standing:
     """The content of `standing.json`: a run, or a setting of a sweep, among those with the same metric and data."""
 
-    run_id: str  #: of the ranked run in MLflow
+    run_id: str  #: of the run in MLflow
     ended: float  #: end of the run, in seconds since the epoch
-    metric: str  #: its best value is ranked (`checkpoint.monitor`)
+    metric: str  #: its best value is compared (`checkpoint.monitor`)
     value: float  #: of the run, or the mean of the setting's seeds
-    setting: str = ""  #: the setting of a sweep over seeds that is ranked as a whole; empty for a run
-    num_values: int = 1  #: seeds of the setting with a value
-    rank: int = 1  #: 1 is the best one
-    number: int = 1  #: of ranked runs and settings, this one included
-    num_others: int = 0  #: runs and settings that were not ranked: with another metric or other data
+    setting: str = ""  #: the setting of a sweep over seeds that is compared as a whole; empty for a run
+    text: str = ""  #: the mean of the setting with its standard deviation and the number of seeds
+    place: int  #: 1 is the best one; equal values share a place
+    number: int = 1  #: of compared runs and settings, this one included
+    num_others: int = 0  #: runs and settings that were not compared: with another metric or other data
     is_partial: bool = False  #: whether only the newest runs of a large experiment were compared
     before: str = ""  #: name of the best one among the others; empty if there is none
     before_run_id: str = ""  #: of MLflow; of a setting that of its best run
@@ -527,11 +527,12 @@ class Standing:
     before_value: float | None = None
     difference: float | None = None  #: value − before_value
     interval: list[float] = field(default_factory=list)  #: of 95 % of the difference; empty if the error is unknown
-    verdict: str = ""  #: see `compare`
+    verdict: str = ""  #: see `uncertainty.judge`, also for the method
+    method: str = ""
 
 
 def read_standing(run: RunDir, state: State) -> Standing | None:
-    """Return the rank at this end of the run; None for a live run, without a result, or before the upload to MLflow."""
+    """Return the place at this end of the run; None for a live run, without a result, or before the upload."""
     found = read_if_valid(Standing, run.standing) if state.status in ENDED else None
     if found is None or found.ended != state.ended or len(found.interval) not in (0, 2):
         return None

@@ -1,4 +1,4 @@
-"""The ended runs of an MLflow experiment by their best value: the rank of a run when it ends, the leaderboard.
+"""The ended runs of an MLflow experiment by their best value: the place of a run when it ends, the leaderboard.
 
 Each run carries its result as the tag `hpcdist.result`, and one search finds all of them.
 """
@@ -6,10 +6,11 @@ Each run carries its result as the tag `hpcdist.result`, and one search finds al
 from __future__ import annotations
 
 import json
-import statistics
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -18,24 +19,24 @@ from typing import Any
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import fill, write_atomic, write_json
 from hpcdist.review import uncertainty
-from hpcdist.review.comparison import NO_ERROR, verdict_of
 from hpcdist.review.description import dataset_text
-from hpcdist.review.facts import read_facts
-from hpcdist.review.ledger import hours_text, read_ledger
-from hpcdist.review.report import environment
+from hpcdist.review.facts import read_facts, readable
+from hpcdist.review.ledger import cost_of, price_of, read_ledger
+from hpcdist.review.report import environment, run_beside
 from hpcdist.review.text import clock, escaped, link, run_page, table
+from hpcdist.review.uncertainty import LEGEND, Measured, judge
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import Standing
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, below_text_of_user
 
 RESULT_TAG = "hpcdist.result"
-#: Only the newest runs of a larger experiment are ranked.
+#: Only the newest runs of a larger experiment are compared.
 MAX_RUNS = 2000
 _PAGE = 500
 #: Rows in the description of the experiment.
 _MAX_ROWS = 20
-_COLUMNS = ("", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
+_COLUMNS = ("Place", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
@@ -50,6 +51,7 @@ class Result:
     ended: float  #: seconds since the epoch
     allocated_s: float
     unit: str
+    price_per_hour: str = ""
     name: str = ""  #: of the run, or its setting
     run_id: str = ""
     started: float = 0.0
@@ -62,13 +64,17 @@ class Result:
         """Results of the same kind are comparable."""
         return self.metric, self.data, f"{'lowest' if self.mode == 'min' else 'highest'} is best"
 
+    @property
+    def price(self) -> tuple[str, float, str] | None:
+        return price_of(self.price_per_hour, self.allocated_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A run, or a setting of a sweep with all its seeds: best is a setting, never a seed."""
 
     results: tuple[Result, ...]  #: the best one first
-    value: float  #: their mean
+    measured: Measured = field(compare=False)  #: without per-sample results
 
     @property
     def best(self) -> Result:
@@ -76,27 +82,34 @@ class Row:
 
     @property
     def order(self) -> tuple[float, float, str]:
-        return self.value * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
+        return self.measured.mean * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The value with its error, the number of seeds, the cost, and the start of the first run."""
-        text = uncertainty.with_error(
-            self.value, uncertainty.share_error(self.value, self.best.num_samples), f"{self.value:.6g}"
-        )
+        value = self.best.value
+        text = uncertainty.with_error(value, uncertainty.share_error(value, self.best.num_samples), f"{value:.6g}")
         if len(self.results) > 1:
-            text = uncertainty.mean_text([one.value for one in self.results])
+            text = uncertainty.mean_text(self.measured.values)
         seeds = str(len(self.results)) if self.best.setting else ""
-        hours = hours_text(sum(one.allocated_s for one in self.results))
         started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
-        return text, seeds, f"{hours} {self.best.unit}-hours", started
+        return text, seeds, cost_of(self.results), started
 
 
 _kind = attrgetter("best.kind")
+Measure = Callable[[Row], Measured]
+
+
+def _measure(run: RunDir, row: Row) -> Measured:
+    """Return the values of a row, with the per-sample results of a run whose folder is beside that of `run`."""
+    other = run_beside(run, row.best.folder, row.best.run_id) if len(row.results) == 1 else None
+    facts = readable(lambda: read_facts(other)) if other is not None else None
+    is_same = facts and facts.best and (facts.monitor, facts.best_value) == (row.best.metric, row.best.value)
+    return facts.measured() if facts and is_same else row.measured
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
-    """Rank an ended run: write its `standing.json`, `leaderboard.html`, and the description of the experiment.
+    """Write `standing.json` and `leaderboard.html` of an ended run, and the description of the experiment.
 
     Several runs may end at once, and MLflow has no compare-and-set. Each process writes its own result first, then
     searches and writes the description, and repeats both until the description needs no change.
@@ -116,8 +129,10 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
         ended=state.ended,
         allocated_s=ledger.allocated_s,
         unit=ledger.unit,
+        price_per_hour=ledger.price_per_hour,
     )
     opened.set_tags({RESULT_TAG: json.dumps({key: value for key, value in asdict(result).items() if value != ""})})
+    measure = cache(partial(_measure, run))
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
             search, only = opened.client.search_runs, f"tags.`{RESULT_TAG}` LIKE '%'"
@@ -125,16 +140,15 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             found = [one for one in map(_read, islice(pages, MAX_RUNS)) if one is not None]
             rows = make_rows(found)
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
-            new = below_text_of_user(note, "", describe_experiment(rows, opened.experiment_id))
+            new = below_text_of_user(note, "", describe_experiment(rows, opened.experiment_id, measure))
             if new == note:
                 break
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    page, tables = environment().get_template("leaderboard.html"), [list(rows) for _, rows in groupby(rows, _kind)]
-    write_atomic(
-        run.leaderboard,
-        page.render(experiment=run.experiment, ended=clock(state.ended), columns=_COLUMNS, tables=tables),
-    )
-    standing = rank(make_rows(one for one in found if one.ended <= result.ended), opened.run_id, len(found) >= MAX_RUNS)
+    content = {"experiment": run.experiment, "ended": clock(state.ended), "columns": _COLUMNS, "total": _total(rows)}
+    tables = [(placed(group), beside_next(group, measure)) for group in _groups(rows)]
+    write_atomic(run.leaderboard, environment().get_template("leaderboard.html").render(content, tables=tables))
+    before = make_rows(one for one in found if one.ended <= result.ended)
+    standing = place(before, opened.run_id, measure, is_partial=len(found) >= MAX_RUNS)
     if standing is not None:
         write_json(run.standing, asdict(standing))
 
@@ -170,43 +184,60 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
         groups.setdefault((*same, *one.kind), []).append(one)
     rows = []
     for group in groups.values():
-        group.sort(key=lambda one: Row(results=(one,), value=one.value).order)
-        rows.append(Row(results=tuple(group), value=statistics.fmean(one.value for one in group)))
+        group.sort(key=lambda one: (one.value * (1 if one.mode == "min" else -1), one.ended, one.run_id))
+        num = group[0].num_samples if len(group) == 1 else None
+        measured = Measured(values=tuple(one.value for one in group), num_samples=num)
+        rows.append(Row(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
 
 
-def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
-    """Return the rank of the run, or of its setting, among the comparable rows; None if it has no row."""
+def _groups(rows: Iterable[Row]) -> list[list[Row]]:
+    return [list(group) for _, group in groupby(rows, _kind)]
+
+
+def placed(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Return comparable rows, the best one first, with their places; equal values share a place."""
+    values = [row.order[0] for row in rows]
+    return [(1 + bisect_left(values, row.order[0]), row) for row in rows]
+
+
+def beside_next(rows: Sequence[Row], measure: Measure) -> str:
+    """Return `within noise of the next one, B`: the best of comparable rows against the next one; empty without it."""
+    if len(rows) < 2:
+        return ""
+    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one, {rows[1].best.name}")
+
+
+def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: bool) -> Standing | None:
+    """Return the place of the run, or of its setting, among the comparable rows; None if it has no row."""
     own = next((row for row in rows if any(one.run_id == run_id for one in row.results)), None)
     if own is None:
         return None
     others = [row for row in rows if row is not own and row.best.kind == own.best.kind]
     compared: dict[str, Any] = {}
     if others:
-        before, interval = others[0], None
-        first, second = ([one.value for one in row.results] for row in (before, own))
-        sizes = before.best.num_samples, own.best.num_samples
+        before = others[0]
         # The best one is chosen among all: each of the others could have been the compared one.
-        if len(first) > 1 and len(second) > 1:
-            interval = uncertainty.mean_interval(first, second, len(others))
-        elif len(first) == len(second) and sizes[0] and sizes[1]:
-            interval = uncertainty.difference_interval(before.value, sizes[0], own.value, sizes[1], len(others))
+        verdict = judge(measure(before), measure(own), len(others))
         compared = {
             "before": before.best.name,
             "before_run_id": before.best.run_id,
             "before_folder": before.best.folder,
+            "before_value": before.measured.mean,
+            "difference": verdict.delta,
+            "interval": list(verdict.interval or ()),
+            "verdict": verdict.word,
+            "method": verdict.method,
         }
-        compared |= {"before_value": before.value, "difference": own.value - before.value}
-        compared |= {"interval": list(interval or ()), "verdict": verdict_of(interval) if interval else NO_ERROR}
     return Standing(
         run_id=run_id,
         ended=next(one.ended for one in own.results if one.run_id == run_id),
         metric=own.best.metric,
-        value=own.value,
+        value=own.measured.mean,
         setting=own.best.setting,
-        num_values=len(own.results),
-        rank=1 + sum(row.order[0] < own.order[0] for row in others),
+        text=uncertainty.mean_text(own.measured.values) if own.best.setting else "",
+        place=1 + sum(row.order[0] < own.order[0] for row in others),
         number=1 + len(others),
         num_others=len(rows) - len(others) - 1,
         is_partial=is_partial,
@@ -214,20 +245,32 @@ def rank(rows: Sequence[Row], run_id: str, is_partial: bool) -> Standing | None:
     )
 
 
-def describe_experiment(rows: Sequence[Row], experiment_id: str) -> str:
+def describe_experiment(rows: Sequence[Row], experiment_id: str, measure: Measure) -> str:
     """Return the leaderboard in Markdown, with _MAX_ROWS rows in all."""
     # MLflow shows this line alone until a click.
-    best, plural = rows[0], "s" * (len(rows) != 1)
-    parts = [
-        f"**{escaped(f'Best {best.best.metric}: {best.cells[0]}, {best.best.name}')}** ({len(rows)} result{plural})"
-    ]
-    for kind, group in groupby(rows[:_MAX_ROWS], _kind):
+    best, plural, groups = rows[0], "s" * (len(rows) != 1), _groups(rows)
+    found = {group[0].best.kind: beside_next(group, measure) for group in groups}
+    beside = f", {escaped(text)}" if (text := found[best.best.kind]) else ""
+    title = escaped(f"Best {best.best.metric}: {best.cells[0]}, {best.best.name}")
+    parts = [f"**{title}**{beside} ({len(rows)} result{plural})"]
+    left = _MAX_ROWS
+    for group in groups:
         lines = []
-        for number, row in enumerate(group, 1):
+        for number, row in placed(group)[: max(0, left)]:
             page = run_page(experiment_id, row.best.parent if row.best.setting else row.best.run_id)
             lines.append((str(number), link(row.best.name, page), *row.cells))
-        parts += [f"**{escaped(' · '.join(filter(None, kind)), 600)}**", table(_COLUMNS, lines)]
+        left -= len(lines)
+        kind = [
+            *filter(None, group[0].best.kind),
+            *([f"the best: {text}"] if (text := found[group[0].best.kind]) else []),
+        ]
+        parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)] if lines else []
     newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
     page = run_page(experiment_id, newest.run_id, "leaderboard.html")
     more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
-    return "\n\n".join([*parts, f"{more}{link('leaderboard.html', page)}"])
+    return "\n\n".join([*parts, escaped(f"{_total(rows)}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"])
+
+
+def _total(rows: Iterable[Row]) -> str:
+    found = [one for row in rows for one in row.results]
+    return f"Together: {cost_of(found)} of {len(found)} run{'s' * (len(found) != 1)} with a result"

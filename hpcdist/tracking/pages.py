@@ -26,6 +26,7 @@ from hpcdist.host.files import long_lock, read_json, write_json
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.review.text import run_page
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
@@ -340,9 +341,15 @@ class ParentRun:
             with _readable():
                 facts = read_sweep_facts(self._sweep, state)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason} | self._cost()
-            set_note(opened, describe_sweep(facts, cost=tags.get("hpcdist.cost", ""), max_chars=MAX_DESCRIPTION))
+            report = ""
+            if state.status in ENDED:
+                report = run_page(opened.experiment_id, opened.run_id, "report.html")
+                self._upload_report(opened)
+            cost = tags.get("hpcdist.cost", "")
+            set_note(opened, describe_sweep(facts, cost=cost, report=report, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
-                tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (1)')}: {facts.best.label}"
+                beside = f", {facts.beside_next}" if facts.beside_next else ""
+                tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}{beside}"
                 mean, num_values = fmean(facts.best.values), sum(cell.metric is not None for cell in facts.cells)
                 opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
             opened.set_tags(tags)
@@ -353,6 +360,14 @@ class ParentRun:
                 before, state = state, self._sweep.read_state()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
+
+    def _upload_report(self, opened: MlflowRun) -> None:
+        from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
+
+        with _readable():
+            text = render_sweep(self._sweep, with_links=False)  # to files of the cells, which MLflow shows elsewhere
+        with translated(opened.uri):
+            opened.client.log_text(opened.run_id, text, "report.html")
 
     def _cost(self) -> dict[str, str]:
         ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell))) is not None]

@@ -14,7 +14,6 @@ from hpcdist.host.files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
     MISSING,
-    UNPAIRED,
     compare,
     compare_results,
     compare_values,
@@ -24,7 +23,7 @@ from hpcdist.review.comparison import (
 )
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Ledger
-from hpcdist.review.uncertainty import npy
+from hpcdist.review.uncertainty import UNPAIRED, npy
 from hpcdist.run.records import AttemptTimes, DatasetRecord, Origin, TrainingRecord, begin, write_origin, write_training
 from hpcdist.tracking.points import read_series
 
@@ -203,8 +202,8 @@ def test_verdict_on_the_best_values_and_the_medians_of_speeds(tmp_path: Path) ->
         ("best eval/accuracy", "base", "0.90 ± 0.02", "", "", ""),
         ("best eval/accuracy", "same", "0.92 ± 0.01", "+0.020", "-0.020 to +0.060", "within noise"),
         ("best eval/accuracy", "good", "0.990 ± 0.005", "+0.090", "+0.060 to +0.124", "clear"),
-        ("best eval/accuracy", "other", "0.990 ± 0.005", "+0.09", "", "not comparable (other data)"),
-        ("best eval/accuracy", "bare", "0.99", "+0.09", "", "error unknown"),
+        ("best eval/accuracy", "other", "0.990 ± 0.005", "+0.090", "", "not comparable (other data)"),
+        ("best eval/accuracy", "bare", "0.99", "+0.090", "", "error unknown"),
         ("train/samples_per_s, median", "base", "100", "", "", ""),
         ("train/samples_per_s, median", "same", "90", "-10.0 %", "", ""),
     ]

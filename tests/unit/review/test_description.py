@@ -344,16 +344,16 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     text = plain(describe_sweep(facts, max_chars=8000))
     assert text.startswith(
-        "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 (3)** (highest is best)\n\n"
-        "| Setting | eval/acc: mean ± standard deviation (values) | Cells |\n| --- | --- | --- |\n"
-        "| lr=0.2 | 0.95 ± 0.01 (3) | 3 |\n| lr=0.1 | 0.94 ± 0.05 (3) | 3 |\n| lr=0.3 | 0.5 (1) | 3 |\n\n"
-        "| Run | seed | optim.lr | eval/acc | Step | State |\n"
+        "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
+        "within noise of lr=0.1\n\n| Setting | eval/acc: mean ± s.d. (n seeds) | Cells |\n| --- | --- | --- |\n"
+        "| lr=0.2 | 0.95 ± 0.01 s.d. (n=3) | 3 |\n| lr=0.1 | 0.94 ± 0.05 s.d. (n=3) | 3 |\n"
+        "| lr=0.3 | 0.5 (n=1) | 3 |\n\n| Run | seed | optim.lr | eval/acc | Step | State |\n"
     )
     assert "Best cell" not in text
     assert [one.row[1:] for one in compare_settings(facts)] == [
-        ("lr=0.2", "0.95 ± 0.01 (3)", "", "", ""),
-        ("lr=0.1", "0.94 ± 0.05 (3)", "-0.01", "-0.13 to +0.11", "within noise"),
-        ("lr=0.3", "0.5 (1)", "-0.45", "", "error unknown"),
+        ("lr=0.2", "0.95 ± 0.01 s.d. (n=3)", "", "", ""),
+        ("lr=0.1", "0.94 ± 0.05 s.d. (n=3)", "-0.01", "-0.22 to +0.20", "within noise"),
+        ("lr=0.3", "0.5 (n=1)", "-0.45", "-0.54 to -0.36", "clear"),
     ]
     unknown = compare_settings(replace(facts, monitor_mode=""))
     assert [one.run for one in unknown] == ["lr=0.1", "lr=0.2", "lr=0.3"], "in the order of the sweep"
@@ -361,13 +361,13 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     assert [one.verdict for one in on_other_data] == ["", *2 * ["not comparable (other data)"]]
     diverged = replace(facts, cells=(*cells, *(replace(cells[0], metric=one) for one in (math.nan, math.inf, 1e300))))
     assert [(one.text, one.num_cells) for one in diverged.settings[:2]] == [
-        ("0.95 ± 0.01 (3)", 3),
-        ("0.94 ± 0.05 (3)", 6),
+        ("0.95 ± 0.01 s.d. (n=3)", 3),
+        ("0.94 ± 0.05 s.d. (n=3)", 6),
     ]
     worst = replace(facts, monitor_mode="min").settings
     assert [one.label for one in worst] == ["lr=0.3", "lr=0.1", "lr=0.2"]
     alone = replace(facts, keys=("seed",), cells=tuple(replace(cell, values={"seed": 1}) for cell in cells[:3]))
-    assert [(one.label, one.text) for one in alone.settings] == [("all seeds", "0.94 ± 0.05 (3)")]
+    assert [(one.label, one.text) for one in alone.settings] == [("all seeds", "0.94 ± 0.05 s.d. (n=3)")]
     assert replace(facts, keys=("optim.lr",)).settings == ()
 
 
@@ -381,7 +381,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
     assert plain(describe_sweep(facts, max_chars=8000)) == (
         "**failed**: 3 cells: 1 failed, 2 finished\n\n"
-        "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best)\n\n"
+        "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best), error unknown against lr=0.2\n\n"
         "| Run | optim.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
         "| [lr=0.3](#/b) | 0.3 | 0.75 | 20 | finished |\n"
         "| [lr=0.2](#/a) | 0.2 | 0.5 | 10 | finished |\n"

@@ -156,9 +156,9 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     write_json(before.run.mlflow, {"run_id": "b1"})
     write_json(scene.run.mlflow, {"run_id": "a1"})
     ended = scene.run.read_state().ended or 0.0
-    ranked = Standing(run_id="a1", ended=ended, metric="eval/accuracy", value=0.8, number=2, before_value=0.7,
+    ranked = Standing(run_id="a1", ended=ended, metric="eval/accuracy", value=0.8, place=1, number=2, before_value=0.7,
                       before_folder="/elsewhere/before", before_run_id="b1", difference=0.1, verdict="clear",
-                      interval=[0.05, 0.15])  # fmt: skip
+                      interval=[0.05, 0.15], method="paired, 9 samples")  # fmt: skip
     write_json(scene.run.standing, asdict(ranked))
     page = page_of(scene)
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
@@ -169,10 +169,10 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     assert chart.count('class="band"') == 1, "the second attempt"
     assert 'class="dot"' in chart
     assert "eval/accuracy best earlier run: before best checkpoint: 0.8 at step 2" in text, "the legend"
+    assert "<b>eval/accuracy 0.8 · place 1 of 2 in digits when it ended, +0.10 against the best before (clear" in page
     assert (
-        "<b>eval/accuracy 0.8 · rank 1 of 2 in digits when it ended, +0.10 against the best before (clear)</b>" in page
+        "95 % interval (paired, 9 samples), verdict best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15, clear" in text
     )
-    assert "best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15, clear" in text, "the same verdict"
     assert "optim.lr 0.1 0.2" in text
     write_json(before.run.mlflow, {"run_id": "c2"})
     assert "What changed" not in page_of(scene), "another run of that name"
@@ -224,8 +224,8 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     page = sweep.report.read_text()
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["Settings", "Heat map", "Runs"]
-    assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 \(2\) 2 [\d.]+ core-hours", text)
-    assert '<td class="n h8">★ 0.85 ± 0.07 (2)</td><td class="n h0">0.5 (1)</td>' in page
+    assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
+    assert '<td class="n h8">★ 0.85 ± 0.07 s.d. (n=2)</td><td class="n h0">0.5 (n=1)</td>' in page
     assert "no value" in page
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]
     assert links == ["../tune-0.2-16-1/report.html"]

@@ -8,13 +8,16 @@ import numpy
 import pytest
 
 from hpcdist.review.uncertainty import (
+    Measured,
     difference_interval,
     is_other_data,
+    judge,
     mean_interval,
     npy,
     num_evaluated,
     paired_interval,
     parse_npy,
+    prediction_interval,
     share_error,
     student_t,
     with_error,
@@ -114,6 +117,9 @@ def test_of_equal_settings_at_most_five_in_a_hundred_differ_clearly(num_seeds: i
     pairs = list(zip(*values.tolist(), strict=True))
     found = [mean_interval(first, second) for first, second in pairs]
     assert sum(not one[0] <= 0 <= one[1] for one in found if one) <= 0.05 * NUM_PAIRS
+    more = numpy.random.default_rng(4).normal(0.9, 0.01, size=(20 * NUM_PAIRS, num_seeds + 1)).tolist()
+    alone = [prediction_interval([one], seeds) or (0.0, 0.0) for one, *seeds in more]
+    assert sum(not low <= 0 <= high for low, high in alone) / len(alone) == pytest.approx(0.05, abs=0.004), "exact"
     better = [mean_interval(first, [value + 1.0 for value in second]) for first, second in pairs]
     assert sum(one is not None and one[0] > 0 for one in better) > 0.9 * NUM_PAIRS
 
@@ -122,8 +128,8 @@ def test_the_best_of_many_equal_settings_is_clearly_better_in_at_most_five_of_a_
     num_clear = 0
     for sweep in numpy.random.default_rng(5).normal(0.9, 0.01, size=(400, 6, 5)).tolist():
         best, *others = sorted(sweep, key=sum, reverse=True)
-        intervals = [mean_interval(best, one, 15) for one in others]
-        num_clear += any(interval is not None and interval[1] < 0 for interval in intervals)
+        verdicts = [judge(Measured(values=best), Measured(values=one), 15).word for one in others]
+        num_clear += "clear" in verdicts
     assert num_clear <= 0.05 * 400
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.host.files import write_json
+from hpcdist.review.uncertainty import npy
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import DatasetRecord, Standing, TrainingRecord, read_standing, write_training
 from hpcdist.tracking import leaderboard
@@ -25,14 +27,18 @@ End = Callable[..., RunDir]
 def end(scene: Scene) -> End:
     """Return a function that uploads a run of the experiment that ended with a best value of its primary metric."""
 
-    def make(name: str, value: float, ended: float, *, size: int = 1000, seed: int = 0, **checkpoint: str) -> RunDir:
+    def make(
+        name: str, value: float, ended: float, *, size: int = 1000, seed: int = 0, ones: int = 0, **of: str
+    ) -> RunDir:
         run = RunDir.create(scene.run.path.with_name(name))
-        run.config.write_text(yaml.safe_dump(CONFIG | {"checkpoint": CONFIG["checkpoint"] | checkpoint}))
+        run.config.write_text(yaml.safe_dump(CONFIG | {"checkpoint": CONFIG["checkpoint"] | of}))
         data = DatasetRecord(name="digits", split="test", num_samples=size, digest=f"d{size}")
         write_training(run.new_attempt(), TrainingRecord(began=1.0, datasets=(data,)))
-        metrics = {checkpoint.get("monitor", "eval/accuracy"): value}
+        metrics = {of.get("monitor", "eval/accuracy"): value}
         saved = run.checkpoints / "step-00000010"
         saved.mkdir()
+        if ones:
+            saved.joinpath("samples.npy").write_bytes(npy([1] * ones + [0] * (size - ones)))
         write_json(saved / "manifest.json", {"step": 10, "created": 5.0, "metrics": metrics})
         if seed:
             values = {"optim.lr": 0.1, "seed": seed}
@@ -63,22 +69,29 @@ def test_first_line_has_the_rank_at_the_end_of_the_run(scene: Scene, end: End) -
     first = end("a", 0.95, 10.0)
     assert first_line(scene, first).startswith("**eval/accuracy 0.950 ± 0.007** · first result in exp when it ended")
     second, other = end("b", 0.955, 20.0), end("c", 0.99, 30.0, size=50)
-    assert "rank 1 of 2 in exp when it ended, +0.005 against the best before (within noise)" in first_line(
-        scene, second
-    )
+    assert "· place 1 of 2 in exp when it ended, +0.005 against the best before (within" in first_line(scene, second)
     found = standing(second)
     assert (found.before, found.before_run_id, found.before_value) == ("a", standing(first).run_id, 0.95)
     assert found.before_folder == str(first.path)
     assert "no comparable run in exp when it ended" in first_line(scene, other), "it has other data"
     worse = end("d", 0.9, 40.0)
-    assert "rank 3 of 3 in exp when it ended, -0.055 against the best before (clear)" in first_line(scene, worse)
+    assert ", -0.055 against the best before (clear, unpaired)" in first_line(scene, worse)
     loss = end("e", 0.9, 50.0, monitor="eval/loss", monitor_mode="min")
     assert standing(loss).num_others == 4
     # A rank is that of the end of its run, also if the run is uploaded, or uploaded again, after later ones.
     Delivery(second, scene.uri).ship_once()
     late = end("f", 0.96, 15.0)
-    assert standing(second).rank == 1
-    assert (standing(late).rank, standing(late).number) == (1, 2)
+    assert standing(second).place == 1
+    assert (standing(late).place, standing(late).number) == (1, 2)
+
+
+def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(scene: Scene, end: End) -> None:
+    _, second, third = [end(f"r{time}", ones / 1000, time, ones=ones) for time, ones in ((1, 950), (2, 960), (3, 960))]
+    assert "+0.010 against the best before (clear, paired)" in first_line(scene, second)
+    assert "place 1 of 3 in exp when it ended, equal to the best before" in first_line(scene, third)
+    note = note_of_experiment(scene).replace("\\", "")
+    assert "equal to the next one, r3 (3 results)" in note
+    assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
 
 
 def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
@@ -93,11 +106,11 @@ def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
         for name, value, seed in zip(names, (0.94, 0.96, 0.98), (6, 7, 8), strict=True)
     ]
     found = standing(runs[-1])
-    assert (found.setting, found.num_values, found.rank, found.number) == ("tune lr=0.1", 3, 2, 2)
-    assert (found.value, found.verdict) == (pytest.approx(0.96), "error unknown")
-    text = "setting tune lr=0.1 (mean of 3 seeds): rank 2 of 2 in exp when it ended, -0.01 against"
-    assert text in first_line(scene, runs[-1])
-    assert "0.96 ± 0.02 (3)&nbsp;&nbsp;| 3&nbsp;&nbsp;|" in note_of_experiment(scene).replace("\\", "")
+    assert (found.setting, found.value, found.place, found.number) == ("tune lr=0.1", pytest.approx(0.96), 2, 2)
+    own, mean = first_line(scene, runs[-1]).split(" in exp when it ended, ")
+    assert own.endswith("0.004 with this seed** · setting tune lr=0.1: 0.96 ± 0.02 s.d. (n=3), place 2 of 2")
+    assert mean.startswith("-0.01 against the best before (within noise, 1 run against 3 seeds)")
+    assert "0.96 ± 0.02 s.d. (n=3)&nbsp;&nbsp;| 3&nbsp;&nbsp;|" in note_of_experiment(scene).replace("\\", "")
 
 
 def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
@@ -109,9 +122,9 @@ def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
     scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
-    assert text.startswith(
-        f"ours: see the wiki\n\n{MARK}\n\n**Best eval/accuracy: 0\\.970 ± 0\\.005, &lt;b&gt;** (2 results)\n"
-    )
+    above, best = f"ours: see the wiki\n\n{MARK}\n\n", "**Best eval/accuracy: 0.970 ± 0.005, &lt;b&gt;**"
+    beside = ", clear of the next one, first* (2 results)\n"
+    assert text.replace("\\", "").startswith(above + best + beside)
     assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
     page = end("worse", 0.9, 30.0).leaderboard.read_text()
     text = note_of_experiment(scene)
@@ -134,7 +147,6 @@ def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
         scene.client.set_tag(scene.client.create_run(experiment).info.run_id, "hpcdist.result", text)
     run = end("b", 0.9, 2.0)
     assert (standing(run).number, standing(run).difference) == (2, 0.0)
-    assert "rank 1 of 2 in exp when it ended, equal to the best before" in first_line(scene, run)
 
 
 def test_failed_run_begins_with_cause_place_and_fix(scene: Scene) -> None:
