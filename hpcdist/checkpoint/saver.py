@@ -38,14 +38,14 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
         self._copies: list[torch.cuda.Event] = []
 
-    def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the state (on CUDA, queue the copy) and start to write it; later changes are not written."""
+    def submit(self, state: Mapping[str, Any], consume: Callable[[dict[str, Any]], None]) -> None:
+        """Copy the state (on CUDA, queue the copy) and pass the copy to `consume`; later changes are not in it."""
         self.settle()  # there is only one set of buffers
         host, self._copies = self._buffers.copy(state)
 
         def work() -> None:
             self.wait_for_copy()
-            write(host)
+            consume(host)
 
         self._pending = self._thread.submit(work)
 
@@ -125,14 +125,14 @@ class AsyncSaver(BackgroundWriter):
             on_written()
             return
         state = {"model": snapshot.model, "trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
-        rest = replace(snapshot, model={}, trainer=None, rank_states=[])  # so that `write` does not keep the originals
+        rest = replace(snapshot, model={}, trainer=None, rank_states=[])  # the function keeps no originals
 
-        def write(host: dict[str, Any]) -> None:
-            self._store.write(replace(rest, **host), before_publish=self._before_publish)
+        def add_and_prune(host: dict[str, Any]) -> None:
+            self._store.add(replace(rest, **host), before_publish=self._before_publish)
             on_written()
             self._store.prune()
 
-        self.submit(state, write)
+        self.submit(state, add_and_prune)
 
 
 # Copy a nested state into host memory that is allocated once and reused for every save.

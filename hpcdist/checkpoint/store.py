@@ -169,8 +169,8 @@ class CheckpointStore:
 
     # --- writing, by one process
 
-    def write(self, snapshot: Snapshot, *, before_publish: Callable[[], None] | None = None) -> Path:
-        """Write a checkpoint with fsync and return its folder.
+    def add(self, snapshot: Snapshot, *, before_publish: Callable[[], None] | None = None) -> Path:
+        """Add a checkpoint, written with fsync, and return its folder.
 
         A valid checkpoint of the same step is kept and the new one is dropped, because both contain the same state.
         `before_publish` is called directly before the rename to the final name.
@@ -179,14 +179,14 @@ class CheckpointStore:
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
             if not file_retry.exists(final):
-                self._write_new(snapshot, final, before_publish)
+                self._write_and_publish(snapshot, final, before_publish)
             else:
                 try:
                     verified(final)
                     log.info("%s exists already and is valid: it is kept", final)
                 except CheckpointError as error:
                     log.warning("replacing checkpoint %s", error)
-                    self._write_new(snapshot, final, before_publish)
+                    self._write_and_publish(snapshot, final, before_publish)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
@@ -198,11 +198,11 @@ class CheckpointStore:
             self._newest = read_manifest(final)
         return final
 
-    def _write_new(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
+    def _write_and_publish(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
         temp = self._temp_name(final)
         try:
             retry(lambda: temp.mkdir(exist_ok=True), temp)
-            write_checkpoint(temp, snapshot)
+            write_files(temp, snapshot)
             if before_publish is not None:
                 before_publish()
             if file_retry.exists(final):  # an invalid checkpoint
@@ -364,7 +364,7 @@ def write_manifest(manifest: Manifest) -> None:
     write_atomic(manifest.path / MANIFEST_FILE, text + "\n", durable=True)
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
+def write_files(folder: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint into an empty folder, with fsync."""
     began = time.monotonic()
     files = {

@@ -81,15 +81,15 @@ class PreloadedSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(self, samples: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
-        """Yield a batch for each element of `samples`, the indices of its samples, int64 [n] on the CPU.
+    def batches(self, index_batches: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
+        """Yield a batch for each element of `index_batches`: the indices of its samples, int64 [n] on the CPU.
 
         `epoch` changes the augmentation. If the device holds the split, a batch needs neither a copy nor a
         synchronisation.
         """
-        if not any(map(len, samples)):  # `split` of an empty tensor returns one empty part
+        if not any(map(len, index_batches)):  # `split` of an empty tensor returns one empty part
             return
-        indices, sizes = torch.cat(list(samples)), [len(part) for part in samples]
+        indices, sizes = torch.cat(list(index_batches)), [len(part) for part in index_batches]
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
         labels = torch.split(self._placed_labels.index_select(0, indices.to(self.device)), sizes)
         if self.augment_seed is None:
@@ -182,13 +182,13 @@ class StreamingSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(self, samples: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
+    def batches(self, index_batches: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
         device, normalize = self.device, Normalize(self.mean, self.std, self.device)
         memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
-            batch_sampler=[part.tolist() for part in samples if len(part)],
+            batch_sampler=[part.tolist() for part in index_batches if len(part)],
             num_workers=self.num_workers,
             pin_memory=device.type != "cpu",
             generator=torch.Generator(),  # without it the loader draws a seed from the global generator

@@ -379,7 +379,7 @@ class Context:
     @property
     def stop_signalled(self) -> bool:
         """Whether this rank alone has received a stop signal. Use `should_stop` for the decision of all ranks."""
-        return self._stop.flag.is_set
+        return self._stop.flag.is_raised
 
     @property
     def save_requested(self) -> bool:
@@ -388,7 +388,7 @@ class Context:
 
     def request_stop(self) -> None:
         """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
-        self._stop.flag.is_set = True
+        self._stop.flag.is_raised = True
 
     def agree_among(self, ranks: Sequence[int]) -> Groups:
         """Let only `ranks` take part in the agreement of `should_stop`, because the others do not count steps.
@@ -503,7 +503,7 @@ class Context:
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         with self.timer.account.phase("checkpoint"):
-            on_written = self._commands.saving(step)
+            report_saved = self._commands.begin_save(step)
             is_owner = shard is not None and not shard.is_empty
             state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
             gathered = self.groups.gather((self._rank_state(local), is_owner, state.is_sharded))
@@ -527,7 +527,7 @@ class Context:
                     collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
                     samples=samples,
                 )
-                self._saver.save(snapshot, on_written=on_written)
+                self._saver.save(snapshot, on_written=report_saved)
             if shard is not None:
                 # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
                 self._shard_writer.wait_for_copy()

@@ -86,8 +86,8 @@ class Division:
         """Return the samples of a micro-batch, int64 [n], in the order of its epoch."""
         return order[self._begin(step_in_epoch, number) : self._begin(step_in_epoch, number + 1)]
 
-    def rank_samples(self, epoch: int, first_step: int = 0) -> list[Tensor]:
-        """Return the samples of each of this rank's micro-batches from a step of the epoch on, int64 [n] each."""
+    def rank_indices(self, epoch: int, first_step: int = 0) -> list[Tensor]:
+        """Return the indices of the samples of each micro-batch of this rank from a step of the epoch on, int64 [n]."""
         order = self.order(epoch)
         return [
             self.samples(order, step, number)
@@ -392,7 +392,7 @@ class MicroBatchLoader:
             samples = (
                 [(each, index) for index in samples.tolist()]
                 for each in itertools.count(epoch)
-                for samples in division.rank_samples(each, first_step if each == epoch else 0)
+                for samples in division.rank_indices(each, first_step if each == epoch else 0)
             )
             # A generator of its own: without it the loader draws a seed from the global one.
             options = {"generator": torch.Generator(), **self._options}

@@ -70,7 +70,7 @@ class StopFlag:
     """A flag that the stop signals set. The handler does nothing else, because the current step must finish first."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_raised = False
 
     def install(self) -> None:
         """Handle the stop signals, also those that were blocked until now. Handlers of a script are still called."""
@@ -81,7 +81,7 @@ class StopFlag:
             before = signal.getsignal(number)
 
             def handle(signum: int, frame: FrameType | None, before: Any = before) -> None:
-                self.is_set = True
+                self.is_raised = True
                 if callable(before):
                     before(signum, frame)
 

@@ -49,7 +49,7 @@ class RpcGroup:
         self.peers = [name for name in self.names if name != self.name]
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
         own: dict[str, Callable[..., Any]] = {
-            "_order": lambda command, arguments: self._commands.put((command, arguments)),
+            "_command": lambda command, arguments: self._commands.put((command, arguments)),
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
@@ -82,9 +82,9 @@ class RpcGroup:
         names = self.of_role(role) if isinstance(role, str) else role
         return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
 
-    def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
+    def send_command(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
         """Send a command of the receivers' `serve` from rank 0, by default to all; do not wait for its execution."""
-        for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
+        for future in self.call_all(self.peers if to is None else to, "_command", command, arguments):
             future.result()
 
     def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
@@ -151,5 +151,5 @@ def rpc_group(
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:
-        group.order(LEAVE)
+        group.send_command(LEAVE)
     group.close()

@@ -192,14 +192,14 @@ class RunningScript:
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
-            self._commands.saving(step, refused=NO_SAVE)()  # it was due at the step before
+            self._commands.begin_save(step, refused=NO_SAVE)()  # it was due at the step before
         return stop
 
     def should_save(self, step: int) -> bool:
         self._asks_to_save = True
         self._report_saved(step)
         if self._commands is not None and self._commands.save_is_due:
-            self._saving = step, self._commands.saving(step, self.run.checkpoints)
+            self._saving = step, self._commands.begin_save(step, self.run.checkpoints)
         every = self.config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
         return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)

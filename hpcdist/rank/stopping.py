@@ -81,7 +81,7 @@ class StopAgreement:
             now = time.monotonic()
             step_s = (now - self._round_began) / self._boundaries
             self._round_began, self._boundaries = now, 0
-            wanted = float(self.flag.is_set or self._is_requested(now))
+            wanted = float(self.flag.is_raised or self._is_requested(now))
             message = [wanted, step_s, *((0, 0) if self.requests is None else self.requests.newest.values())]
             if self.group is None:
                 self._obey(*message)
@@ -155,7 +155,7 @@ class LiveCommands:
     def save_is_due(self) -> bool:
         return self.stop.newest_save > self._last_save
 
-    def saving(self, step: int, path: Path | None = None, *, refused: str = "") -> Callable[[], None]:
+    def begin_save(self, step: int, path: Path | None = None, *, refused: str = "") -> Callable[[], None]:
         """Note that a checkpoint of this step is being saved, or why it is `refused`.
 
         Returns a function that reports this to the new commands `save`; call it once the checkpoint is on disk.

@@ -26,8 +26,8 @@ class Progress:
     Args:
         cfg: its sections `stop`, `checkpoint` and `tracking` are used.
         steps_per_epoch: optimizer steps of one epoch in this attempt.
-        saved: `state_dict()` in the checkpoint; None at the first start. If its steps per epoch differ, because the
-            number of ranks or the batch size has changed, the position within the epoch is rescaled.
+        saved: `state_dict()`, named `position` in checkpoints; None at the first start. If its steps per epoch differ,
+            because the number of ranks or the batch size has changed, the position within the epoch is rescaled.
         goal: threshold of the task and its description; used if `stop.threshold` is not set.
     """
 
@@ -88,8 +88,8 @@ class Progress:
         self.step += 1
         self.step_in_epoch += 1
 
-    def count_samples(self, number: float) -> int:
-        """Count samples of all ranks since the last logged step. Returns their number since the start."""
+    def add_samples(self, number: float) -> int:
+        """Add the samples of all ranks since the last logged step. Returns their number since the start of the run."""
         self.samples += int(number)
         return self.samples
 

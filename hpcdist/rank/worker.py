@@ -60,10 +60,10 @@ def main() -> NoReturn:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_OPEN_FILES), hard))
     with retry.patient(FILE_TIMEOUT_S):
-        _run(Path(folder))
+        _run_and_end(Path(folder))
 
 
-def _run(folder: Path) -> NoReturn:
+def _run_and_end(folder: Path) -> NoReturn:
     # Errors are printed until the rank is known: without it there is no outcome file.
     try:
         topology = Topology.from_env(os.environ)
@@ -76,14 +76,16 @@ def _run(folder: Path) -> NoReturn:
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
-        conclude, limit_s = _work(run, attempt, topology, outcome)
+        conclude, limit_s = _run_script_or_trainer(run, attempt, topology, outcome)
     except Exception as error:
         code = outcome.write_error(error)
         end(lambda: code, FAILED_S)
     end(conclude, limit_s)
 
 
-def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], int], float]:
+def _run_script_or_trainer(
+    run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome
+) -> tuple[Callable[[], int], float]:
     """Run the training. Returns a function that records its success, and the time limit of the end of this process.
 
     Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
@@ -118,7 +120,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         reason = f"{config.trainer.script_name} {how}"
     else:
         try:
-            ended, reason = _train(config, run, attempt, topology, outcome, records)
+            ended, reason = _run_trainer(config, run, attempt, topology, outcome, records)
         except BaseException:
             records.journal.close()
             raise
@@ -137,7 +139,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 
-def _train(
+def _run_trainer(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
     # Before the import of torch, a second in which a signal may arrive, unless the rank was forked.

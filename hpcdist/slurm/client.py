@@ -253,7 +253,7 @@ def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
 # --- the job that this process runs in: its limits and nodes, its steps, and its requeue
 
 #: States of a job whose batch step keeps running.
-_RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
+_BATCH_STEP_CONTINUES = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 
 
 def job_id_of(env: Mapping[str, str]) -> str:
@@ -311,7 +311,7 @@ class CurrentJob:
         if self.end_time is not None and time.time() >= self.end_time:
             return False
         states = [record.get("JobState", "RUNNING") for record in job_records(self.id)]
-        return bool(states) and states[0] not in _RUNNING
+        return bool(states) and states[0] not in _BATCH_STEP_CONTINUES
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
         """Requeue the job, without some nodes. From now on this process ignores SIGTERM, which ends the batch step."""

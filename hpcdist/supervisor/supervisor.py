@@ -154,6 +154,7 @@ class Supervisor:
             unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
             if unasked and self.job is not None and self.job.is_ending():
                 self._job_request = StopRequest(cause="preemption")
+            # Also for ranks that have ended: the job decides by this file about its requeue, now and at its next start.
             self._write_request(attempt)
             if failure is None:
                 over = self._after_end(state, attempt, times, end)

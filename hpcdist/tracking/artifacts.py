@@ -223,8 +223,8 @@ def manifests(run: RunDir) -> dict[str, str]:
     for _, folder in complete_checkpoints(run):
         path = folder / MANIFEST_FILE
         # The manifest of a linked folder outside of the run is not this run's.
-        if (mark := fingerprint(path)) and stays_inside(path, run.path):
-            found[folder.name] = mark
+        if (digest := fingerprint(path)) and stays_inside(path, run.path):
+            found[folder.name] = digest
     return found
 
 
@@ -242,9 +242,9 @@ class CheckpointModels:
         done: checkpoint folder → manifest that MLflow has completely, of an earlier process; `update` changes it.
     """
 
-    def __init__(self, run: RunDir, mlflow: MlflowRun, done: dict[str, str]) -> None:
+    def __init__(self, run: RunDir, mlflow_run: MlflowRun, done: dict[str, str]) -> None:
         self._run = run
-        self._mlflow = mlflow
+        self._mlflow_run = mlflow_run
         self._done = done
         #: Key of a checkpoint → its logged model; None before the first search.
         self._models: dict[tuple[str, str], entities.LoggedModel] | None = None
@@ -261,7 +261,7 @@ class CheckpointModels:
         # A damaged manifest has no time.
         known = [one for one in read_checkpoints(self._run) if one.path.name in found and one.created is not None]
         try:
-            with translated(self._mlflow.uri):
+            with translated(self._mlflow_run.uri):
                 self._update(found, known, all_sent)
         except TrackingError as error:
             self._models = None  # a request without a response may have been executed
@@ -276,16 +276,17 @@ class CheckpointModels:
         newest = next(reversed(manifests(self._run)), "")
         kept = next((one for one in read_checkpoints(self._run) if one.path.name == newest), None)
         if kept is not None and kept.step >= last_step:
-            with translated(self._mlflow.uri):
-                model = self._mlflow.client.get_logged_model(model_id)
+            with translated(self._mlflow_run.uri):
+                model = self._mlflow_run.client.get_logged_model(model_id)
                 self._log_metrics(model, kept, {}, all_sent=True)
 
     def _update(self, found: Mapping[str, str], kept: Sequence[CheckpointFacts], all_sent: bool) -> None:
         if self._models is None:
-            search, of_run = self._mlflow.client.search_logged_models, f"source_run_id = '{self._mlflow.run_id}'"
+            search = self._mlflow_run.client.search_logged_models
+            of_run = f"source_run_id = '{self._mlflow_run.run_id}'"
             self._models = {
                 (model.tags.get(_STEP_TAG, ""), model.tags[_SHA_TAG]): model
-                for model in all_pages(search, [self._mlflow.experiment_id], of_run, max_results=_MODELS_PAGE)
+                for model in all_pages(search, [self._mlflow_run.experiment_id], of_run, max_results=_MODELS_PAGE)
                 if _SHA_TAG in model.tags
             }
         histories: _Histories = {}
@@ -303,7 +304,7 @@ class CheckpointModels:
         steps = {str(step_of(Path(name))) for name in unread}
         for key in [key for key in self._models if key not in keys and key[0] not in steps]:
             with tolerated("RESOURCE_DOES_NOT_EXIST"):
-                self._mlflow.client.delete_logged_model(self._models[key].model_id)
+                self._mlflow_run.client.delete_logged_model(self._models[key].model_id)
             del self._models[key]
         for name in self._done.keys() - found.keys():
             del self._done[name]
@@ -311,10 +312,10 @@ class CheckpointModels:
     def _create(self, kept: CheckpointFacts) -> entities.LoggedModel:
         step, path, name = str(kept.step), clean_text(str(kept.path)), clean_text(kept.path.parents[1].name)
         note = _CHECKPOINT.format(step=step, path=path, name=name)
-        model = self._mlflow.client.create_logged_model(
-            self._mlflow.experiment_id,
+        model = self._mlflow_run.client.create_logged_model(
+            self._mlflow_run.experiment_id,
             name=re.sub(r"[/:.%'\"]", "_", f"{name} step-{step}"),  # without the characters that MLflow rejects
-            source_run_id=self._mlflow.run_id,
+            source_run_id=self._mlflow_run.run_id,
             # MLflow's page shows the parameters, and of the tags only the description.
             tags={_EXTERNAL_TAG: "true", _SHA_TAG: kept.sha256, _STEP_TAG: step, _NOTE_TAG: note},
             params={"step": step, "path": path, "sha256": kept.sha256},
@@ -332,7 +333,7 @@ class CheckpointModels:
         own point is stored once. A metric that the trainer has saved in the checkpoint but not logged, which is known
         when all records are sent, has the value and time of the checkpoint.
         """
-        client, run_id = self._mlflow.client, self._mlflow.run_id
+        client, run_id = self._mlflow_run.client, self._mlflow_run.run_id
         logged = {metric.key for metric in model.metrics or ()}
         own_metrics = {clean_metric_name(key): value for key, value in kept.metrics.items()}
         missing = {key: value for key, value in own_metrics.items() if key not in logged}

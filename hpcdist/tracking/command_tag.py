@@ -52,7 +52,7 @@ class CommandTag:
         self._command = SentCommand.load(run.journal)
         self._next = -math.inf
 
-    def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
+    def update(self, mlflow_run: MlflowRun, allowed: Sequence[str], state: State) -> None:
         """Obey a new command and report the result of the last one: every INTERVAL_S, and when the run has ended.
 
         After a TrackingError the next call continues.
@@ -62,14 +62,14 @@ class CommandTag:
         self._next = time.monotonic() + INTERVAL_S
         if not self._command.text or self._command.result:
             # A new command replaces the last one, whose result may still be missing.
-            current = mlflow.current()
+            current = mlflow_run.current()
             if text := _text(current):
                 # The status of the last pass: this is the first one after the resume of a run that had ended.
                 stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
                 self._note(SentCommand(text=text, key=secrets.token_hex(8), attempt=state.attempt, stale=stale))
         if self._command.text and not self._command.result:
-            if _text(mlflow.current()) == self._command.text:  # a command set meanwhile stays for the next call
-                mlflow.delete_tag(TAG)
+            if _text(mlflow_run.current()) == self._command.text:  # a command set meanwhile stays for the next call
+                mlflow_run.delete_tag(TAG)
             self._note(self._obey(self._command, allowed, state))
             log.info("%s=%s: %s", TAG, self._command.text, self._command.result)
         if (command := self._command).number:
@@ -80,7 +80,7 @@ class CommandTag:
         if (command := self._command).text:
             if command.result != command.answered:
                 now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-                mlflow.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
+                mlflow_run.set_tags({RESULT_TAG: f"{now} {command.text}: {command.result}"})
             self._note(replace(command, answered=command.result) if command.number else SentCommand())
 
     def _note(self, command: SentCommand) -> None:

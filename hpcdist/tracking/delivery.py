@@ -19,7 +19,7 @@ from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
 from hpcdist.run.records import CAUSES, reached_step, read_standing
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
-from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, mark_of, read_events
+from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, read_events, state_key
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, read_series
@@ -55,8 +55,8 @@ class Delivery:
         self.run = run
         self.uri = uri
         self.stored = pages.read_config(run)
-        self._config_mark = ""
-        self._mlflow: MlflowRun | None = None
+        self._config_fingerprint = ""
+        self._mlflow_run: MlflowRun | None = None
         self._sweep_run = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
         self._page = RunPage(run)
@@ -70,24 +70,25 @@ class Delivery:
         self.pause_s = 0.0
 
     def open_run(self) -> MlflowRun:
-        if self._mlflow is None:
+        if self._mlflow_run is None:
             opened = MlflowRun(self.run, self.uri)
-            self._sent = SentFacts.load(self.run.journal, opened.run_id)
+            self._sent_facts = SentFacts.load(self.run.journal, opened.run_id)
             self.batches = Batches(self.run, opened.run_id)
             self.uploads = Uploads(self.run, opened)
-            self._mlflow = opened
-        return self._mlflow
+            self._mlflow_run = opened
+        return self._mlflow_run
 
     def ship_once(self, state: State | None = None) -> int:
         """Upload everything once, and obey the command that was set as a tag. Returns the number of points sent.
 
         Without `state` that of `state.json` is reported.
         """
-        mlflow = self.open_run()
-        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):  # at the start, and after a resume
+        mlflow_run = self.open_run()
+        config_now = artifacts.fingerprint(self.run.config)
+        if self._config_fingerprint != config_now:  # at the start, and after a resume
             self.stored = pages.read_config(self.run)
-            mlflow.log_params(pages.params(self.run, self.stored))
-            self._config_mark = mark
+            mlflow_run.log_params(pages.params(self.run, self.stored))
+            self._config_fingerprint = config_now
         state = state or self.run.read_state()
         config = self.stored.config
         # An error of the command or of a file stops neither the upload of metrics nor that of the status.
@@ -98,40 +99,40 @@ class Delivery:
                     from hpcdist.tracking.command_tag import CommandTag  # with modules that no other run needs
 
                     self._command = CommandTag(self.run)
-                self._command.update(mlflow, config.tracking.commands, state)
+                self._command.update(mlflow_run, config.tracking.commands, state)
         num_points = self.ship_records(state)
         tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
-        if changed := {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}:
-            mlflow.set_tags(changed)
-            self._sent.tags = tags
-            self._sent.save(self.run.journal)
+        if changed := {key: value for key, value in tags.items() if self._sent_facts.tags.get(key) != value}:
+            mlflow_run.set_tags(changed)
+            self._sent_facts.tags = tags
+            self._sent_facts.save(self.run.journal)
         self._update_leaderboard(state)
-        last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
+        last, self._sent_facts.page = self._sent_facts.page, ""  # after a failure, it is not known what MLflow shows
         try:
-            self._sent.page = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), last)
+            self._sent_facts.page = self._page.update(mlflow_run, state, config.tracking.tags.get(NOTE_TAG, ""), last)
         finally:
-            if self._sent.page != last:
-                self._sent.save(self.run.journal)
+            if self._sent_facts.page != last:
+                self._sent_facts.save(self.run.journal)
         # At the end once more: another run may have removed columns by writing at the same time.
         if self._views_written != (phase := "ended" if state.status in ENDED else "live"):
             self._views_written = phase
-            pages.write(mlflow, self.run, self.stored.config.checkpoint)
-        self._ledger.ship(state, mlflow)
+            pages.write(mlflow_run, self.run, self.stored.config.checkpoint)
+        self._ledger.ship(state, mlflow_run)
         with _collected(failures):
             self._ship_events()
-            if self._report.write_if_due(state, self._sent.report, has_new_points=num_points > 0):
-                self._sent.report = mark_of(state)
-                self._sent.save(self.run.journal)
+            if self._report.write_if_due(state, self._sent_facts.report, has_new_points=num_points > 0):
+                self._sent_facts.report = state_key(state)
+                self._sent_facts.save(self.run.journal)
             self.uploads.ship(state, config, self.batches.last_step)
         self._ship_status(state)
         if failures:
             raise failures[0]
-        if state.status in ENDED and self._sent.complete != mark_of(state):
-            self._sent.complete = mark_of(state)
-            self._sent.save(self.run.journal)
+        if state.status in ENDED and self._sent_facts.complete != state_key(state):
+            self._sent_facts.complete = state_key(state)
+            self._sent_facts.save(self.run.journal)
         return num_points
 
     def _update_leaderboard(self, state: State) -> None:
@@ -150,16 +151,16 @@ class Delivery:
 
         Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
-        mlflow = self.open_run()
+        mlflow_run = self.open_run()
         num_before, polls_before = self.batches.counts.num_points, self.batches.tail.num_polls
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
             while (found := self.batches.next(state.attempt, over=state.status in ENDED)) is not None:
-                self.batches.commit(mlflow.log_points(found))
+                self.batches.commit(mlflow_run.log_points(found))
                 if time.monotonic() >= until:
                     break
         except (OSError, TrackingError) as error:
-            self.batches = Batches(self.run, mlflow.run_id)
+            self.batches = Batches(self.run, mlflow_run.run_id)
             if isinstance(error, TrackingError):
                 raise
             raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
@@ -169,13 +170,13 @@ class Delivery:
     def _ship_events(self) -> None:
         try:
             for path in event_files(self.run.journal):
-                while path.stat().st_size > (offset := self._sent.events.get(path.name, 0)):
+                while path.stat().st_size > (offset := self._sent_facts.events.get(path.name, 0)):
                     events, end = read_events(path, offset)
                     if end == offset:
                         break
                     self._ship_events_once(events)
-                    self._sent.events[path.name] = end
-                    self._sent.save(self.run.journal)
+                    self._sent_facts.events[path.name] = end
+                    self._sent_facts.save(self.run.journal)
         except OSError as error:
             raise TrackingError(f"the events of {self.run.name} cannot be read: {error}") from error
 
@@ -198,7 +199,7 @@ class Delivery:
                 models[content] = None
             elif (dataset := _dataset(content)) is not None:
                 datasets.append(dataset)
-        mlflow = self.open_run()
+        mlflow_run = self.open_run()
         own = {clean_name(key): value for key, value in pages.params(self.run, self.stored).items()}
         shown = {
             SCRIPT_PREFIX + key if clean_name(key) in own else key: value
@@ -210,17 +211,17 @@ class Delivery:
             for key, value in redact_tree(tags).items()
             if not key.startswith(_CONTEXT_TAGS)
         }
-        mlflow.log_params(shown)
-        mlflow.set_tags(shown_tags)
+        mlflow_run.log_params(shown)
+        mlflow_run.set_tags(shown_tags)
         if datasets:
-            with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
-                mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
+            with _skipped_if_rejected(mlflow_run, "datasets"), translated(mlflow_run.uri):
+                mlflow_run.client.log_inputs(mlflow_run.run_id, datasets=datasets)
         for model_id in models:
-            with _skipped_if_rejected(mlflow, f"model {model_id}"):
-                _ship_logged_model(mlflow, self.run, model_id)
+            with _skipped_if_rejected(mlflow_run, f"model {model_id}"):
+                _ship_logged_model(mlflow_run, self.run, model_id)
 
     def _ship_status(self, state: State) -> None:
-        if self._status != mark_of(state):
+        if self._status != state_key(state):
             end_ms = None
             if state.status in ENDED:
                 # MLflow's duration is the difference of end and start: without pauses, it is the running time.
@@ -230,7 +231,7 @@ class Delivery:
             self.open_run().set_status(pages.MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
             if self._sweep_run is not None:
                 self._sweep_run.refresh()
-            self._status = mark_of(state)
+            self._status = state_key(state)
 
 
 @contextmanager
@@ -247,11 +248,11 @@ class Uploads:
     Like `Delivery`, it may be called again after a TrackingError.
     """
 
-    def __init__(self, run: RunDir, mlflow: MlflowRun) -> None:
+    def __init__(self, run: RunDir, mlflow_run: MlflowRun) -> None:
         self._run = run
-        self._mlflow = mlflow
-        self.sent = SentFiles.load(run.journal, mlflow.run_id)
-        self._checkpoints = CheckpointModels(run, mlflow, self.sent.checkpoints)
+        self._mlflow_run = mlflow_run
+        self.sent_files = SentFiles.load(run.journal, mlflow_run.run_id)
+        self._checkpoints = CheckpointModels(run, mlflow_run, self.sent_files.checkpoints)
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
         #: Time of the next search for artifacts of the trainer.
@@ -292,7 +293,7 @@ class Uploads:
         saved_at = time.monotonic()
         until = saved_at + within_s
         is_unsaved = False
-        new = [item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target))]
+        new = [item for item in found if item.fingerprint not in ("", self.sent_files.artifacts.get(item.target))]
         try:
             for number, item in enumerate(new, 1):
                 # Checked right before the upload, which follows links.
@@ -301,12 +302,12 @@ class Uploads:
                         log.warning("%s: not uploaded", reason)
                     self._left_out.add(item.target)
                 else:
-                    self._mlflow.upload(item.source, item.target)
-                    self.sent.artifacts[item.target] = item.fingerprint
+                    self._mlflow_run.upload(item.source, item.target)
+                    self.sent_files.artifacts[item.target] = item.fingerprint
                     is_unsaved = True
                 if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
                     self._save()
-                    log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))
+                    log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent_files.artifacts))
                     saved_at, is_unsaved = time.monotonic(), False
                 if time.monotonic() >= until:
                     return number == len(new)
@@ -316,24 +317,24 @@ class Uploads:
         return True
 
     def _save(self) -> None:
-        self.sent.save(self._run.journal)
+        self.sent_files.save(self._run.journal)
 
     def _ship_final_model(self, config: Config, last_step: int) -> None:
-        model, mlflow, folder = self.sent.model, self._mlflow, self._run.model
-        mark = artifacts.fingerprint(folder)
+        model, mlflow_run, folder = self.sent_files.model, self._mlflow_run, self._run.model
+        fingerprint = artifacts.fingerprint(folder)
         if reason := artifacts.leaves_folder(folder, self._run):
             raise TrackingError(f"{reason}: the model is not uploaded")
-        if model.get("fingerprint") != mark:
-            description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self._run.name)
-            model_id = log_model(mlflow, folder, mark, last_step, description=description)
+        if model.get("fingerprint") != fingerprint:
+            description = _FINAL_MODEL.format(run_id=mlflow_run.run_id, name=self._run.name)
+            model_id = log_model(mlflow_run, folder, fingerprint, last_step, description=description)
             self._checkpoints.log_final_metrics(model_id, last_step)
-            model = self.sent.model = {"fingerprint": mark, "model_id": model_id}
+            model = self.sent_files.model = {"fingerprint": fingerprint, "model_id": model_id}
             self._save()
         name = config.tracking.register_as
         if name and "registered" not in model:
-            registered = register(mlflow, model["model_id"], name)
+            registered = register(mlflow_run, model["model_id"], name)
             if config.checkpoint.monitor:
-                move_best(mlflow, name, registered.rpartition("/")[2], config.checkpoint)
+                move_best(mlflow_run, name, registered.rpartition("/")[2], config.checkpoint)
             model["registered"] = registered
             self._save()
 
@@ -362,10 +363,10 @@ class LedgerMetrics:
         self._values: dict[str, float] | None = None  #: in MLflow; None if not known
         self._step, self._time_ms = 0, 0  #: of these values
 
-    def ship(self, state: State, mlflow: MlflowRun) -> None:
+    def ship(self, state: State, mlflow_run: MlflowRun) -> None:
         """Log the ledger if it is due. A run of which nothing was measured has none. Raises TrackingError."""
-        now, mark = time.monotonic(), mark_of(state)
-        if (now - self._logged_at < LEDGER_INTERVAL_S) if state.status == "running" else (mark == self._state):
+        now, current = time.monotonic(), state_key(state)
+        if (now - self._logged_at < LEDGER_INTERVAL_S) if state.status == "running" else (current == self._state):
             return
         try:
             ledger = read_ledger(self._run)
@@ -375,19 +376,19 @@ class LedgerMetrics:
             ledger, last_step = Ledger(), 0
         if values := _ledger_values(ledger):
             if self._values is None:
-                logged = mlflow.current().data.metrics
+                logged = mlflow_run.current().data.metrics
                 self._values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
-                with translated(mlflow.uri):
+                with translated(mlflow_run.uri):
                     key = f"{LEDGER_PREFIX}allocated_hours"
-                    history = mlflow.client.get_metric_history(mlflow.run_id, key) if self._values else []
+                    history = mlflow_run.client.get_metric_history(mlflow_run.run_id, key) if self._values else []
                 self._step, self._time_ms = max(((one.step, one.timestamp) for one in history), default=(0, 0))
             if not values.items() <= self._values.items():
                 step = max(last_step, self._step + 1)
                 time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
                 self._values = None  # if the response is lost
-                mlflow.log_points([Point(key, value, time_ms, step) for key, value in values.items()])
+                mlflow_run.log_points([Point(key, value, time_ms, step) for key, value in values.items()])
                 self._values, self._step, self._time_ms = values, step, time_ms
-        self._state, self._logged_at = mark, now
+        self._state, self._logged_at = current, now
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, float]:
@@ -414,14 +415,14 @@ _MAX_SOURCE = 65_535
 
 
 @contextmanager
-def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
+def _skipped_if_rejected(mlflow_run: MlflowRun, what: str) -> Iterator[None]:
     """Log a warning if MLflow rejects a request for good: the rest must be uploaded."""
     try:
         yield
     except TrackingError as error:
         if error.code != "INVALID_PARAMETER_VALUE":
             raise
-        mlflow.require_active()  # a deleted run gives the same error code
+        mlflow_run.require_active()  # a deleted run gives the same error code
         log.warning("%s of the script: not uploaded: %s", what, error)
 
 
@@ -447,7 +448,7 @@ def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
     return None
 
 
-def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
+def _ship_logged_model(mlflow_run: MlflowRun, run: RunDir, model_id: str) -> None:
     """Upload a model of a rank as a logged model of the run, or only its tags if it has been uploaded."""
     folder = run.logged_models / model_id
     saved = read_json(folder / "model.json") or {}
@@ -457,7 +458,7 @@ def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
         return
     step, name, kind = saved.get("step"), saved.get("name"), saved.get("type")
     found = log_model(
-        mlflow,
+        mlflow_run,
         folder / "files",
         model_id,
         step if type(step) is int else 0,
@@ -466,8 +467,8 @@ def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
         params={str(key): str(value) for key, value in params.items()} if isinstance(params, dict) else {},
     )
     if isinstance(tags, dict) and tags:
-        with translated(mlflow.uri):
-            mlflow.client.set_logged_model_tags(found, {str(key): str(value) for key, value in tags.items()})
+        with translated(mlflow_run.uri):
+            mlflow_run.client.set_logged_model_tags(found, {str(key): str(value) for key, value in tags.items()})
 
 
 #: Minimum interval between two reports of a run whose state does not change.
@@ -485,10 +486,10 @@ class ReportWriter:
 
         A failure is logged, not raised. New points may arrive after the end of the run.
         """
-        ended, mark = state.status in ENDED, mark_of(state)
-        if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
+        ended, current = state.status in ENDED, state_key(state)
+        if current in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
             return False
-        self._tried = mark
+        self._tried = current
         try:
             from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 

@@ -42,7 +42,7 @@ _SHOWN_CHARS = 80
 log = logging.getLogger(__name__)
 
 
-def suffix(name: str) -> str:
+def hash_suffix(name: str) -> str:
     return "--" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
@@ -63,7 +63,7 @@ def clean_name(name: str) -> str:
         return name
     parts = [part for part in _NOT_IN_NAMES.sub("_", name[: 4 * MAX_NAME]).split("/") if part.strip(".")]
     stem = "/".join(parts)[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
-    cleaned = ("_" + stem[1:] if stem.startswith("..") else stem) + suffix(name)
+    cleaned = ("_" + stem[1:] if stem.startswith("..") else stem) + hash_suffix(name)
     shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
     _note_change(shown, cleaned)
     return cleaned
@@ -76,7 +76,7 @@ def _note_change(shown: str, cleaned: str) -> None:
 
 def clean_metric_name(name: str) -> str:
     """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
-    return ATTEMPT_METRIC + suffix(name) if name == ATTEMPT_METRIC else clean_name(name)
+    return ATTEMPT_METRIC + hash_suffix(name) if name == ATTEMPT_METRIC else clean_name(name)
 
 
 # The journal: metrics of one rank and attempt, one JSON line per record.
@@ -111,8 +111,8 @@ class JournalWriter:
     Each write goes to a known offset, where a partial write is repeated: no record is lost or duplicated.
     """
 
-    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0, *, suffix: str = "") -> None:
-        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}{suffix}.jsonl"
+    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0, *, file_suffix: str = "") -> None:
+        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}{file_suffix}.jsonl"
         self._descriptor = -1
         self._pending = bytearray()
         self._offset = 0  #: of the next record
@@ -168,7 +168,7 @@ class JournalWriter:
         if not isinstance(key, str):
             raise UserMistake(f"metric name {key!r} must be a string")
         name = key.encode(errors="replace").decode()
-        text = json.dumps(name if name == key else name + suffix(key))
+        text = json.dumps(name if name == key else name + hash_suffix(key))
         if len(text) > MAX_NAME_BYTES:
             raise UserMistake(f"metric name {key[:40]!r}… has {len(key)} characters: use at most {MAX_NAME}")
         return self._names.setdefault(key, f"{text}:")
@@ -428,8 +428,8 @@ class Event(NamedTuple):
 class EventWriter(JournalWriter):
     """Append events to a file of one process, as safely as the journal."""
 
-    def __init__(self, folder: Path, attempt: int, rank: int, *, suffix: str = "") -> None:
-        super().__init__(folder, attempt, rank, suffix=f"{suffix}.events")
+    def __init__(self, folder: Path, attempt: int, rank: int, *, file_suffix: str = "") -> None:
+        super().__init__(folder, attempt, rank, file_suffix=f"{file_suffix}.events")
 
     def record(self, kind: str, content: Any) -> None:
         """Record an event. One that is longer than MAX_LINE_BYTES is left out with a warning."""
@@ -506,8 +506,8 @@ class SentFacts(Sent):
     events: dict[str, int] = field(default_factory=dict)
     """Event file → bytes that are in MLflow."""
     page: str = ""  #: digest of the description, datasets and columns in MLflow (`RunPage`)
-    report: str = ""  #: state of the run in `report.html` (`mark_of`)
-    complete: str = ""  #: ended state of which MLflow had everything (`mark_of`)
+    report: str = ""  #: state of the run in `report.html` (`state_key`)
+    complete: str = ""  #: ended state of which MLflow had everything (`state_key`)
 
 
 @dataclass(kw_only=True)
@@ -523,6 +523,6 @@ class SentFiles(Sent):
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
 
 
-def mark_of(state: State) -> str:
+def state_key(state: State) -> str:
     """Return a text that differs between the starts and ends of a run."""
     return f"{state.status} {state.attempt}"

@@ -289,7 +289,7 @@ class ParentRun:
         self._cell = cell
         self._sweep = sweep
         self._uri = uri
-        self._mlflow: MlflowRun | None = None
+        self._mlflow_run: MlflowRun | None = None
 
     @classmethod
     def of(cls, run: RunDir, uri: str) -> ParentRun | None:
@@ -314,7 +314,7 @@ class ParentRun:
         return f"{self._sweep.name} {setting_of(values)}"[:MAX_TAG]
 
     def _open(self) -> MlflowRun:
-        if self._mlflow is None:
+        if self._mlflow_run is None:
             # The lock lets one process create the run. Without locks two may create one: all cells use the one that
             # mlflow.json names, at the latest in their next pass.
             with _readable(), long_lock(self._sweep.path / ".mlflow.lock"):
@@ -329,8 +329,8 @@ class ParentRun:
                 # Under the lock: a database rejects a parameter that two processes log at the same time.
                 opened.log_params({key: ", ".join(texts) for key, texts in axes.items()})
                 opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path)})
-            self._mlflow = opened
-        return self._mlflow
+            self._mlflow_run = opened
+        return self._mlflow_run
 
     def refresh(self) -> None:
         """Set the status and description of the sweep from the folders of its cells."""
@@ -477,19 +477,19 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     return views
 
 
-def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
+def write(mlflow_run: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
     """Write the views of the run's experiment that are missing or have changed, and note their ids in `mlflow.json`.
 
     Views of users are not touched. Nothing but a debug message happens if MLflow has another version or rejects them.
     """
     try:
-        with translated(mlflow.uri):
+        with translated(mlflow_run.uri):
             # Of what shows the store: of the server, or of this installation for a database.
-            version = (server_version(mlflow.uri) or "unknown") if is_server(mlflow.uri) else installed
+            version = (server_version(mlflow_run.uri) or "unknown") if is_server(mlflow_run.uri) else installed
             if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
                 log.debug("no views are written: MLflow %s is not one of the tested versions %s", version, TESTED)
                 return
-            views = _update(mlflow, run, monitored)
+            views = _update(mlflow_run, run, monitored)
     except (HpcdistError, OSError) as error:
         log.debug("no views are written: %s", error)
         return
@@ -498,8 +498,8 @@ def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
         write_json(run.mlflow, saved | {"views": views}, durable=True)
 
 
-def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:
-    tags = mlflow.client.get_experiment(mlflow.experiment_id).tags
+def _update(mlflow_run: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:
+    tags = mlflow_run.client.get_experiment(mlflow_run.experiment_id).tags
     known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
     own = {clean_name(monitored.monitor): monitored.monitor_mode} if monitored.monitor else {}
     sweep = sweep_of(run)
@@ -515,7 +515,7 @@ def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list
         packed = _PREFIX + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
         view = {"name": name, "createdAt": old["createdAt"] or now, "updatedAt": now, "state": packed}
         text = json.dumps(view | {"hpcdist": {"monitors": monitors, "axes": all_axes}})
-        mlflow.client.set_experiment_tag(mlflow.experiment_id, _TAG + id_, text)
+        mlflow_run.client.set_experiment_tag(mlflow_run.experiment_id, _TAG + id_, text)
     return list(views)
 
 

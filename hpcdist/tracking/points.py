@@ -159,7 +159,7 @@ def is_complete(run: RunDir) -> bool:
     offsets = SentPoints.load(run.journal).offsets | facts.events
     return (
         state.status in ENDED
-        and facts.complete == journal.mark_of(state)
+        and facts.complete == journal.state_key(state)
         and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
     )
 

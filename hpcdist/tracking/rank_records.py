@@ -51,9 +51,9 @@ class RankRecords:
         self.is_main = rank == 0  #: whether the records count
         self.pid = os.getpid()
         self._rank_pid = pid
-        suffix = "" if pid == self.pid else f".pid-{self.pid}"
-        self.journal = journal.JournalWriter(run.journal, attempt, rank, suffix=suffix)
-        self._events = journal.EventWriter(run.journal, attempt, rank, suffix=suffix)
+        file_suffix = "" if pid == self.pid else f".pid-{self.pid}"
+        self.journal = journal.JournalWriter(run.journal, attempt, rank, file_suffix=file_suffix)
+        self._events = journal.EventWriter(run.journal, attempt, rank, file_suffix=file_suffix)
         #: Called with the metrics of each step, for the heartbeat.
         self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
         self.params: dict[str, str] = {}  #: MLflow keeps the first value of each

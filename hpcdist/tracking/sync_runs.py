@@ -50,9 +50,9 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
         closed = close_if_lost(run) if close_dead else ""
         delivery = Delivery(run, uri)
         delivery.open_run()
-        before = dict(delivery.uploads.sent.artifacts)
+        before = dict(delivery.uploads.sent_files.artifacts)
         delivery.ship_once()
-        num_artifacts = len(delivery.uploads.sent.artifacts.items() - before.items())
+        num_artifacts = len(delivery.uploads.sent_files.artifacts.items() - before.items())
         return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
 
 

@@ -152,7 +152,7 @@ def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> str:
         should_stop = ctx.should_stop
 
         def counted(step: int) -> bool:
-            flag.is_set = flag.is_set or step == stop_after
+            flag.is_raised = flag.is_raised or step == stop_after
             return should_stop(step)
 
         ctx.should_stop = counted  # type: ignore[assignment,method-assign]

@@ -269,7 +269,7 @@ def test_per_sample_results_must_fit_their_indices_and_be_complete(
 
 def test_return_without_save_after_an_agreed_stop_is_an_error(tmp_path: Path) -> None:
     run, flag = new_run(tmp_path), StopFlag()
-    flag.is_set = True
+    flag.is_raised = True
     with open_context(SINGLE_RANK, run, CONFIG, flag) as ctx:
         assert ctx.should_stop(7, 100)
         assert ctx.should_save(7)

@@ -96,11 +96,11 @@ def commands_and_errors(here: Rank, path: Path, config: Config) -> dict[str, Any
                 group.call(1, "sleep", 1.0, timeout_s=0.2).result()
             with pytest.raises(TypeError, match="RPC cannot send PosixPath"):
                 group.call(1, "double", Path())
-            group.order("save", 3)
-            group.order("sum")
+            group.send_command("save", 3)
+            group.send_command("sum")
             sums(ctx, done)
-            group.order("save", 4)
-            group.order("save", 5, to=["observer:1"])
+            group.send_command("save", 4)
+            group.send_command("save", 5, to=["observer:1"])
     return {**found, "done": done, "warned": [str(warning.message) for warning in warned]}
 
 
@@ -240,7 +240,7 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
                 # These tensors must not get the memory of the gradient, which the GPU still reads.
                 others = [group.call(1, "drop", torch.full_like(weight, 9.0)) for _ in range(40)]
                 found.append(group.call(1, "read").result().mean().item())
-                group.order("check")
+                group.send_command("check")
                 group.call(1, "await_check").result()  # its main thread may obey after the next `add`
                 for other in others:
                     other.result()

@@ -214,10 +214,10 @@ def _stop_cause(run: RunDir, state: State) -> StopCause | None:
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """Return whether a run has ended by itself or at a user's request, and not with its allocation."""
-    if state.status not in ENDED:
-        return False
-    by_slurm = _stop_cause(run, state) in ("preemption", "time_limit", None)
-    return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)
+    may_continue = job.restart_count > 0 and state.status in ("stopped", "failed")
+    if may_continue and _stop_cause(run, state) in ("preemption", "time_limit", None):
+        return False  # Slurm has ended it
+    return state.status in ENDED
 
 
 # `hpcdist in-job`: the supervisor in a job with a batch script written by the user, such as `slurm/run.sbatch`.

@@ -46,7 +46,7 @@ def train(ctx: Context, cfg: Config) -> None:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
-    log_image_data(ctx, cfg.data, data, cfg.seed)
+    log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
@@ -91,7 +91,7 @@ def train(ctx: Context, cfg: Config) -> None:
             progress.end_epoch(metrics)
             save(metrics)
     ctx.end_reason = progress.end_reason
-    example, _ = next(data.test.batches([torch.arange(2)]))
+    example, _ = next(data.test.batches([torch.arange(2)]))  # two images
     ctx.export_model(model.module, example)
 
 
@@ -139,7 +139,7 @@ def interval_metrics(
         "train/lr": optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
         "train/samples_per_s": num_samples / meter.elapsed_s,
-        "samples": progress.count_samples(num_samples),
+        "samples": progress.add_samples(num_samples),  # since the start of the run
     }
 
 
@@ -164,11 +164,11 @@ def epoch_steps(
     """
     accum_steps, is_elastic = cfg.optim.grad_accum_steps, cfg.data.global_batch_size is not None
     if is_elastic:
-        samples = ctx.division(len(data.train)).rank_samples(progress.epoch, progress.step_in_epoch)
+        index_batches = ctx.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
     else:
-        all_samples = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
-        samples = list(all_samples[progress.step_in_epoch * accum_steps :])
-    batches = data.train.batches(samples, epoch=progress.epoch)
+        whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
+        index_batches = list(whole_epoch[progress.step_in_epoch * accum_steps :])
+    batches = data.train.batches(index_batches, epoch=progress.epoch)
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
         if is_elastic:  # `ctx.micro_batches` sums the gradients over the ranks at its end
             yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
@@ -253,10 +253,10 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         results.append(torch.stack([losses, (predicted == labels).float()]))
         if num_cells:
             confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
-        ctx.alive()
+        ctx.alive()  # a heartbeat, since an evaluation counts no steps
     by_sample = torch.cat(results, dim=1).cpu().double()
     loss, correct, *cells = ctx.sum_over_ranks([*by_sample.sum(dim=1).tolist(), *confusion.tolist()])
-    if len(data.test) <= MAX_RESULTS:
+    if len(data.test) <= MAX_RESULTS:  # the result of each sample, by which `hpcdist compare` pairs two runs
         ctx.log_samples("eval/loss", by_sample[0], indices)
         ctx.log_samples("eval/accuracy", by_sample[1], indices)
     if num_cells:

@@ -87,16 +87,16 @@ def train_dense_part(
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
     meter = Meter.restore(ctx, saved)
-    num_shares = len(samples.shares)
+    num_own_shares = len(samples.shares)
     # DDP and servers average over the trainers, which may have different numbers of shares.
-    loss_weight = num_shares * ctx.roles.count("trainer") / samples.num_shares
+    loss_weight = num_own_shares * ctx.roles.count("trainer") / samples.num_shares
 
     def save(metrics: Mapping[str, float]) -> None:
         """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
         tables.wait_until_applied()
         trainers.barrier()
         if ctx.is_main:
-            rpc.order("save", progress.step, to=rpc.of_role("parameter_server"))
+            rpc.send_command("save", progress.step, to=rpc.of_role("parameter_server"))
         state = {
             "optimizer": optimizer.state_dict(),
             "position": progress.state_dict(),
@@ -106,17 +106,18 @@ def train_dense_part(
         whole, local = nn.ModuleDict({"dense": model}), meter.state_dict()
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
+    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)  # by these the client chooses its messages
     with table_client(ctx, exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
         if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
             example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
             settle_buckets(model, lambda: model(example).sum())
         while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
-            rest = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
-            for clicks, lookup in tables.look_up(islice(rest, progress.steps_until_evaluation), train=True):
+            remaining = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
+            for clicks, lookup in tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True):
                 loss = train_step(ctx, model, optimizer, tables, clicks, lookup, loss_weight)
-                meter.add(loss_sum=loss * num_shares, num_steps=num_shares, num_samples=len(clicks))
+                # A step has a batch of each share.
+                meter.add(loss_sum=loss * num_own_shares, num_batches=num_own_shares, num_samples=len(clicks))
                 progress.count_step()
                 if progress.log_is_due:
                     ctx.log(interval_metrics(trainers, progress, meter), progress.step)
@@ -161,13 +162,13 @@ def train_step(
 
 def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
-    names = ("loss_sum", "num_steps", "num_samples")
-    loss_sum, num_steps, num_samples = trainers.sum([meter.sums[name] for name in names])
+    names = ("loss_sum", "num_batches", "num_samples")
+    loss_sum, num_batches, num_samples = trainers.sum([meter.sums[name] for name in names])
     return {
-        "train/loss": loss_sum / num_steps,
+        "train/loss": loss_sum / num_batches,
         "train/epoch": progress.epochs,
         "train/samples_per_s": num_samples / meter.elapsed_s,
-        "samples": progress.count_samples(num_samples),
+        "samples": progress.add_samples(num_samples),
     }
 
 
@@ -259,14 +260,14 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
     """Return the training samples of equal shares, which leave out up to `num_shares` - 1, and the test samples."""
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
-    num_train = (len(source) - num_test) // num_shares
-    if num_train < 1:
+    share_size = (len(source) - num_test) // num_shares
+    if share_size < 1:
         raise DataError(
             f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
         )
     first_test = len(source) - num_test
     bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
-    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
+    return source.read(shares.start * share_size, shares.stop * share_size), source.read(bounds[0], bounds[1])
 
 
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:

@@ -49,7 +49,7 @@ def train(ctx: Context, cfg: Config) -> None:
         model = gather_model(ctx, cfg, setup) if ctx.end_reason else None
     # The export follows the end of RPC, which has a shorter time limit.
     if model is not None:
-        images, _ = next(setup.data.test.batches([torch.arange(2)]))
+        images, _ = next(setup.data.test.batches([torch.arange(2)]))  # two images
         ctx.export_model(model, as_rgb(cfg, images))
 
 
@@ -57,8 +57,8 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
-    position = saved.trainer["position"] if saved is not None else None
-    progress = Progress(cfg, len(data.train) // cfg.data.batch_size, position)
+    steps_per_epoch = len(data.train) // cfg.data.batch_size
+    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
     # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
     meter = Meter(saved.local if saved is not None else None, ctx.device)
 
@@ -127,7 +127,7 @@ def interval_metrics(
         "train/lr": optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
         "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
-        "samples": progress.count_samples(cfg.data.batch_size * num_steps),
+        "samples": progress.add_samples(cfg.data.batch_size * num_steps),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
         "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, cfg.section(PipelineConfig).num_micro_batches),
         **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
@@ -140,19 +140,19 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
     num_left = len(data.test)
     num_batches = math.ceil(num_left / size)
     # All batches have the same size; the samples that fill up the last one are not counted.
-    samples = (torch.arange(num_batches * size) % num_left).split(size)
+    index_batches = (torch.arange(num_batches * size) % num_left).split(size)
 
     def images() -> Iterator[Tensor | None]:
         if ctx.rank > 0:
             yield from [None] * num_batches
             return
-        for batch, _ in data.test.batches(samples):
+        for batch, _ in data.test.batches(index_batches):
             yield as_rgb(cfg, batch)
 
     engine.stage.eval()
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
-    for logits, indices in zip(engine.infer(images()), samples, strict=True):
+    for logits, indices in zip(engine.infer(images()), index_batches, strict=True):
         if logits is not None:
             num_counted = min(size, num_left)
             logits = logits[:num_counted].float()
@@ -160,7 +160,7 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
             loss_sum += F.cross_entropy(logits, labels, reduction="sum")
             num_correct += (logits.argmax(dim=1) == labels).sum()
         num_left -= size
-        ctx.alive()
+        ctx.alive()  # a heartbeat, since an evaluation counts no steps
     loss, correct = ctx.sum_over_ranks([loss_sum.item(), num_correct.item()])
     return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
 
@@ -175,12 +175,12 @@ def step_batches(
     size = cfg.data.batch_size
     generator = torch.Generator().manual_seed(cfg.seed + epoch)
     order = torch.randperm(len(data.train), generator=generator)[: len(data.train) // size * size]
-    samples = order.split(size)[start:]
+    index_batches = order.split(size)[start:]
     images = None
     if ctx.rank == 0:
-        images = data.train.batches(samples, epoch=epoch)
+        images = data.train.batches(index_batches, epoch=epoch)
     is_last = ctx.rank == ctx.world_size - 1
-    for indices in samples:
+    for indices in index_batches:
         yield (
             None if images is None else as_rgb(cfg, next(images)[0]),
             data.train.labels[indices].to(ctx.device) if is_last else None,
@@ -204,7 +204,7 @@ class StageSetup:
     engine: RpcEngine
     optimizer: torch.optim.Optimizer
     saved: Restored | None  #: the checkpoint that the stage has been loaded from
-    units: list[tuple[str, ...]]  #: of every stage
+    units: list[tuple[str, ...]]  #: names of every stage's parts of the model, such as `layer1.0`, a residual block
     first_parameter: int  #: index of this stage's first parameter among those of the whole model
     num_parameters: int  #: of the whole model
 

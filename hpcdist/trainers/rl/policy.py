@@ -26,7 +26,7 @@ class Policy(nn.Module):
 
     `forward` takes observations [n, num_inputs] and returns the logits of discrete actions [n, num_outputs], or the
     means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations. With
-    `normalize_observations`, observations are scaled by the running statistics that `observe` keeps.
+    `normalize_observations`, observations are scaled by their running statistics.
     """
 
     def __init__(self, cfg: RlConfig, num_inputs: int, num_outputs: int, *, is_discrete: bool) -> None:
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         actions: Tensor = self.actor(self._scaled(observations))
         return actions
 
-    def both(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs_and_values(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of `forward` and the value of each observation [n]."""
         scaled = self._scaled(observations)
         return self.actor(scaled), self.critic(scaled).squeeze(-1)
@@ -59,7 +59,7 @@ class Policy(nn.Module):
         return value
 
     @torch.no_grad()
-    def observe(self, observations: Tensor) -> None:
+    def update_observation_statistics(self, observations: Tensor) -> None:
         """Update the running statistics by observations [n, num_inputs] (Chan's parallel update)."""
         count = self.observed_count + len(observations)
         weight = (len(observations) / count).float()

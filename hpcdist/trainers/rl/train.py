@@ -44,7 +44,7 @@ Evaluation: TypeAlias = tuple[int, float, float, float]
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     rl = cfg.section(RlConfig)
-    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
+    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)  # the environment's spaces and options
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
@@ -64,7 +64,7 @@ def train_policy(
     """Train as the agent, and export the final policy."""
     rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    pending: list[Rollout] = []
+    pending: list[Rollout] = []  # those that were collected ahead, for the next update
     history: list[Evaluation] = []  # evaluations so far
     if saved is not None:
         policy.load_state_dict(saved.model)
@@ -84,7 +84,7 @@ def train_policy(
     def save(metrics: Mapping[str, float]) -> None:
         """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
         received = observers.wait()
-        rpc.order("save", progress.step)
+        rpc.send_command("save", progress.step)
         state = {
             "optimizer": optimizer.state_dict(),
             "position": progress.state_dict(),
@@ -103,7 +103,7 @@ def train_policy(
             sums = train_step(policy, optimizer, rollout, cfg, ctx.device)
             meter.add(**sums)
             progress.count_step()
-            progress.count_samples(sums["num_env_steps"])  # transitions learned from, of all observers
+            progress.add_samples(sums["num_env_steps"])  # transitions learned from, of all observers
             if progress.log_is_due:
                 ctx.log(interval_metrics(optimizer, progress, meter), progress.step)
                 meter.reset()
@@ -143,10 +143,10 @@ def train_step(
     losses, num_minibatches = torch.zeros(4, device=device), 0
     for _ in range(rl.update_epochs):
         # Drawn on the CPU, so that it does not depend on the kind of device.
-        order = torch.randperm(len(advantages)).to(device)
-        minibatches = zip(*(tensor[order].chunk(rl.num_minibatches) for tensor in samples), strict=True)
+        permutation = torch.randperm(len(advantages)).to(device)
+        minibatches = zip(*(tensor[permutation].chunk(rl.num_minibatches) for tensor in samples), strict=True)
         for advantage, returned, observations, actions, old_log_prob in minibatches:
-            outputs, value = policy.both(observations)
+            outputs, value = policy.outputs_and_values(observations)
             new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
             log_ratio = new_log_prob - old_log_prob
             ratio = log_ratio.exp()
@@ -162,7 +162,7 @@ def train_step(
             losses += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
             num_minibatches += 1
     if policy.normalize:
-        policy.observe(rollout.observations[:-1][valid].to(device))
+        policy.update_observation_statistics(rollout.observations[:-1][valid].to(device))
     return {
         "losses": losses,
         "num_minibatches": num_minibatches,

@@ -83,7 +83,7 @@ def train(ctx: Context, cfg: Config) -> None:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, lstm, client, trainers, lstm_group)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
-        if corpus and ctx.end_reason:  # empty after a stop
+        if ctx.is_main and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner)
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has written the model
@@ -107,7 +107,7 @@ def train_lstm(
         """Save on every rank: rank 0 orders the servers to save once they have all updates."""
         learner.settle()
         if ctx.is_main:
-            rpc.order("save", progress.step, to=rpc.of_role(SERVER))
+            rpc.send_command("save", progress.step, to=rpc.of_role(SERVER))
         trainer = {
             "optimizer": learner.optimizer.state_dict(),
             "position": progress.state_dict(),
@@ -121,7 +121,7 @@ def train_lstm(
         ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
     batches = columns.from_batch(progress.step_in_epoch)  # without end
-    following = next(batches)
+    next_batch = next(batches)
     in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
@@ -129,11 +129,11 @@ def train_lstm(
             learner.state = None  # the columns start anew
         while progress.steps_until_evaluation:
             while len(in_flight) < max_in_flight(ctx, cfg, progress):
-                in_flight.append(learner.forward(following))
-                following = next(batches)
+                in_flight.append(learner.forward(next_batch))
+                next_batch = next(batches)
             batch = in_flight.popleft()
             lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
-            loss_sum = learner.backward_and_update(batch, lr, following.ids)
+            loss_sum = learner.backward_and_update(batch, lr, next_batch.ids)
             meter.add(loss_sum=loss_sum, num_tokens=len(batch.batch.targets))
             progress.count_step()
             if progress.log_is_due:
@@ -175,7 +175,7 @@ def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict
         "train/lr": learner.optimizer.param_groups[0]["lr"],
         "train/epoch": progress.epochs,
         "train/tokens_per_s": num_tokens / meter.elapsed_s,
-        "samples": progress.count_samples(num_tokens),
+        "samples": progress.add_samples(num_tokens),
     }
 
 
@@ -188,7 +188,7 @@ def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, flo
     loss_sum = 0.0
     for batch in held_out:
         loss_sum += learner.loss(batch)
-        ctx.alive()
+        ctx.alive()  # a heartbeat, since an evaluation counts no steps
     learner.lstm.train()
     learner.state = training_state
     loss_sum, num_tokens = learner.trainers.sum([loss_sum, held_out.num_targets])
@@ -276,9 +276,9 @@ class Learner:
         else:
             gradients = self._summed_gradients(batch.lstm)
             # The norm of all gradients is known only after the servers have those of the rows.
-            squared_at_servers = self.client.offer(number, ids, row_gradients)
+            squared_at_servers = self.client.push_for_norm(number, ids, row_gradients)
             if self._copies is not None and self._num_trainers > 1:
-                # In async mode each trainer has offered its own gradients; one common factor keeps replicas equal.
+                # In async mode each trainer has pushed its own gradients; one common factor keeps replicas equal.
                 (squared_at_servers,) = self.trainers.sum([squared_at_servers])
             squared = squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(gradients))
             scale = min(1.0, self._max_norm / (math.sqrt(squared) + 1e-6))  # as torch's clip_grad_norm_
@@ -326,7 +326,7 @@ class Learner:
 def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:
     """Return the LSTM of a trainer; declare text and size of the model."""
     rnn = cfg.section(RnnConfig)
-    if corpus:
+    if corpus is not None:  # on rank 0
         name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
         for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
             ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
@@ -356,7 +356,7 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
 
 
 def initial_rows(table: str, rows: range, width: int, seed: int) -> Tensor:
-    """Return the initial values of rows of `encoder` or `decoder`, float32 [len(rows), width]."""
+    """Return the initial rows of `encoder` (the embedding) or `decoder`, float32 [len(rows), width]."""
     filled = torch.empty(len(rows), width)
     fill_rows(filled, rows, table=table, scale=0.1, seed=seed)
     return filled

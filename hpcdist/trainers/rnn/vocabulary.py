@@ -118,7 +118,7 @@ class VocabularyServer:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        names = ("pull", "score", "backward", "decode", "measure", "offer", "push", "weights")
+        names = ("pull", "score", "backward", "decode", "measure", "push_for_norm", "push", "weights")
         return {name: getattr(self, name) for name in names}
 
     def pull(self, ids: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class VocabularyServer:
         self.settle()
         return self._forward(self._evaluation_slots[trainer], hidden, targets)
 
-    def offer(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
+    def push_for_norm(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
         """Take gradients of embedding rows for clipping; return the squared norm of all gradients of this update."""
         with self._condition:
             joined = self._collect(trainer, number, ids, rows)
@@ -200,7 +200,7 @@ class VocabularyServer:
     def push(
         self, trainer: int, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> Tensor:
-        """Update with these gradients, or with `scale` times the offered ones; return the rows of the next batch."""
+        """Update with these gradients, or with `scale` times those for the norm; return the rows of the next batch."""
         with self._condition:
             if rows is None:
                 joined = self._joined[trainer if self._is_async else 0]
@@ -400,10 +400,10 @@ class VocabularyClient:
         _, losses = join_scores(*zip(*(score.result() for score in scores), strict=True))
         return float(losses.double().sum())
 
-    def offer(self, number: int, ids: Tensor, rows: Tensor) -> float:
+    def push_for_norm(self, number: int, ids: Tensor, rows: Tensor) -> float:
         """Send gradients for clipping; return the squared norm of all gradients of the servers."""
         calls = [
-            self._group.call(server, "offer", self._trainer, number, ids[part], rows[part])
+            self._group.call(server, "push_for_norm", self._trainer, number, ids[part], rows[part])
             for server, part in self._of_each(ids).items()
         ]
         return math.fsum(call.result() for call in calls)
@@ -411,7 +411,7 @@ class VocabularyClient:
     def push(
         self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> Callable[[], Tensor]:
-        """Update the servers with these gradients, without `rows` with `scale` times the offered ones.
+        """Update the servers with these gradients, without `rows` with `scale` times those for the norm.
 
         Request the rows of `next_ids` after the update.
         """

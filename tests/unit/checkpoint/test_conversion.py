@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def save(store: CheckpointStore, step: int, model: dict[str, Any], metrics: dict[str, float], **options: Any) -> None:
-    store.write(Snapshot(step=step, model=model, trainer={}, rank_states=[None], metrics=metrics, **options))
+    store.add(Snapshot(step=step, model=model, trainer={}, rank_states=[None], metrics=metrics, **options))
 
 
 def find(run: RunDir, which: str, metric: str = METRIC, mode: Any = "max") -> int:

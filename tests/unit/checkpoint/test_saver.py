@@ -59,14 +59,14 @@ def test_a_save_copies_the_state_and_waits_for_the_previous_one(
     store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, opened, returned = (threading.Event() for _ in range(3))
-    write = checkpoint_store.write_checkpoint
+    write = checkpoint_store.write_files
 
     def held(*arguments: Any) -> None:
         reached.set()
         assert opened.wait(30)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint_store, "write_checkpoint", held)
+    monkeypatch.setattr(checkpoint_store, "write_files", held)
     weight = torch.zeros(1000)
     trainer = {"position": [1, 2], "momentum": torch.zeros(3)}
     save(saver, 1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])

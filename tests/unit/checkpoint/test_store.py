@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
     published: list[list[str]] = []
-    path = store.write(snapshot(12, accuracy=0.5), before_publish=lambda: published.append(names(store)))
+    path = store.add(snapshot(12, accuracy=0.5), before_publish=lambda: published.append(names(store)))
 
     assert path == store.folder / "step-00000012"
     assert len(published) == 1
@@ -76,27 +76,27 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
 
 def test_steps_of_nine_digits_are_in_order(store: CheckpointStore) -> None:
     for step in (99_999_999, 100_000_000, 5):
-        store.write(snapshot(step))
+        store.add(snapshot(step))
     assert CheckpointStore(store.folder).newest_step() == store.newest_step() == 100_000_000
 
 
 def test_metrics_that_are_not_finite_become_null_and_nan(store: CheckpointStore) -> None:
-    path = store.write(snapshot(1, loss=math.nan, accuracy=math.inf))
+    path = store.add(snapshot(1, loss=math.nan, accuracy=math.inf))
     assert '"loss": null' in (path / "manifest.json").read_text()
     assert all(math.isnan(value) for value in store.load(path).metrics.values())
 
 
 def test_second_write_of_a_step_replaces_an_invalid_checkpoint(store: CheckpointStore) -> None:
-    store.write(snapshot(1))
-    path = store.write(snapshot(3))
-    store.write(snapshot(3, size=99))
+    store.add(snapshot(1))
+    path = store.add(snapshot(3))
+    store.add(snapshot(3, size=99))
     assert len(store.load(path).model["w"]) == 10, "a valid one is kept"
     (path / "model.pt").write_bytes(b"")
     store.latest()
-    store.write(snapshot(3))
+    store.add(snapshot(3))
     assert store.load(path).step == 3
     assert steps(store) == [1, 3]
-    store.write(snapshot(4))
+    store.add(snapshot(4))
     store.prune()
     assert steps(store) == [3, 4]
 
@@ -156,8 +156,8 @@ DAMAGE = [
 def test_invalid_checkpoint_is_skipped_with_the_reason(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: Any, message: str
 ) -> None:
-    store.write(snapshot(1))
-    newest = store.write(snapshot(2))
+    store.add(snapshot(1))
+    newest = store.add(snapshot(2))
     damage(newest)
 
     with caplog.at_level(logging.WARNING):
@@ -170,7 +170,7 @@ def test_invalid_checkpoint_is_skipped_with_the_reason(
 
 
 def test_leftover_temporary_folders_are_removed(store: CheckpointStore) -> None:
-    path = store.write(snapshot(1))
+    path = store.add(snapshot(1))
     path.rename(store.folder / ".tmp-step-00000001-0123abcd")
     (store.folder / "notes").mkdir()
     assert store.latest() is None
@@ -192,7 +192,7 @@ def test_folders_that_cannot_be_used_are_errors(store: CheckpointStore, tmp_path
         r"\([\d,]+ MB free\); older checkpoints are unchanged"
     )
     with pytest.raises(CheckpointError, match=message):
-        CheckpointStore(tmp_path / "file" / "checkpoints").write(snapshot(1))
+        CheckpointStore(tmp_path / "file" / "checkpoints").add(snapshot(1))
 
 
 # --- crafted files
@@ -220,7 +220,7 @@ def replace_content(folder: Path, name: str, content: Any) -> None:
 
 @pytest.mark.parametrize("name", ["model.pt", "trainer.pt"])
 def test_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_path: Path, name: str) -> None:
-    path = store.write(snapshot(1))
+    path = store.add(snapshot(1))
     marker = tmp_path / "executed"
     replace_content(path, name, {"w": Payload(marker)})
     assert store.latest() is not None  # the hashes are valid
@@ -243,7 +243,7 @@ def test_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_
     ],
 )
 def test_content_of_another_structure_is_refused(store: CheckpointStore, name: str, content: Any, message: str) -> None:
-    path = store.write(snapshot(1))
+    path = store.add(snapshot(1))
     replace_content(path, name, content)
     with pytest.raises(CheckpointError, match=message):
         store.load(path)
@@ -256,8 +256,8 @@ def test_content_of_another_structure_is_refused(store: CheckpointStore, name: s
 def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: Any, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, CheckpointConfig(monitor="score", monitor_mode=mode))
     for step, score in [(1, 0.9), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
-        store.write(snapshot(step, score=score))
-    store.write(snapshot(5, other=7.0))
+        store.add(snapshot(step, score=score))
+    store.add(snapshot(5, other=7.0))
     store.prune()
     assert steps(store) == kept
 
@@ -267,21 +267,21 @@ def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: A
 def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, damage: Any, restored: bool) -> None:
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3, 8, 9):
-        writer.write(snapshot(step))
+        writer.add(snapshot(step))
     for step in (8, 9):
         damage(tmp_path / f"step-{step:08d}")
 
     store = CheckpointStore(tmp_path)
     if restored:
         store.latest()
-        store.write(snapshot(4))
+        store.add(snapshot(4))
     store.prune()
     assert steps(store) == ([3, 4, 8, 9] if restored else [2, 3, 8, 9])
 
 
 def test_checkpoint_that_cannot_be_removed_is_an_error(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
-        store.write(snapshot(step))
+        store.add(snapshot(step))
 
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -304,7 +304,7 @@ from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 
 store = CheckpointStore(Path(sys.argv[1]))
 def write(step, size):
-    store.write(Snapshot(step=step, model={"w": torch.zeros(size)}, trainer=None, rank_states=[], metrics={}))
+    store.add(Snapshot(step=step, model={"w": torch.zeros(size)}, trainer=None, rank_states=[], metrics={}))
 write(1, 10)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -325,5 +325,5 @@ def test_error_of_torch_leaves_no_files(store: CheckpointStore) -> None:
     model = {"a": twice, "b": twice.view(torch.int32)}  # torch.save refuses one memory under two dtypes
     bad = Snapshot(step=1, model=model, trainer=None, rank_states=[], metrics={})
     with pytest.raises(RuntimeError, match="view the same data as different types"):
-        store.write(bad)
+        store.add(bad)
     assert names(store) == []

@@ -168,7 +168,7 @@ def run(make: Make) -> RunDir:
     for step, loss in ((10, 0.1), (20, 0.2)):
         weights = {"w": torch.full((2,), float(step))}
         metrics = {"eval/loss": loss}
-        CheckpointStore(run.checkpoints).write(
+        CheckpointStore(run.checkpoints).add(
             Snapshot(step=step, model=weights, trainer={}, rank_states=[None], metrics=metrics)
         )
     return run
@@ -190,7 +190,7 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
     for name, monitor in (("own", "trainer=mine:train"), ("set", "checkpoint.monitor=eval/f1")):
         run = make(name, monitor)
         for step in (10, 20):
-            CheckpointStore(run.checkpoints).write(
+            CheckpointStore(run.checkpoints).add(
                 Snapshot(step=step, model={"w": torch.ones(2)}, trainer={}, rank_states=[None], metrics={})
             )
     result = hpcdist("export", "own", "--format", "torch")

@@ -156,13 +156,13 @@ def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
     rank.send(SAVE)
     rank.train(4)
     assert rank.commands.save_is_due
-    written = rank.commands.saving(6)
+    written = rank.commands.begin_save(6)
     assert not rank.commands.save_is_due
     assert rank.result(2) is None
     written()
     expected = CommandResult(step=6, path="checkpoints/step-00000006")
     assert [rank.result(number) for number in (1, 2, 3)] == [None, expected, expected], "the profile goes on"
-    rank.commands.saving(7)()
+    rank.commands.begin_save(7)()
     assert not rank.attempt.command_result(4, 0).exists()
     rank.commands.close()
 
@@ -178,7 +178,7 @@ def test_half_written_command_is_read_again_and_a_result_that_cannot_be_written_
     assert rank.commands.save_is_due
     rank.attempt.command_result(1, 0).mkdir()
     with caplog.at_level(logging.WARNING):
-        rank.commands.saving(4)()
+        rank.commands.begin_save(4)()
     assert "command-001.rank-00000.json: Is a directory" in caplog.text
 
 
@@ -216,7 +216,7 @@ def test_stop_signal_that_was_blocked_sets_the_flag() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         flag = StopFlag()
         flag.install()
-        assert flag.is_set
+        assert flag.is_raised
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*STOP_SIGNALS}
     finally:
         for number, handler in handlers:

@@ -112,7 +112,7 @@ def test_resumed_run_continues_at_its_position() -> None:
 def test_a_checkpoint_holds_all_counters() -> None:
     cfg = Config(stop=StopConfig(patience=2))
     progress = evaluated(cfg, {"eval/accuracy": 0.5})
-    progress.count_samples(640)
+    progress.add_samples(640)
     restored = Progress(cfg, 10, progress.state_dict())
     assert vars(restored) == vars(progress)
     restored.end_epoch({"eval/accuracy": 0.4})
@@ -175,7 +175,7 @@ def test_shares_of_the_last_global_batch_leave_out_empty_micro_batches() -> None
 def test_last_micro_batch_takes_a_single_sample_that_is_left(num_samples: int, sizes: list[int]) -> None:
     """Batch normalisation cannot train on one sample. Of 65 samples, the last global batch takes 17."""
     one = division(0, 1, num_samples)
-    assert [len(part) for part in one.rank_samples(0)] == sizes
+    assert [len(part) for part in one.rank_indices(0)] == sizes
     assert one.steps_per_epoch == -(-len(sizes) // 8)
     assert sum(one.batch_size(step) for step in range(one.steps_per_epoch)) == num_samples
 
@@ -195,8 +195,8 @@ def test_every_number_of_ranks_has_the_same_micro_batches(num_samples: int) -> N
                     for number in own.share(step)
                 ]
                 parts |= {(step, number): samples for step, number, samples in mine}
-                assert [part.tolist() for part in own.rank_samples(epoch)] == [samples for _, _, samples in mine]
-                assert [part.tolist() for part in own.rank_samples(epoch, 2)] == [
+                assert [part.tolist() for part in own.rank_indices(epoch)] == [samples for _, _, samples in mine]
+                assert [part.tolist() for part in own.rank_indices(epoch, 2)] == [
                     samples for step, _, samples in mine if step >= 2
                 ]
             found.append(dict(sorted(parts.items())))

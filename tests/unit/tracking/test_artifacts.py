@@ -128,7 +128,7 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     # Without the saved state, nothing is created twice.
     live = scene.shipper()
     live.open_run()
-    live.uploads.sent.model = {}
+    live.uploads.sent_files.model = {}
     live.ship_once()
     outputs = scene.entity.outputs.model_outputs
     assert [item.step for item in outputs] == [120]
@@ -155,8 +155,8 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(scene: Scene, monkey
     live = scene.shipper()
     live.ship_once()
     live.ship_once()
-    assert "samples/001.txt" in live.uploads.sent.artifacts
-    assert "samples/002.txt" not in live.uploads.sent.artifacts
+    assert "samples/001.txt" in live.uploads.sent_files.artifacts
+    assert "samples/002.txt" not in live.uploads.sent_files.artifacts
     monkeypatch.setattr(delivery, "PASS_S", 1e9)
     monkeypatch.setattr(delivery, "SAVE_S", 1e9)
     del saves[:]
@@ -182,7 +182,7 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     shipper = scene.shipper()
     shipper.ship_once()
     shipper.ship_once()
-    uploaded = set(shipper.uploads.sent.artifacts)
+    uploaded = set(shipper.uploads.sent_files.artifacts)
     assert {"mine.txt", "same.txt"} <= uploaded
     assert not {"secret.txt", "folder/id_rsa", "code.patch.txt", "checkpoints/final"} & uploaded
     warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]

@@ -22,7 +22,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.records import CAUSES
 from hpcdist.tracking import delivery
 from hpcdist.tracking.delivery import LedgerMetrics, ReportWriter
-from hpcdist.tracking.journal import SentFacts, SentFiles, mark_of
+from hpcdist.tracking.journal import SentFacts, SentFiles, state_key
 from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.points import Point, SentPoints
 
@@ -309,7 +309,7 @@ def test_report_is_written_after_each_change_of_state_and_now_and_then(
     ReportScene.state_of(run, status="finished", attempt=2)
     assert [write_if_due(writer, run) for _ in range(3)] == [True, False, False]
     # Another process, such as `hpcdist sync`, does not write it again, unless records arrive after the end.
-    again, last = ReportWriter(run), mark_of(run.read_state())
+    again, last = ReportWriter(run), state_key(run.read_state())
     assert not write_if_due(again, run, last)
     assert write_if_due(again, run, last, new=True)
     assert len(written) == 5

@@ -43,14 +43,14 @@ def test_actor_computes_the_normalised_outputs_of_the_policy(activation: Any, hi
     policy = Policy(cfg, 3, 2, is_discrete=False)
     batches = [torch.randn(size, 3) * 4 + 7 for size in (3, 100, 20)]
     for batch in batches:
-        policy.observe(batch)
+        policy.update_observation_statistics(batch)
     observations = torch.cat(batches)
     torch.testing.assert_close(policy.observed_mean, observations.mean(dim=0))
     torch.testing.assert_close(policy.observed_var, observations.var(dim=0, correction=0))
     actor = Actor(policy.actor_state(), activation)
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(actor(observations.numpy())), policy(observations))
-        torch.testing.assert_close(policy.both(observations)[1], policy.value(observations))
+        torch.testing.assert_close(policy.outputs_and_values(observations)[1], policy.value(observations))
 
 
 def rollout_of(name: str = "CartPole-v1", num_steps: int = 64, limit: int | None = 25) -> tuple[Policy, Rollout]:
