@@ -35,7 +35,7 @@ from hpcdist.errors import HpcdistError, RunFolderError, terminal_text
 from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
-from hpcdist.review.explain import explain_attempt, first_failed_rank
+from hpcdist.review.explain import explain_failure, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, read_facts, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
@@ -240,8 +240,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         lines.append(f"report: {program} bench show {shlex.quote(short_path(run.path))}")
     if state.status != "finished":
         resume = f"{program} resume {shlex.quote(short_path(run.path))}"
-        failed = state.status == "failed" and state.attempt > 0
-        finding = explain_attempt(run, run.attempt(state.attempt), read_logs=False) if failed else None
+        finding = explain_failure(run, state)
         if finding is not None and finding.code:
             lines.append(f"fix {short_path(finding.code)}, then: {resume} --with-current-code")
         else:

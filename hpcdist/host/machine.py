@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -233,13 +232,13 @@ def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
 
 def visible_devices(env: Mapping[str, str]) -> str:
     """Return the GPUs that a process sees, such as `2 × NVIDIA A100`; `CPU` without any, empty if it is unknown."""
-    names, selected = [gpu.name for gpu in gpus()], selected_gpus(env)
+    names = [gpu.name for gpu in gpus()]
     if not names:
         return "" if gpu_device_files() else "CPU"
-    number = visible_gpus(len(names), env)
-    if (number < len(names) and len(set(names)) > 1) or any(item.startswith("MIG-") for item in selected or ()):
+    if len(set(names)) > 1 or "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""):
         return ""
-    return ", ".join(f"{min(count, number)} × {name}" for name, count in Counter(names).items()) if number else "CPU"
+    number = visible_gpus(len(names), env)
+    return f"{number} × {names[0]}" if number else "CPU"
 
 
 def gpu_device_files() -> int:

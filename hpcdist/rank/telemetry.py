@@ -104,10 +104,7 @@ class Heartbeat:
         self.is_regular |= regular
 
     def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Record metrics, but none beyond MAX_METRICS, and the step to which they belong; MLflow keeps the same ones.
-
-        The value at the largest step counts, the first one of a step.
-        """
+        """Record at most MAX_METRICS metrics, of each the first value at its largest step, as MLflow shows it."""
         new = {key: it for key, it in metrics.items() if step is None or step > self.metric_steps.get(key, -1)}
         for key, value in new.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:

@@ -317,9 +317,7 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
     first, _, rest = headline(facts, ledger).partition(" · ")
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
     status = [_status(facts.state)]
-    if (
-        finding is not None and finding.fix
-    ):  # the fix of an exception names the line of the code, and its cause is the status
+    if finding and finding.fix:  # the fix of an exception names the line of the code, and its cause is the status
         status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
     yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
     if facts.progress is not None:
@@ -521,7 +519,6 @@ class SettingFacts:
 class SweepFacts:
     """A sweep and its cells in the order of `sweep.json`."""
 
-    name: str = ""  #: `EXPERIMENT/SWEEP`
     state: State
     keys: tuple[str, ...]
     monitor: str  #: the metric of the cells; empty if they have logged none
@@ -621,15 +618,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             for cell, beat in zip(cells, beats, strict=True)
         ]
     keys = tuple(content["keys"])
-    found = SweepFacts(
-        name=f"{sweep.experiment}/{sweep.name}",
-        state=state,
-        keys=keys,
-        monitor=metric,
-        monitor_mode=mode,
-        cells=tuple(cells),
-        is_best=is_best,
-    )
+    found = SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
     first = [] if REPETITION in keys or not is_best else found.ranked_cells[:2]
     facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
     measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
@@ -662,7 +651,7 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) ->
             f" ({direction} is best)" + (f", {escaped(facts.beside_next)}" if facts.beside_next else "")
         )
     if cost:
-        yield f"Cost: {escaped(cost)}; run by run: `hpcdist cost {facts.name}`"
+        yield f"Cost: {with_code(cost, 300)}"
     if report:
         yield link("report.html", report)
     if settings and settings[0].values:

@@ -13,15 +13,7 @@ from typing import Any
 import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
-from hpcdist.review.facts import (
-    HOST_MEMORY_FIX,
-    JOB_ENDS,
-    NODE_FIX,
-    TIME_FIX,
-    ends_by_slurm,
-    read_attempts,
-    read_checkpoints,
-)
+from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, ends_by_slurm, read_attempts, read_checkpoints
 from hpcdist.review.text import one_line
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.records import continuation, read_times
@@ -112,7 +104,7 @@ PATTERNS = (
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
     Pattern("node-failure", r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)", "a node failed: {0}", NODE_FIX),
-    Pattern("time-limit", r"DUE TO TIME LIMIT", "the job reached its time limit", TIME_FIX),
+    Pattern("time-limit", r"DUE TO TIME LIMIT", *JOB_ENDS["TIMEOUT"]),
     Pattern(
         "preempted",
         r"DUE TO PREEMPTION",
@@ -310,7 +302,7 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
     if not now.is_lost:
-        return explain_failure(run, state)
+        return explain_failure(run, replace(state, status="failed"))
     return _of_end(run, state, "") or Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
 
 

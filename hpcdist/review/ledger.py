@@ -460,7 +460,8 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
         if ended > at:
             add(between, at, began)
             add(cause, began, ended)
-            between = between if cause == "start" else "compute"
+            # A script goes from its start to steps; a trainer compiles, which is a phase.
+            between = between if cause == "start" and timed.times.measured else "compute"
             at = ended
     over = max(at, last - account.seconds.get("finish", 0.0)) if account is not None else last
     add(between, at, over)

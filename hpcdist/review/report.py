@@ -74,8 +74,7 @@ def read_faults(run: RunDir) -> list[Fault]:
         if where and isinstance(step, int) and step:
             # The rank may have done more steps.
             where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
-        # The logs that all attempts share are those of the last one.
-        is_last = attempt.number == attempts[-1].number
+        is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
         finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)
         found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
     return found[-MAX_ROWS:]

@@ -236,8 +236,7 @@ class TrainingRecord:
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
-    devices: str = ""
-    """Those of all ranks, such as `2 × NVIDIA H100 80GB HBM3`, or `CPU`; of a script those that rank 0 sees."""
+    devices: str = ""  #: `2 × NVIDIA H100 80GB HBM3`, or `CPU`: of all ranks; of a script those that rank 0 sees
 
 
 def write_training(attempt: Attempt, record: TrainingRecord) -> None:

@@ -427,10 +427,9 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
 def code_digest(folder: Path) -> str:
     """Return a 12-digit digest of the names and contents of all files in a copy of code, without its links."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            found.update(path.relative_to(folder).as_posix().encode(errors="surrogateescape") + b"\0")
-            found.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
+        found.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:12]
 
 

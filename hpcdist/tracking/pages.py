@@ -345,7 +345,7 @@ class ParentRun:
             if state.status in ENDED:
                 report = run_page(opened.experiment_id, opened.run_id, "report.html")
                 self._upload_report(opened)
-            cost = tags.get("hpcdist.cost", "")
+            cost = f"{tags.get('hpcdist.cost', '')}; `hpcdist cost {self._sweep.name}` lists it by run".strip("; ")
             set_note(opened, describe_sweep(facts, cost=cost, report=report, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
                 beside = f", {facts.beside_next}" if facts.beside_next else ""

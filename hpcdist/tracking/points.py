@@ -80,10 +80,7 @@ class Batches:
 
 @dataclass(kw_only=True)
 class SentPoints(journal.Sent):
-    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`.
-
-    A script may start from scratch: each of its attempts sends its own point of a (key, step), and the newest counts.
-    """
+    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
 
     FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)
@@ -104,7 +101,7 @@ class SentPoints(journal.Sent):
     marks: dict[str, int] = field(default_factory=dict)
     """Attempt → step of its point of the metric `attempt`."""
     newest_counts: bool = False
-    """Whether the run is that of a script."""
+    """Of a script, which may start from scratch: each attempt sends its own point of a (key, step)."""
 
     @property
     def is_sending(self) -> bool:
@@ -142,14 +139,11 @@ class SentPoints(journal.Sent):
 
     def mark(self, attempt: int, step: int) -> int | None:
         """Return the step for an attempt's point of the metric `attempt`; None if it has one, or has no part of it."""
-        if self.newest_counts:
-            if str(attempt) in self.marks or any(int(o) > attempt and step >= low for o, low in self.marks.items()):
-                return None
-            self.marks[str(attempt)] = step
-            return step
-        if any(int(other) >= attempt for other in self.marks):
+        later = [mark for other, mark in self.marks.items() if int(other) > attempt]
+        if str(attempt) in self.marks or (later and (step >= min(later) or not self.newest_counts)):
             return None
-        self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in self.marks.values())])
+        earlier = () if self.newest_counts else self.marks.values()
+        self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in earlier)])
         return step
 
 
@@ -205,11 +199,10 @@ class JournalTail:
     Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
     """
 
-    def __init__(
-        self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None, *, newest_first: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None) -> None:
         self._folder = folder
-        self._is_reversed = newest_first
+        # Of a script, reports read the newest attempt first: the earlier ones count before its steps.
+        self._is_reversed = sent.newest_counts and nodes is None
         self._sent = sent
         self._nodes = nodes
         self.counts = Counts()
@@ -493,13 +486,9 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 
 
 def _points(run: RunDir) -> Iterator[Point]:
-    """Yield the points that count of all ranks and attempts, each step of a metric once.
-
-    Of a script, an attempt counts up to the first step of the metric in a later one.
-    """
-    state, is_script = run.read_state(), _is_of_script(run)
-    sent = SentPoints(newest_counts=is_script)
-    tail = JournalTail(run.journal, sent, newest_first=is_script)
+    """Yield each step of a metric once; an attempt of a script counts up to the first step in a later one."""
+    state, sent = run.read_state(), SentPoints(newest_counts=_is_of_script(run))
+    tail = JournalTail(run.journal, sent)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
         yield from tail.new_points(chunks)
         sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

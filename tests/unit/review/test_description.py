@@ -392,8 +392,8 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
     assert describe_sweep(stopped, max_chars=8000).startswith("**stopped**: everything saved\n")
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
-    text = describe_sweep(replace(many, name="digits/tune"), cost="2 core-hours", max_chars=4000)
-    assert "Cost: 2 core\\-hours; run by run: `hpcdist cost digits/tune`" in text
+    text = describe_sweep(many, cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
+    assert "Cost: 2 core\\-hours; `hpcdist cost tune` lists" in text
     assert len(text) <= 4000
     assert "| 499&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text
     assert text.endswith(" more cells")

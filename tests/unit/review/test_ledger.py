@@ -123,6 +123,11 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
         ("compute", 14, 29),
         ("finish", 29, 31),
     ]
+    run.attempt(1).phases.write_text(lines[0] + "\n")
+    for measured, after in ((True, ("start", 1, 29)), (False, ("redone", 5, 10))):
+        write_json(run.attempt(1).times, (read_json(run.attempt(1).times) or {}) | {"measured": measured})
+        found = [(i.cause, i.began - BEGAN, i.ended - BEGAN) for i in read_ledger(run).intervals if i.attempt == 1]
+        assert after in found, "the steps of a script follow its start"
 
 
 def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_idle_until_then(run: RunDir) -> None:

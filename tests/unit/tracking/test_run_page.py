@@ -20,7 +20,7 @@ from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRec
 from hpcdist.run.snapshot import CodeState
 from hpcdist.tracking import pages
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.pages import MARK, NOTE_TAG, run_name, state_tags
+from hpcdist.tracking.pages import MARK, NOTE_TAG, run_name
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
 from hpcdist.tracking.sync_runs import sync
 
@@ -111,14 +111,6 @@ def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: d
     run = RunDir.create(scene.run.path.with_name(name))
     write_origin(run, Origin(config="ddp_digits", values={"optim.lr": 0.001, "seed": 0}))
     assert run_name(run, StoredConfig(values=values)) == expected
-
-
-def test_devices_of_the_newest_attempt_that_has_them_are_a_tag(scene: Scene) -> None:
-    first, state = scene.run.new_attempt(), scene.run.read_state()
-    assert "hpcdist.devices" not in state_tags(scene.run, state)
-    write_training(first, TrainingRecord(devices="2 × NVIDIA H100 80GB HBM3"))
-    scene.run.new_attempt()
-    assert state_tags(scene.run, state)["hpcdist.devices"] == "2 × NVIDIA H100 80GB HBM3"
 
 
 def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene) -> None:
