@@ -650,10 +650,9 @@ def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) ->
             f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
             f" ({direction} is best)" + (f", {escaped(facts.beside_next)}" if facts.beside_next else "")
         )
-    if cost:
-        yield f"Cost: {with_code(cost, 300)}"
-    if report:
-        yield link("report.html", report)
+    parts = [f"Cost: {with_code(cost, 300)}"] if cost else []
+    if parts := [*parts, *([link("report.html", report)] if report else [])]:
+        yield " · ".join(parts)
     if settings and settings[0].values:
         columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Cells")
         yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])

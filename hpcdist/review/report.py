@@ -158,8 +158,8 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     return True
 
 
-def render_sweep(sweep: SweepDir, *, with_links: bool = True) -> str:
-    facts, runs = description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+def render_sweep(sweep: SweepDir, facts: description.SweepFacts | None = None, *, with_links: bool = True) -> str:
+    facts, runs = facts or description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
 

@@ -203,10 +203,10 @@ def placed(rows: Sequence[Row]) -> list[tuple[int, Row]]:
 
 
 def beside_next(rows: Sequence[Row], measure: Measure) -> str:
-    """Return `within noise of the next one, B`: the best of comparable rows against the next one; empty without it."""
+    """Return `within noise of the next one (B)`: the best of comparable rows against the next one; empty without it."""
     if len(rows) < 2:
         return ""
-    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one, {rows[1].best.name}")
+    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one ({rows[1].best.name})")
 
 
 def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: bool) -> Standing | None:
@@ -252,7 +252,7 @@ def describe_experiment(rows: Sequence[Row], experiment_id: str, measure: Measur
     found = {group[0].best.kind: beside_next(group, measure) for group in groups}
     beside = f", {escaped(text)}" if (text := found[best.best.kind]) else ""
     title = escaped(f"Best {best.best.metric}: {best.cells[0]}, {best.best.name}")
-    parts = [f"**{title}**{beside} ({len(rows)} result{plural})"]
+    parts = [f"**{title}**{beside} · {len(rows)} result{plural}"]
     left = _MAX_ROWS
     for group in groups:
         lines = []
@@ -273,4 +273,6 @@ def describe_experiment(rows: Sequence[Row], experiment_id: str, measure: Measur
 
 def _total(rows: Iterable[Row]) -> str:
     found = [one for row in rows for one in row.results]
-    return f"Together: {cost_of(found)} of {len(found)} run{'s' * (len(found) != 1)} with a result"
+    priced = sum(one.price is not None for one in found)
+    partly = f" (price of {priced})" if 0 < priced < len(found) else ""
+    return f"{len(found)} run{'s' * (len(found) != 1)} with a result, together: {cost_of(found)}{partly}"

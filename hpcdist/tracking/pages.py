@@ -23,7 +23,7 @@ from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import long_lock, read_json, write_json
-from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
+from hpcdist.review.description import SweepFacts, describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
 from hpcdist.review.text import run_page
@@ -344,7 +344,7 @@ class ParentRun:
             report = ""
             if state.status in ENDED:
                 report = run_page(opened.experiment_id, opened.run_id, "report.html")
-                self._upload_report(opened)
+                self._upload_report(opened, facts)
             cost = f"{tags.get('hpcdist.cost', '')}; `hpcdist cost {self._sweep.name}` lists it by run".strip("; ")
             set_note(opened, describe_sweep(facts, cost=cost, report=report, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
@@ -361,11 +361,13 @@ class ParentRun:
             if (before.status, before.reason) == (state.status, state.reason):
                 return
 
-    def _upload_report(self, opened: MlflowRun) -> None:
+    def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
         from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
 
         with _readable():
-            text = render_sweep(self._sweep, with_links=False)  # to files of the cells, which MLflow shows elsewhere
+            text = render_sweep(
+                self._sweep, facts, with_links=False
+            )  # to files of the cells, which MLflow shows elsewhere
         with translated(opened.uri):
             opened.client.log_text(opened.run_id, text, "report.html")
 
@@ -449,7 +451,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
             *(nodes, ranks, dataset),
             order_by=_metric(best),
             ascending=mode == "min",
-            widths=measured | _widths(best=200, cost=310) | {dataset: 300},
+            widths=measured | _widths(best=260, cost=310) | {dataset: 300},
         ),
         "hpcdist-failures": _view(
             *(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),

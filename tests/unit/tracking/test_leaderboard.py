@@ -90,7 +90,7 @@ def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(s
     assert "+0.010 against the best before (clear, paired)" in first_line(scene, second)
     assert "place 1 of 3 in exp when it ended, equal to the best before" in first_line(scene, third)
     note = note_of_experiment(scene).replace("\\", "")
-    assert "equal to the next one, r3 (3 results)" in note
+    assert "equal to the next one (r3) · 3 results" in note
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
 
 
@@ -109,6 +109,8 @@ def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
     assert (found.setting, found.value, found.place, found.number) == ("tune lr=0.1", pytest.approx(0.96), 2, 2)
     own, mean = first_line(scene, runs[-1]).split(" in exp when it ended, ")
     assert own.endswith("0.004 with this seed** · setting tune lr=0.1: 0.96 ± 0.02 s.d. (n=3), place 2 of 2")
+    parent = scene.client.get_run(found.run_id).data.tags["mlflow.parentRunId"]
+    assert [one.path for one in scene.client.list_artifacts(parent)] == ["report.html"], "of the sweep"
     assert mean.startswith("-0.01 against the best before (within noise, 1 run against 3 seeds)")
     assert "0.96 ± 0.02 s.d. (n=3)&nbsp;&nbsp;| 3&nbsp;&nbsp;|" in note_of_experiment(scene).replace("\\", "")
 
@@ -123,7 +125,7 @@ def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
     above, best = f"ours: see the wiki\n\n{MARK}\n\n", "**Best eval/accuracy: 0.970 ± 0.005, &lt;b&gt;**"
-    beside = ", clear of the next one, first* (2 results)\n"
+    beside = ", clear of the next one (first*) · 2 results\n"
     assert text.replace("\\", "").startswith(above + best + beside)
     assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
     page = end("worse", 0.9, 30.0).leaderboard.read_text()
