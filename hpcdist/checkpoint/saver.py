@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class BackgroundWriter:
     """Copies a state to reused host memory, and passes the copy to a function that runs in a second thread.
 
-    The next `submit()`, `wait()` or `close()` raises an error of that thread. If the file system was unreachable, only
-    `wait()` and `close()` do.
+    The next `check()`, `submit()`, `wait()` or `close()` raises an error of that thread. If the file system was
+    unreachable, only `wait()` and `close()` do.
     """
 
     def __init__(self, target: str) -> None:

@@ -69,7 +69,7 @@ CollectShards = Callable[[Path], Mapping[str, FileRecord]]
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of one checkpoint, in host memory: to be written, or loaded."""
+    """The state of one checkpoint, to be written, or loaded into host memory."""
 
     step: int  #: number of steps done
     model: dict[str, Any]  #: state dict of the bare model

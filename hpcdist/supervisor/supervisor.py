@@ -55,7 +55,7 @@ class Job(Protocol):
         """Return whether Slurm is ending the job, which it may tell the ranks alone."""
 
     def end_or_requeue(self, state: State) -> State:
-        """Requeue the job if the run continues that way. Returns the state to record, for each end of the attempts."""
+        """Called once after the last attempt: requeue the job if the run continues so. Returns the state to record."""
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Supervisor:
             unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
             if unasked and self.job is not None and self.job.is_ending():
                 self._job_request = StopRequest(cause="preemption")
-            # Also for ranks that have ended: the job decides by this file about its requeue, now and at its next start.
+            # Also for ranks that have ended: by this file the job decides about its requeue, now and at its next start.
             self._write_request(attempt)
             if failure is None:
                 over = self._after_end(state, attempt, times, end)

@@ -45,7 +45,7 @@ class Batches:
         return max((own[1] for steps in by_attempt for own in steps.values()), default=0)
 
     def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
-        """Return the points of the next batch, which may be none; None if there is nothing to send.
+        """Return the points of the next batch, which may be an empty list; None if there is nothing to send.
 
         The content of a batch is saved before it is returned: after a crash the next process returns the same points.
         If the newest attempt is `over`, the last batch holds the points that wait for the end of a bucket or interval.
@@ -80,22 +80,25 @@ class Batches:
 
 @dataclass(kw_only=True)
 class SentPoints(journal.Sent):
-    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
+    """What has been taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
+
+    "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
+    """
 
     FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)
-    """Journal file → bytes that are in MLflow."""
+    """Journal file → bytes whose points have been sent."""
     intent: dict[str, int] = field(default_factory=dict)
-    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow stores points
-    that agree in key, time, step and value once."""
+    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow's
+    database stores points that agree in key, time, step and value once."""
     closing: dict[str, int] = field(default_factory=dict)
     """Attempt → last interval of node metrics that is being sent; part of the intent."""
     flushing: bool = False
     """Whether the points of open buckets (`series`) are being sent; part of the intent."""
     steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Metric → attempt → lowest and highest step in MLflow."""
+    """Metric → attempt → lowest and highest step sent."""
     series: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Metric → its number of points, and its open bucket (`PointBudget`)."""
+    """Metric → its number of points before thinning, and its open bucket (`PointBudget`)."""
     node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
     marks: dict[str, int] = field(default_factory=dict)
@@ -218,7 +221,7 @@ class JournalTail:
         self.behind: set[str] = set()
 
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, journal.Chunk]:
-        """Return the next chunks to send by file, or again those of a saved intent: of the first attempt that has any.
+        """Return by file the next chunks of the first attempt that has any, or again those of a saved intent.
 
         Incomplete last lines are final in attempts before the newest one, and if that is `over`.
         """

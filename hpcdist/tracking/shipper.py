@@ -3,7 +3,8 @@
     python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
 It reads the files of the ranks and the supervisor. A failure of the server, the shipper or the supervisor delays points
-but neither loses nor duplicates any, see `SentPoints`.
+but neither loses nor duplicates any, see `SentPoints`. A shipper that has died is not started again: `hpcdist sync` or
+a resume sends the rest.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _ship_until_end(delivery: Delivery, parent: _Starter) -> bool:
 
 
 def _ship(delivery: Delivery, state: State, backoff_s: float) -> float:
-    """Make a pass. Returns the pause before the next try: 0 if it succeeded, else more than the last pause."""
+    """Make a pass. Returns the pause before the next try: 0 if it succeeded, else at most MAX_BACKOFF_S."""
     try:
         delivery.ship_once(state)
     except (TrackingError, OSError) as error:

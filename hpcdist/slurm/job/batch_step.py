@@ -183,8 +183,8 @@ class SupervisedJob:
         if cause == "preemption" and state.status in ("stopped", "failed") and self._asked(self.current.is_requeued):
             # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
             return queued
-        # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before
-        # the supervisor's request.
+        # There is no request if a node failed, if Slurm's signal ahead of the time limit reached the ranks before the
+        # supervisor's request, or if Slurm does not show yet that it ends the job.
         if state.status != "stopped" or cause not in (None, "time_limit"):
             return state
         if self.current.restart_count >= self.config.max_requeues:
@@ -213,7 +213,10 @@ def _stop_cause(run: RunDir, state: State) -> StopCause | None:
 
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
-    """Return whether a run has ended by itself or at a user's request, and not with its allocation."""
+    """Return whether a run has ended by itself or at a user's request, and not with its allocation.
+
+    It is not over if it is queued, or `running` in the files of a supervisor that was killed.
+    """
     may_continue = job.restart_count > 0 and state.status in ("stopped", "failed")
     if may_continue and _stop_cause(run, state) in ("preemption", "time_limit", None):
         return False  # Slurm has ended it
