@@ -2,7 +2,7 @@
 
 `Context.log`, `hpcdist.log` and MLflow's tracking store `hpcdist` (`script_store.py`) write here. Nothing waits for a
 server, and only the standard library is needed. Rank 0's records count; those that other ranks log are kept in memory
-for reading back, except the metrics of their nodes, which `Context.should_stop` and `system_metrics.py` write to
+for reading back, except the metrics of their nodes, which `Context.should_stop` and `rank/system_metrics.py` write to
 `journal` directly.
 """
 

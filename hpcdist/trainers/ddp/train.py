@@ -67,7 +67,7 @@ def train(ctx: Context, cfg: Config) -> None:
         ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
     ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
-    if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact` adds gradients in the order of the micro-batches
+    if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact`, of elastic runs, adds gradients itself
         settle_order_of_gradients(ctx, cfg, data, model)
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         model.train()
@@ -85,7 +85,7 @@ def train(ctx: Context, cfg: Config) -> None:
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():
-            with ctx.evaluating():
+            with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, model.module, data, cfg)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
@@ -129,8 +129,8 @@ def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
 def interval_metrics(
     ctx: Context, optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter
 ) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    # Reading the loss is the only place where a step waits for the device.
+    """Return the training metrics since the last logged step, and count their samples in `progress`."""
+    # Only here does the training wait for the device.
     loss, weight, num_samples = ctx.sum_over_ranks(
         [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
     )
@@ -170,7 +170,7 @@ def epoch_steps(
         index_batches = list(whole_epoch[progress.step_in_epoch * accum_steps :])
     batches = data.train.batches(index_batches, epoch=progress.epoch)
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
-        if is_elastic:  # `ctx.micro_batches` sums the gradients over the ranks at its end
+        if is_elastic:  # one index batch for each micro-batch; at its end `micro_batches` sums gradients over the ranks
             yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
         else:
             yield plain_micro_batches(model, list(islice(batches, accum_steps)))
@@ -208,10 +208,10 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         module = module.to(memory_format=torch.channels_last)
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
-    # DDP supports no_sync() only without a static graph.
+    # DDP supports no_sync() only without a static graph. `wrap` ignores the option in an elastic run.
     options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
     if ctx.device.type == "cpu":
-        # DDP's default for all buckets but the first, which has 1 MB: on CPU a message costs more than it overlaps.
+        # Given, it holds also for the first bucket (else 1 MB): on CPU a message costs more than its overlap saves.
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()  # for dropout; an elastic run seeds each micro-batch
@@ -219,11 +219,14 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 
 
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
-    """Let DDP choose now in which order it adds gradients, see `settle_buckets`; two ranks have only one order."""
+    """Let DDP choose now in which order it adds gradients, or a resumed run would round its first steps differently.
+
+    `settle_buckets` leaves weights, buffers and generators as they are. Two ranks have only one order.
+    """
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:
         division = ctx.division(len(data.train))
-        batch_size = max(1, division.global_batch_size // division.num_micro_batches)
+        batch_size = max(1, division.global_batch_size // division.num_micro_batches)  # of a micro-batch
     images, labels = next(data.test.batches([torch.arange(batch_size) % len(data.test)]))
 
     def loss() -> Tensor:
@@ -237,7 +240,7 @@ def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model:
 def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
     for buffer in module.buffers():
-        # Running statistics differ between ranks unless the run is elastic; the checkpoint holds those of rank 0.
+        # Running statistics of a plain batch norm differ between ranks; the checkpoint holds those of rank 0.
         if ctx.world_size > 1:
             dist.broadcast(buffer, src=0)
     module.eval()

@@ -51,7 +51,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    trainers = ctx.agree_among(ctx.roles.ranks_of("trainer"))  # servers count no steps
+    trainers = ctx.agree_among(ctx.roles.ranks_of("trainer"))  # they decide on stops and saves: servers count no steps
     exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)  # rows of tables and their gradients, on the host
     dense_group = make_dense_group(ctx)
     if ctx.role == "parameter_server":
@@ -103,13 +103,14 @@ def train_dense_part(
             "num_trainers": ctx.roles.count("trainer"),
             "num_shares": samples.num_shares,
         }
-        whole, local = nn.ModuleDict({"dense": model}), meter.state_dict()
+        # The tables are in the shards of the servers.
+        whole, local = nn.ModuleDict({"dense": model.module}), meter.state_dict()
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)  # by these the client chooses its messages
+    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)  # by their size the client chooses its messages
     with table_client(ctx, exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
-        if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
+        if ctx.roles.count("trainer") > 2:  # a resumed run adds in the same order; the sum of two has only one
             example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
             settle_buckets(model, lambda: model(example).sum())
         while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
@@ -129,7 +130,7 @@ def train_dense_part(
                 if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                     save({})
             with meter.paused():
-                with ctx.evaluating():
+                with ctx.evaluating():  # its time counts apart from training
                     metrics = evaluate(ctx, cfg, trainers, tables, model.module, samples)
                 ctx.log(metrics, progress.step)
                 progress.end_epoch(metrics)
@@ -214,14 +215,14 @@ def make_dense_group(ctx: Context) -> Any:
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
     if len(backends) > 1 or backends == {"gloo"}:
         return gloo_group(trainers, ctx.timeout)
-    # Every rank takes part, since NCCL splits a default group of its own in all its ranks.
+    # With a device, NCCL splits the default group, in which all ranks take part; servers are not members and give none.
     own = ctx.device if ctx.rank in trainers else None
     return dist.new_group(list(trainers), ctx.timeout, backends.pop(), device_id=own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """A trainer's shares of the samples. Their ids are rows of the servers, numbered across all of them."""
+    """A trainer's shares of the samples. Their ids are numbers of rows, over all servers."""
 
     train: Clicks  #: share after share, of equal size
     test: Clicks
@@ -233,7 +234,7 @@ class Samples:
 
 
 def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, num_shares: int) -> Samples:
-    """Read this trainer's shares of the click log, and declare it."""
+    """Read this trainer's shares of the click log, and log it as a dataset."""
     hybrid = cfg.section(HybridConfig)
     shares = share_of(ctx.role_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
@@ -257,7 +258,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
 
 
 def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return the training samples of equal shares, which leave out up to `num_shares` - 1, and the test samples."""
+    """Return training and test samples of a trainer. Shares are equal: up to `num_shares` - 1 samples are not used."""
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
     share_size = (len(source) - num_test) // num_shares
@@ -366,7 +367,7 @@ NUM_BINS = 10
 
 
 def calibration(scores: Tensor, labels: Tensor) -> Curves:
-    """Return the observed share of clicks over the predicted one, of NUM_BINS equally large groups of samples."""
+    """Return the observed share of clicks against the predicted one, of NUM_BINS equally large groups of samples."""
     order = scores.argsort()
     groups = zip(scores[order].tensor_split(NUM_BINS), labels[order].tensor_split(NUM_BINS), strict=True)
     points = [[float(group.mean()), float(clicks.double().mean())] for group, clicks in groups if len(group)]

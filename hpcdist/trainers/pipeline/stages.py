@@ -169,7 +169,7 @@ def _now(tensor: Tensor) -> float:
 log = logging.getLogger(__name__)
 
 
-def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored | None) -> list[tuple[str, ...]]:
+def choose_stages(ctx: Context, model: nn.Module, images: Tensor, saved: Restored | None) -> list[tuple[str, ...]]:
     """Return the units of every stage: from the config, from the checkpoint, or by measured cost of a micro-batch."""
     units, num_stages = unit_names(model), ctx.world_size
     ends = ctx.config.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])

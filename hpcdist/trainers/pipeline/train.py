@@ -38,16 +38,23 @@ from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
-from hpcdist.trainers.pipeline.stages import RpcEngine, Stage, Wire, choose_cut, ideal_bubble, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.stages import (
+    RpcEngine,
+    Stage,
+    Wire,
+    choose_stages,
+    ideal_bubble,
+    use_onednn_for_pointwise,
+)
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
-    ctx.roles.require(stage=None)
+    ctx.roles.require(stage=None)  # any number
     with open_stage(ctx, cfg) as setup:
         train_stage(ctx, cfg, setup)
         model = gather_model(ctx, cfg, setup) if ctx.end_reason else None
-    # The export follows the end of RPC, which has a shorter time limit.
+    # After the end of RPC, whose calls have a shorter time limit than an export may take.
     if model is not None:
         images, _ = next(setup.data.test.batches([torch.arange(2)]))  # two images
         ctx.export_model(model, as_rgb(cfg, images))
@@ -59,11 +66,11 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
     steps_per_epoch = len(data.train) // cfg.data.batch_size
     progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
-    # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
+    # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
     meter = Meter(saved.local if saved is not None else None, ctx.device)
 
     def save(metrics: Mapping[str, float]) -> None:
-        state = {"position": progress.state_dict(), "units": [list(names) for names in setup.units]}
+        state = {"position": progress.state_dict(), "units": [list(names) for names in setup.stage_units]}
         shard = stage_shard(engine.stage, optimizer)  # each stage adds its own
         ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
 
@@ -85,7 +92,7 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():
-            with ctx.evaluating():
+            with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, cfg, data, engine)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
@@ -200,11 +207,13 @@ def as_rgb(cfg: Config, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSetup:
+    """This rank's stage, whose parameters are consecutive ones of the model, and what trains it."""
+
     data: ImageData
     engine: RpcEngine
     optimizer: torch.optim.Optimizer
     saved: Restored | None  #: the checkpoint that the stage has been loaded from
-    units: list[tuple[str, ...]]  #: names of every stage's parts of the model, such as `layer1.0`, a residual block
+    stage_units: list[tuple[str, ...]]  #: names of each stage's parts of the model, such as the block `layer1.0`
     first_parameter: int  #: index of this stage's first parameter among those of the whole model
     num_parameters: int  #: of the whole model
 
@@ -217,28 +226,29 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     model = build_whole_model(cfg, data)
     ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
     if ctx.device.type == "cpu":
-        use_onednn_for_pointwise(model)
+        use_onednn_for_pointwise(model)  # faster 1x1 convolutions, with the same names and results
     memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
     model = model.to(memory_format=memory_format)
     saved = ctx.restore()
+    # At least 2: batch norm needs more than one value of a channel.
     side, size = data.image_size, max(2, cfg.data.batch_size // pipeline.num_micro_batches)
     example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
-    units = choose_cut(ctx, model, example.contiguous(memory_format=memory_format), saved)
+    stage_units = choose_stages(ctx, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
-    stage = Stage(model, units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
+    stage = Stage(model, stage_units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
     del model  # frees the other stages
     stage, wire = stage.to(ctx.device), Wire(ctx.device)
-    with rpc_group(ctx, wire.functions) as wire.rpc:
+    with rpc_group(ctx, wire.functions) as wire.rpc:  # it sends tensors to the next stage and back
         engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size)
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
         if saved is not None:
-            load_stage(stage, optimizer, saved, units, ctx.rank)
+            load_stage(stage, optimizer, saved, stage_units, ctx.rank)
         yield StageSetup(
             data=data,
             engine=engine,
             optimizer=optimizer,
             saved=saved,
-            units=units,
+            stage_units=stage_units,
             first_parameter=names.index(next(name for name, _ in stage.named_parameters())),
             num_parameters=len(names),
         )
@@ -263,7 +273,7 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 
 def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
-    names = [name for name, _ in stage.named_parameters()]
+    names = [name for name, _ in stage.named_parameters()]  # the optimizer has them in this order, in one group
     states = optimizer.state_dict()["state"]
     return Shard(
         model=stage.state_dict(), trainer={"optimizer": {names[index]: state for index, state in states.items()}}
@@ -271,10 +281,10 @@ def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
 
 
 def load_stage(
-    stage: Stage, optimizer: torch.optim.Optimizer, saved: Restored, units: Sequence[Sequence[str]], rank: int
+    stage: Stage, optimizer: torch.optim.Optimizer, saved: Restored, stage_units: Sequence[Sequence[str]], rank: int
 ) -> None:
     """Load the part of a checkpoint, which may be of other stages, that belongs to the stage of this rank."""
-    is_same_split = saved.trainer["units"] == [list(names) for names in units]
+    is_same_split = saved.trainer["units"] == [list(names) for names in stage_units]
     weights: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     for owner in [rank] if is_same_split else range(saved.world_size):

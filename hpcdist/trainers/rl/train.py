@@ -5,9 +5,9 @@ each collector and evaluates the policy over full greedy episodes. At the first 
 resume with fewer observers gives some of them several, and the result stays the same.
 
 In `mode: sync` update k learns from rollouts of weights k, and observers are idle meanwhile. In `mode: async` observers
-collect with weights k the rollouts of update k + 1. The weights of every update but the first are one update old, so a
-seed determines the result in both modes. In async mode the policy that learns is not the one that acted: PPO's
-probability ratio corrects for that, at the price of somewhat more samples.
+collect with weights k the rollouts of update k + 1. So every update but the first learns from rollouts of the weights
+before the last update: the lag is fixed, and a seed determines the result in both modes. In async mode the policy that
+learns is not the one that acted: PPO's probability ratio corrects for that, at the price of somewhat more samples.
 
 Observers infer with a copy of the weights in NumPy. Measured on CartPole (2 observers on 2 cores), that is several
 times faster than an RPC to the agent for each step.
@@ -37,6 +37,8 @@ from hpcdist.trainers.rl.environments import Environments, Problem, greedy_retur
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 
+#: Part of the seed of an evaluation's environments; those of collectors have another one.
+EVALUATION = 1
 #: Of one evaluation: environment steps before it; mean, smallest and largest return.
 Evaluation: TypeAlias = tuple[int, float, float, float]
 
@@ -54,7 +56,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
-        ctx.agree_among([0])  # observers count no steps; they call it in `serve_rollouts`
+        ctx.agree_among([0])  # it decides on stops and saves; observers make this call in `serve_rollouts`
         train_policy(ctx, cfg, problem, policy, rpc, saved)
 
 
@@ -64,7 +66,7 @@ def train_policy(
     """Train as the agent, and export the final policy."""
     rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    pending: list[Rollout] = []  # those that were collected ahead, for the next update
+    pending: list[Rollout] = []  # one of each collector, collected ahead for the next update
     history: list[Evaluation] = []  # evaluations so far
     if saved is not None:
         policy.load_state_dict(saved.model)
@@ -72,9 +74,9 @@ def train_policy(
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
         history = saved.trainer["evaluations"]
     observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
-    test_envs = make_environments(problem, rl.num_eval_episodes, np.random.default_rng([cfg.seed, 1, 0]))
+    test_envs = make_environments(problem, rl.num_eval_episodes, np.random.default_rng([cfg.seed, EVALUATION, 0]))
     position = saved.trainer["position"] if saved is not None else None
-    goal = None  # the return that solves the environment, and its source
+    goal = None  # the return at which training ends, and why
     if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
     # Updates and evaluations done so far, and sums for the metrics since the last logged update.
@@ -114,7 +116,7 @@ def train_policy(
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():
-            with ctx.evaluating():
+            with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, problem, policy, test_envs, progress, history)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
@@ -131,28 +133,28 @@ def train_step(
     Returns sums for the metrics. `losses` are sums over minibatches, on `device`: of policy loss, value loss, entropy
     and KL divergence from the policy that acted.
     """
-    rl, valid = cfg.section(RlConfig), rollout.valid
+    rl, valid = cfg.section(RlConfig), rollout.valid  # [T, n]: not where a step only began an episode
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
     all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
     advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
-    returns = advantages + values
+    value_targets = advantages + values
     advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
     further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
-    samples = [tensor.to(device) for tensor in (advantages, returns, *further)]
+    samples = [tensor.to(device) for tensor in (advantages, value_targets, *further)]
     losses, num_minibatches = torch.zeros(4, device=device), 0
     for _ in range(rl.update_epochs):
         # Drawn on the CPU, so that it does not depend on the kind of device.
         permutation = torch.randperm(len(advantages)).to(device)
         minibatches = zip(*(tensor[permutation].chunk(rl.num_minibatches) for tensor in samples), strict=True)
-        for advantage, returned, observations, actions, old_log_prob in minibatches:
+        for advantage, value_target, observations, actions, old_log_prob in minibatches:
             outputs, value = policy.outputs_and_values(observations)
             new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
             log_ratio = new_log_prob - old_log_prob
             ratio = log_ratio.exp()
             clipped = ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range)
             policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-            value_loss = nn.functional.mse_loss(value, returned)
+            value_loss = nn.functional.mse_loss(value, value_target)
             entropy, kl = entropies.mean(), -log_ratio.mean()
             optimizer.zero_grad()
             (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
@@ -161,7 +163,7 @@ def train_step(
             optimizer.step()
             losses += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
             num_minibatches += 1
-    if policy.normalize:
+    if policy.normalize:  # after the update: the log-probabilities of the rollout belong to the old statistics
         policy.update_observation_statistics(rollout.observations[:-1][valid].to(device))
     return {
         "losses": losses,
@@ -173,7 +175,7 @@ def train_step(
 
 
 def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """Return the advantage of each valid action [T, n] by generalised advantage estimation from `values` [T + 1, n].
+    """Return advantages [T, n] by generalised advantage estimation from `values` [T + 1, n]; not for invalid actions.
 
     The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
     do not cross the end of an episode.
@@ -209,7 +211,7 @@ def evaluate(
     ctx: Context, problem: Problem, policy: Policy, envs: Environments, progress: Progress, history: list[Evaluation]
 ) -> dict[str, float]:
     """Play full greedy episodes, whose initial states follow from the step. Adds the returns to `history`."""
-    envs.begin(np.random.default_rng([ctx.config.seed, 1, 1 + progress.step]))
+    envs.begin(np.random.default_rng([ctx.config.seed, EVALUATION, 1 + progress.step]))
     returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
     mean = float(returns.mean())
     history.append((progress.samples, mean, float(returns.min()), float(returns.max())))

@@ -15,7 +15,7 @@ https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html (its second pa
 in the order of their index; LSTM gradients are summed over the trainers. `mode: async` has two batches of a trainer in
 flight, so that servers and LSTM work at the same time: gradients belong to weights that are one update old, and with
 several trainers a server applies each push on arrival (Hogwild, https://arxiv.org/abs/1106.5730). LSTM gradients are
-still averaged, so the replicas stay equal. Async runs do not repeat exactly and learn somewhat less per step.
+summed as in sync mode, so the replicas stay equal. Async runs do not repeat exactly and learn somewhat less per step.
 
     sync     forward 1, backward 1, update 1, forward 2, backward 2, update 2, …
     async    forward 1, forward 2, backward 1, update 1, forward 3, backward 2, update 2, …
@@ -61,13 +61,13 @@ CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
-    trainers = ctx.agree_among(ctx.roles.ranks_of(TRAINER))  # servers count no steps
+    trainers = ctx.agree_among(ctx.roles.ranks_of(TRAINER))  # they decide on stops and saves: servers count no steps
     # For gradients of the LSTM on the trainers' devices; every rank has to take part.
     lstm_group = dist.new_group(list(ctx.roles.ranks_of(TRAINER)), ctx.timeout)
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
-    # A call may wait in its thread for those of the other trainers.
+    # A call may wait in its thread for those of the other trainers; 16 are left for other calls, as in torch.
     num_threads = 16 + CALLS_OF_TRAINER * ctx.roles.count(TRAINER)
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
     if ctx.role == SERVER:
@@ -97,7 +97,7 @@ def train_lstm(
     columns, held_out = (Columns(text, rnn.batch_size, rnn.bptt, part) for text in texts)
     # Steps and epochs done so far, and sums of the loss and of tokens since the last logged step.
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
-    # Sums of trainers are lost if their number has changed: the hidden state is saved with them.
+    # None if the number of trainers has changed: then the sums and the hidden state begin anew.
     local = saved.local if saved is not None else None
     meter = Meter(local["meter"] if local is not None else None)
     if saved is not None:
@@ -117,7 +117,7 @@ def train_lstm(
         }
         state = {} if learner.state is None else dict(zip("hc", learner.state, strict=True))
         local = {"meter": meter.state_dict(), **state}
-        lstm = nn.ModuleDict({"lstm": learner.lstm})
+        lstm = nn.ModuleDict({"lstm": learner.lstm})  # the tables are in the shards of the servers
         ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
     batches = columns.from_batch(progress.step_in_epoch)  # without end
@@ -141,7 +141,7 @@ def train_lstm(
                 meter.reset()
             stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
             if in_flight:
-                continue  # the state is complete only when no batch is in flight
+                continue  # the state is complete only without a batch in flight; a stop is answered again then
             if stop:
                 save({})
                 return
@@ -149,7 +149,7 @@ def train_lstm(
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():
-            with ctx.evaluating():
+            with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, learner, held_out)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
@@ -282,6 +282,7 @@ class Learner:
                 (squared_at_servers,) = self.trainers.sum([squared_at_servers])
             squared = squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(gradients))
             scale = min(1.0, self._max_norm / (math.sqrt(squared) + 1e-6))  # as torch's clip_grad_norm_
+            # The servers have the gradients already.
             self._receive_rows = self.client.push(number, ids, None, scale, lr, next_ids)
             torch._foreach_mul_(gradients, scale)
         for parameter, gradient in zip(self.lstm.parameters(), gradients, strict=True):
@@ -302,13 +303,14 @@ class Learner:
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     def loss(self, batch: Batch) -> float:
+        """Return the summed loss of a batch of held-out text, and keep the hidden state for the next one."""
         rows = self.client.pull(batch.ids)()
         return self.client.loss(self._run_lstm(self.lstm, rows, batch), batch.targets)
 
     def settle(self) -> None:
         """Wait until the servers have applied the last update of every trainer."""
         if self._receive_rows is not None:
-            self._receive_rows()  # sent after the update
+            self._receive_rows()  # sent after the update; `forward` may call it again
         self.trainers.barrier()
 
     def load(self, saved: Restored) -> None:
@@ -324,13 +326,13 @@ class Learner:
 
 
 def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:
-    """Return the LSTM of a trainer; declare text and size of the model."""
+    """Return the LSTM of a trainer; log text and size of the model."""
     rnn = cfg.section(RnnConfig)
     if corpus is not None:  # on rank 0
         name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
         for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
             ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
-    lstm = build_lstm(rnn)
+    lstm = build_lstm(rnn)  # equal on all trainers, which have the same seed so far
     num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
     ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
     ctx.seed_per_rank()  # for dropout
