@@ -49,7 +49,8 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     log.write_text("one\ntwo\n")
     live.ship_once()
     assert uploaded == [], "logs are uploaded once a minute"
-    scene.file("attempts/001/rank-00001.outcome.json", '{"outcome": "failed"}')
+    outcome = {"outcome": "failed", "error": "boom", "traceback": [], "time": 2e9}
+    scene.file("attempts/001/rank-00001.outcome.json", json.dumps(outcome))
     scene.state(status="failed", ended=2e9)
     live.ship_once()
     assert uploaded == ["report.html", "logs/attempt-001/rank-00000.log", "logs/attempt-001/rank-00001.outcome.json"]

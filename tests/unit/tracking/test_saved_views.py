@@ -9,6 +9,7 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
     sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep.ship(0)
-    states = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
+    states = chain([State(status="running", reason="old")], repeat(State(status="finished", reason="new", ended=7.0)))
     monkeypatch.setattr(SweepDir, "read_state", lambda self: next(states))
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
