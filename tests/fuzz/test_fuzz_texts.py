@@ -16,20 +16,7 @@ from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.rank.device import ranks_on_node
 from hpcdist.run.sweeps import make_sweep, parse_axes
-from hpcdist.slurm.output import (
-    JobInfo,
-    parse_boot_times,
-    parse_memory_mb,
-    parse_minutes,
-    parse_node_states,
-    parse_partitions,
-    parse_record,
-    parse_sacct,
-    parse_scontrol,
-    parse_seconds,
-    parse_settings,
-    parse_squeue,
-)
+from hpcdist.slurm import output
 
 APP = make_app()
 #: Commands that start no processes; `run` has `--dry-run` for that.
@@ -120,25 +107,25 @@ def outputs(draw: st.DrawFn) -> str:
 
 @fuzz(text=outputs(), job=st.sampled_from(["1", "2_1", "3", "8", "10_2", "11", "", "x"]), more=outputs())
 def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> None:
-    parse_record(text)
-    for read in (parse_scontrol, parse_squeue, parse_sacct):
+    output.parse_record(text)
+    for read in (output.parse_scontrol, output.parse_squeue, output.parse_sacct):
         info = read(text, job)
         if info is not None:
-            assert isinstance(info, JobInfo)
+            assert isinstance(info, output.JobInfo)
             info.describe(1e9)
-    for partition in parse_partitions(text, more):
+    for partition in output.parse_partitions(text, more):
         partition.limit("MaxNodes")
         partition.allowed("Accounts")
-    parse_settings(text)
-    parse_node_states(text)
-    parse_boot_times(text)
+    output.parse_settings(text)
+    output.parse_node_states(text)
+    output.parse_boot_times(text)
 
 
 @fuzz(text=st.one_of(st.text(alphabet="0123456789KMGTBb. :-secmin²", max_size=20), st.text(max_size=8), SLURM_WORDS))
 def test_parsers_accept_any_slurm_value(text: str) -> None:
-    parse_memory_mb(text)
-    parse_seconds(text)
-    parse_minutes(text)
+    output.parse_memory_mb(text)
+    output.parse_seconds(text)
+    output.parse_minutes(text)
 
 
 @fuzz(text=st.one_of(st.text(alphabet="n0123456789[]-,(x)a.", max_size=40), st.text(max_size=10), SLURM_WORDS))

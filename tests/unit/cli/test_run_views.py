@@ -20,17 +20,6 @@ from report_scene import BEGAN, account, add_attempt
 from rich.console import Console
 
 from hpcdist.cli import run_views
-from hpcdist.cli.run_views import (
-    RunView,
-    follow,
-    read_rows,
-    read_status,
-    show_end,
-    show_plan,
-    show_runs,
-    show_status,
-    stream_log,
-)
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
@@ -83,7 +72,7 @@ def test_plan(console: Console, tmp_path: Path) -> None:
         roles=Roles.of({"trainer": 1, "parameter_server": 2}, 3),
         devices={"trainer": "cuda", "parameter_server": "cpu"},
     )  # fmt: skip
-    show_plan(console, config, plan, tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
+    run_views.show_plan(console, config, plan, tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
     assert rows_of(console) == [
         "trainer     /a/[b]/train.py --db http://ada:***@host",
         "roles       rank  role                  device",
@@ -102,7 +91,7 @@ def test_notes_and_script_output_are_printed_unchanged_and_work_after_the_last_s
     console: Console, tmp_path: Path
 ) -> None:
     (tmp_path / "002").mkdir()
-    with RunView(console) as shown:
+    with run_views.RunView(console) as shown:
         shown.attempt(Attempt(tmp_path / "002"), 1)
         shown.attempt(Attempt(tmp_path / "002"), 16)
         shown.note("[bold]as it is[/] " + "long " * 30)
@@ -124,7 +113,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(run_views, "time", SimpleNamespace(monotonic=lambda: now))
-    shown = RunView(console)
+    shown = run_views.RunView(console)
     for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, run_views.PLAIN_INTERVAL_S), (4, 0.1), (100, 0.1)):
         now += later_s if step != 1 else 0.0
         shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
@@ -139,7 +128,7 @@ def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_o
     numbers = METRICS | {"train/samples_per_s": 3832.0, "train/return": 1.5}
     for width in (50, 80, 120):
         console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-        with RunView(console) as shown:
+        with run_views.RunView(console) as shown:
             for step in (4, 253):
                 shown.progress({"step": step, "total_steps": 46000, "metrics": numbers})
         last = text_of(console).rpartition("step")[2].splitlines()[0]
@@ -154,11 +143,11 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(make: Make) 
     path = f"/shared/{'folder/' * 9}file"
     reason = f"rank 1 on n1 was killed by SIGKILL while it wrote {path} and nothing else happened"
     run = make(status="failed", attempt=1, reason=reason)
-    show_status(console, run)
+    run_views.show_status(console, run)
     first, *rest = rows_of(console)
     assert first == "status       failed: rank 1 on n1 was killed by SIGKILL"
     assert rest[:3] == ["             while it wrote", f"             {path}", "             and nothing else happened"]
-    RunView(console).note(f"a note about {path} that is longer than a line")
+    run_views.RunView(console).note(f"a note about {path} that is longer than a line")
     assert rows_of(console)[-3:] == ["a note about", f"    {path}", "    that is longer than a line"]
 
 
@@ -185,7 +174,9 @@ def test_printed_commands_run_in_the_same_shell(
 
 
 def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
-    show_end(console, run, state, Config(runs_dir="/my runs", **{"tracking": TrackingConfig(uri=""), **config}))
+    run_views.show_end(
+        console, run, state, Config(runs_dir="/my runs", **{"tracking": TrackingConfig(uri=""), **config})
+    )
     return rows_of(console)
 
 
@@ -233,13 +224,13 @@ def test_table_of_runs_lists_the_newest_last_and_cuts_no_name(make: Make, runs_d
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
     console = Console(file=io.StringIO(), width=160)
-    show_runs(console, *read_rows([new, old]), runs_dir)
+    run_views.show_runs(console, *run_views.read_rows([new, old]), runs_dir)
     lines = [line for line in rows_of(console) if "exp/" in line]
     assert [line.split()[1] for line in lines] == ["exp/zzz-20261120-051903-ab12", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
     assert "lost" in lines[1]
     console = Console(file=io.StringIO(), width=60)
-    show_runs(console, *read_rows([new, old]), runs_dir)
+    run_views.show_runs(console, *run_views.read_rows([new, old]), runs_dir)
     names = ("zzz-20261120-051903-ab12", "aaa")
     assert tuple(line.split()[0] for line in rows_of(console) if line.startswith(names)) == names
     assert "exp/zzz-20261120-051903-ab12 failed: nan [at] step 3" in text_of(console)
@@ -256,17 +247,18 @@ def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(m
         write_json(save / "manifest.json", {"step": 10, "metrics": metrics | {"eval/other": 9.0}})
     make("a-name-of-eighty-columns-" + "x" * 55, status="stopped", reason="paused")
     console = Console(file=io.StringIO(), width=80)
-    sorted_rows, notes = read_rows(find_runs(runs_dir), sort="best")
+    sorted_rows, notes = run_views.read_rows(find_runs(runs_dir), sort="best")
     assert {key: sorted_rows[-1][key] for key in ("best", "best_metric", "best_step", "unit", "duration_s")} == {
         "best": 0.25, "best_metric": "eval/min", "best_step": 10, "unit": "core", "duration_s": 3601.0,
     }  # fmt: skip
-    show_runs(console, sorted_rows, notes, runs_dir)
+    run_views.show_runs(console, sorted_rows, notes, runs_dir)
     lines = rows_of(console)
     assert [line.split()[0] for line in lines if "finished" in line] == ["none", "two", "one", "three"]
     assert max(len(line) for line in lines if "x" * 55 not in line) <= 80
     started = time.strftime("%m-%d %H:%M", time.localtime(BEGAN + 1))
-    assert lines[-2].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
-    assert lines[-1].endswith("stopped: paused")
+    assert lines[-3].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
+    assert lines[-2].endswith("stopped: paused")
+    assert lines[-1] == "best eval/max: exp/one, error unknown against exp/two, +0.25"
 
 
 def test_status_of_a_running_run(console: Console, make: Make) -> None:
@@ -277,7 +269,7 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
         (run.checkpoints / f"step-{step:08d}").mkdir()
     write_json(run.mlflow, {"run_id": "abc123"})
     with hold(run):
-        show_status(console, run)
+        run_views.show_status(console, run)
         supervisor = f"process {os.getpid()} of {holder(run)['user']} on {socket.gethostname()}"  # type: ignore[index]
     assert rows_of(console) == [
         "status       running",
@@ -290,7 +282,7 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
         "checkpoints  step-00000100, step-00000200",
         "MLflow run   abc123",
     ]
-    show_status(console, run)
+    run_views.show_status(console, run)
     lost = rows_of(console)[9:]
     assert lost[0] == "status       lost"
     advice = "the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow"
@@ -306,7 +298,7 @@ def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Conso
         write_times(attempt, AttemptTimes(supervised=1.0, began=1.0, ended=2.0, status="failed", reason=cause))
     line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
     run.attempt(7).stragglers.write_text(json.dumps(line) + "\n")
-    show_status(console, run)
+    run_views.show_status(console, run)
     rows = rows_of(console)
     assert [row for row in rows if row.startswith("attempt ")] == [
         "attempt      7, 0 restarts after failures",
@@ -315,7 +307,7 @@ def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Conso
     assert "straggler    n3 is [slow]" in rows
     assert f"more ranks   32, see {run.attempt(7).path}" in rows
     assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
-    assert read_status(run)["ended_attempts"][0] == {
+    assert run_views.read_status(run)["ended_attempts"][0] == {
         "attempt": 3, "status": "failed", "nodes": [], "cause": "node n3 [failed]"
     }  # fmt: skip
 
@@ -339,9 +331,9 @@ def test_status_has_the_answer_of_slurm(make: Make, runs_dir: Path, monkeypatch:
     ):
         monkeypatch.setattr(client, "take_snapshot", lambda job, history=False, now=snapshot: now)
         console = Console(file=io.StringIO(), width=60)
-        show_status(console, run)
+        run_views.show_status(console, run)
         assert [line for line in rows_of(console) if line.startswith(row)]
-    show_runs(console, *read_rows([run]), runs_dir)
+    run_views.show_runs(console, *run_views.read_rows([run]), runs_dir)
     assert "Slurm does not report the states of jobs (no answer)" in rows_of(console)
 
 
@@ -360,7 +352,7 @@ def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatc
 
     monkeypatch.setattr(client, "query_jobs", query_jobs)
     monkeypatch.setattr(client, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
-    show_runs(console, *read_rows([*runs, gone]), runs_dir)
+    run_views.show_runs(console, *run_views.read_rows([*runs, gone]), runs_dir)
     assert queries == [["7", "8"], "8"]
     text = text_of(console)
     expected = ("job 7 waits (Priority)", "lost", "Slurm no longer knows job 8")
@@ -376,9 +368,9 @@ def test_log_is_that_of_the_rank_that_failed_first(make: Make, capsys: pytest.Ca
     for rank in range(2):
         attempt.log(rank).write_text(f"rank {rank}\n")
     write_json(attempt.failure, {"rank": 1})
-    assert "".join(stream_log(run, None, None, follow=False)) == "rank 1\n"
+    assert "".join(run_views.stream_log(run, None, None, follow=False)) == "rank 1\n"
     assert capsys.readouterr().err == "hpcdist: the log of rank 1, which failed first\n"
-    assert "".join(stream_log(run, 0, None, follow=False)) == "rank 0\n"
+    assert "".join(run_views.stream_log(run, 0, None, follow=False)) == "rank 0\n"
 
 
 class Events:
@@ -416,9 +408,9 @@ def test_followed_log_continues_through_all_attempts(make: Make, monkeypatch: py
 
     Events(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
     with hold(run):
-        assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
+        assert "".join(run_views.stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
     run.write_state(replace(run.read_state(), status="running"))  # a lost run
-    assert "".join(stream_log(run, 0, 1, follow=True)) == "abc"
+    assert "".join(run_views.stream_log(run, 0, 1, follow=True)) == "abc"
 
 
 # --- jobs of Slurm
@@ -453,7 +445,7 @@ def test_follow_prints_each_straggler_event_once(make: Make, console: Console, m
         monkeypatch, [lambda: report("n3 is slow"), lambda: None, lambda: report("n3 is slower"), lambda: None, finish]
     )
     with hold(run):
-        follow(console, run)
+        run_views.follow(console, run)
     assert [line for line in rows_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
 
 
@@ -500,7 +492,7 @@ def test_follow_continues_through_a_requeue(
     slurm(job("PENDING", reason="Priority"))
     events = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, supervisor_exits]
     Events(monkeypatch, [*events, starts_again, runs_again, ends])
-    assert follow(console, run).status == "finished"
+    assert run_views.follow(console, run).status == "finished"
     assert rows_of(console) == [
         "queued: job 7 waits (Priority)",
         "queued: job 7 waits (Resources)",
@@ -524,7 +516,7 @@ def test_follow_closes_a_run_that_died_without_a_status(
         (supervisor_died, [], "its supervisor died"),
     ):
         Events(monkeypatch, pauses)
-        state = follow(console, run)
+        state = run_views.follow(console, run)
         assert (state.status, state.reason) == ("failed", reason)
         assert run.read_state() == state
 
@@ -535,7 +527,7 @@ def test_follow_prints_that_slurm_is_unavailable(
     run = submitted(make(status="running", attempt=1))
     slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
     Events(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
-    assert follow(console, run).status == "finished"
+    assert run_views.follow(console, run).status == "finished"
     assert rows_of(console) == [
         "running",
         "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",

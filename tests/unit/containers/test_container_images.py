@@ -18,25 +18,7 @@ import pytest
 from slurm_recordings import FakeCommands
 
 import hpcdist
-from hpcdist.containers.images import (
-    Base,
-    Engine,
-    ImageFacts,
-    _sbom,
-    build_argv,
-    convert,
-    default_base,
-    find_checkout,
-    find_engine,
-    inspect,
-    look_up,
-    parse,
-    repository,
-    require_driver,
-    require_fit,
-    revision_of,
-    run,
-)
+from hpcdist.containers import images
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import image_digest
 from hpcdist.errors import ImageError, UserMistake
@@ -51,7 +33,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
     [
         (
             "docker",
-            Base(name="debian:12", digest="sha256:ab"),
+            images.Base(name="debian:12", digest="sha256:ab"),
             {},
             "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
             " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
@@ -59,7 +41,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
         ),
         (
             "podman",
-            Base(name="base:1", id="sha256:cd"),
+            images.Base(name="base:1", id="sha256:cd"),
             {"target": "mlflow", "uid": 0, "options": ("--squash",)},
             "podman build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
             " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
@@ -68,10 +50,10 @@ CHECKOUT = Path(__file__).resolve().parents[3]
     ],
 )  # fmt: skip
 def test_command_of_a_build(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, base: Base, settings: dict[str, Any], command: str
+    monkeypatch: pytest.MonkeyPatch, engine: Any, base: images.Base, settings: dict[str, Any], command: str
 ) -> None:
     monkeypatch.setattr("hpcdist.containers.images.revision_of", lambda _: ("abc", "2026-11-20"))
-    assert shlex.join(build_argv(engine, Path("/src"), base, **settings)) == command
+    assert shlex.join(images.build_argv(engine, Path("/src"), base, **settings)) == command
 
 
 def test_dockerfile_has_the_version_of_hpcdist_and_the_cuda_version_of_torch() -> None:
@@ -103,23 +85,23 @@ def pinned_packages(name: str) -> set[str]:
 def test_checkout_is_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
     with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
-        find_checkout(tmp_path)
-    assert revision_of(tmp_path) == ("", ""), "it is no checkout of git"
+        images.find_checkout(tmp_path)
+    assert images.revision_of(tmp_path) == ("", ""), "it is no checkout of git"
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     for name in ("docker/Dockerfile", "hpcdist/__init__.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    assert find_checkout(inner) == tmp_path
+    assert images.find_checkout(inner) == tmp_path
 
 
 @pytest.mark.processes
 def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
     """Docker of Debian 12 refuses the Dockerfiles otherwise: "the --mount option requires BuildKit"."""
-    run(Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
+    images.run(images.Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
     assert capfd.readouterr().out == "1\n"
     with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
-        run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
+        images.run(images.Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 # --- The choice of a container engine, with scripts on PATH
@@ -141,37 +123,37 @@ def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
     down = "Cannot connect to the Docker daemon"
     programs.add_script("docker", f"echo first >&2; echo '{down}' >&2; exit 1")
     with pytest.raises(UserMistake) as raised:
-        find_engine(None)
+        images.find_engine(None)
     assert str(raised.value) == (
         f"no container engine to use here: docker is installed, but fails: {down}; podman is not installed"
     )
     programs.add_script("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
-    assert find_engine(None).name == "podman"
+    assert images.find_engine(None).name == "podman"
     programs.add_script("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
-    assert find_engine(None).name == "docker"
+    assert images.find_engine(None).name == "docker"
     programs.add_script("docker", "exec /bin/sleep 60")
     monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
     with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s$"):
-        find_engine("docker")
+        images.find_engine("docker")
 
 
 @pytest.mark.processes
 def test_daemon_says_whether_it_is_rootless(programs: FakeCommands) -> None:
     programs.add_script("podman", "echo name=rootless")
-    assert not Engine("podman").is_rootless_daemon()
+    assert not images.Engine("podman").is_rootless_daemon()
     for options in ("[name=seccomp,profile=builtin name=rootless]", "[name=seccomp]"):
         programs.add_script("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
-        assert Engine("docker").is_rootless_daemon() == ("rootless" in options)
+        assert images.Engine("docker").is_rootless_daemon() == ("rootless" in options)
 
 
 @pytest.mark.processes
 def test_failed_command_has_its_last_error_line(programs: FakeCommands) -> None:
     programs.add_script("podman", "echo; echo 'Error: no space left' >&2; exit 125")
     with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
-        Engine("podman").output("image", "rm", "x")
+        images.Engine("podman").output("image", "rm", "x")
     programs.add_script("podman", "exit 3")
     with pytest.raises(ImageError, match="failed: no error message"):
-        Engine("podman").output("ps")
+        images.Engine("podman").output("ps")
 
 
 # --- The digest of a base image, with a script that answers like podman and docker
@@ -195,17 +177,17 @@ def image_with(*digests: str) -> str:
 )
 def test_local_image_has_the_digest_of_its_registry(programs: FakeCommands, name: str, listed: str) -> None:
     programs.add_script("podman", image_with(f"mirror.example/other@sha256:{'00' * 32}", listed))
-    found = look_up(Engine("podman"), name, pull=True)
-    assert found == Base(name=name, digest=DIGEST)
-    assert found.reference == f"{repository(name)}@{DIGEST}"
+    found = images.look_up(images.Engine("podman"), name, pull=True)
+    assert found == images.Base(name=name, digest=DIGEST)
+    assert found.reference == f"{images.repository(name)}@{DIGEST}"
     assert programs.calls() == [f"podman image inspect {name}"], "nothing is pulled"
 
 
 @pytest.mark.processes
 def test_image_without_registry_is_recorded_by_its_id(programs: FakeCommands) -> None:
     programs.add_script("podman", image_with(f"localhost/base@{DIGEST}"))
-    found = look_up(Engine("podman"), "localhost/base:1", pull=True)
-    assert found == Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
+    found = images.look_up(images.Engine("podman"), "localhost/base:1", pull=True)
+    assert found == images.Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
     assert found.reference == "localhost/base:1"
 
 
@@ -213,34 +195,34 @@ def test_image_without_registry_is_recorded_by_its_id(programs: FakeCommands) ->
 def test_missing_image_is_pulled_unless_it_is_a_dry_run(programs: FakeCommands) -> None:
     name = "docker.io/library/debian:12"
     programs.add_script("podman", "echo 'Error: dial tcp: lookup failed' >&2; exit 125")
-    found = look_up(Engine("podman"), name, pull=True)
-    assert found == Base(name=name, problem="podman cannot pull it: Error: dial tcp: lookup failed")
+    found = images.look_up(images.Engine("podman"), name, pull=True)
+    assert found == images.Base(name=name, problem="podman cannot pull it: Error: dial tcp: lookup failed")
     assert found.reference == name
     stored = image_with(f"docker.io/library/debian@{DIGEST}")
     programs.add_script("podman", f"case $1 in pull) touch pulled;; *) [ -e pulled ] || exit 125; {stored};; esac")
-    problem = look_up(Engine("podman"), name, pull=False).problem
+    problem = images.look_up(images.Engine("podman"), name, pull=False).problem
     assert problem == "podman does not have it here, and a dry run pulls nothing"
-    assert look_up(Engine("podman"), name, pull=True).digest == DIGEST
+    assert images.look_up(images.Engine("podman"), name, pull=True).digest == DIGEST
 
 
 def test_name_with_digest_needs_no_command() -> None:
     name = f"docker.io/library/debian@{DIGEST}"
-    assert look_up(Engine("podman"), name, pull=True) == Base(name=name, digest=DIGEST)
-    assert Base(name=name, digest=DIGEST).reference == name
+    assert images.look_up(images.Engine("podman"), name, pull=True) == images.Base(name=name, digest=DIGEST)
+    assert images.Base(name=name, digest=DIGEST).reference == name
 
 
 def test_default_base_is_read_from_the_dockerfile(tmp_path: Path) -> None:
     for name in ("Dockerfile", "mlflow.Dockerfile"):
-        assert default_base(CHECKOUT / "docker" / name).startswith("docker.io/")
+        assert images.default_base(CHECKOUT / "docker" / name).startswith("docker.io/")
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     with pytest.raises(ImageError, match=r"Dockerfile names no base image \(no line `ARG BASE_IMAGE=…`\): restore"):
-        default_base(tmp_path / "Dockerfile")
+        images.default_base(tmp_path / "Dockerfile")
 
 
 # --- `hpcdist image convert`: commands, file names, concurrent and failed conversions
 
 
-FACTS = ImageFacts(
+FACTS = images.ImageFacts(
     name="hpcdist",
     digest="sha256:0123456789abcdef",
     architecture="amd64",
@@ -256,7 +238,9 @@ def test_concurrent_conversions_write_the_file_once(programs: FakeCommands, tmp_
     programs.add_script("enroot", 'echo squashed > "$3"')
     results: list[tuple[Path, bool]] = []
     threads = [
-        threading.Thread(target=lambda: results.append(convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")))
+        threading.Thread(
+            target=lambda: results.append(images.convert(images.Engine("docker"), FACTS, "sqsh", tmp_path / "images"))
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -291,7 +275,7 @@ def test_failed_conversion_has_a_reason_and_leaves_no_file(
     for name, script in scripts.items():
         programs.add_script(name, script)
     with pytest.raises(ImageError, match=error):
-        convert(Engine("podman"), FACTS, form, tmp_path / "images")
+        images.convert(images.Engine("podman"), FACTS, form, tmp_path / "images")
     (lock,) = (tmp_path / "images").iterdir()
     assert lock.suffix == ".lock"
 
@@ -305,19 +289,19 @@ def test_files_of_other_users_are_neither_returned_nor_written(programs: FakeCom
     (mine := tmp_path / "mine").write_text("valuable")
     (left := folder / ".hpcdist-1.2.3-0123456789ab.sqsh.part").symlink_to(mine)
     os.chown(left, 65534, 65534, follow_symlinks=False)
-    target, is_new = convert(Engine("docker"), FACTS, "sqsh", folder)
+    target, is_new = images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
     assert (is_new, target.read_text(), mine.read_text()) == (True, "whole\n", "valuable")
-    assert convert(Engine("docker"), FACTS, "sqsh", folder) == (target, False)
+    assert images.convert(images.Engine("docker"), FACTS, "sqsh", folder) == (target, False)
     spec = ContainerSpec(runtime="apptainer", image=str(target))
     assert image_digest(spec, {}) == "sha256:0123456789ab"
     os.chown(target, 65534, 65534)
     with pytest.raises(UserMistake, match=r"sqsh exists, and nobody .* could have changed it: choose another folder"):
-        convert(Engine("docker"), FACTS, "sqsh", folder)
+        images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
     assert str(image_digest(spec, {})).startswith("ends-sha256:")
     target.unlink()
     target.symlink_to(mine)
     with pytest.raises(UserMistake, match="sqsh exists"):
-        convert(Engine("docker"), FACTS, "sqsh", folder)
+        images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
 
 
 @pytest.mark.processes
@@ -327,7 +311,7 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: FakeCommands, t
     programs.add_script("apptainer", 'touch "$2"')
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
-    target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
+    target, _ = images.convert(images.Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
     saved = (
         rf"podman save --format docker-archive --output {archive.parent}/\.hpcdist\S+/hpcdist-1.2.3-\w+.sif.tar hpcdist"
@@ -338,13 +322,13 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: FakeCommands, t
     assert target.exists()
     assert not archive.exists()
     target.unlink()
-    convert(Engine("docker"), FACTS, "sif", tmp_path / "images")
+    images.convert(images.Engine("docker"), FACTS, "sif", tmp_path / "images")
     assert programs.calls()[2].endswith(".sif docker-daemon:hpcdist")
 
 
 def test_missing_conversion_program_is_named(programs: FakeCommands, tmp_path: Path) -> None:
     with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
-        convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+        images.convert(images.Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
 @pytest.mark.processes
@@ -355,7 +339,7 @@ def test_podman_removes_the_container_of_enroot(programs: FakeCommands, tmp_path
     script = '#!/bin/bash\nset -e\ntrap "docker rm -f -v enroot.x" EXIT\necho "enroot $4" >> "${0%/*}/calls"\n'
     (programs.folder / "enroot").write_text(f'{script}echo image > "$3"\n')
     (programs.folder / "enroot").chmod(0o755)
-    target, _ = convert(Engine("podman"), FACTS, "sqsh", tmp_path)
+    target, _ = images.convert(images.Engine("podman"), FACTS, "sqsh", tmp_path)
     assert target.read_text() == "image\n"
     assert programs.calls() == ["enroot podman://hpcdist", "podman rm -f -v enroot.x"]
 
@@ -364,7 +348,7 @@ def test_podman_removes_the_container_of_enroot(programs: FakeCommands, tmp_path
 def test_directory_contains_the_image_variables(programs: FakeCommands, tmp_path: Path) -> None:
     script = 'cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .'
     programs.add_script("podman", f"case $1 in create) echo 42;; export) {script};; esac")
-    target, written = convert(Engine("podman"), FACTS, "dir", tmp_path)
+    target, written = images.convert(images.Engine("podman"), FACTS, "dir", tmp_path)
     assert written
     assert (target / "opt" / "f").exists()
     assert list((target / "dev").iterdir()) == []
@@ -385,8 +369,8 @@ RAW: dict[str, Any] = {
 
 
 @pytest.fixture
-def facts() -> ImageFacts:
-    return parse("hpcdist", RAW)
+def facts() -> images.ImageFacts:
+    return images.parse("hpcdist", RAW)
 
 
 @pytest.mark.parametrize(
@@ -400,20 +384,20 @@ def facts() -> ImageFacts:
     ],
 )  # fmt: skip
 def test_image_must_fit_machine_and_version(
-    facts: ImageFacts, changes: dict[str, Any], machine: str, message: str
+    facts: images.ImageFacts, changes: dict[str, Any], machine: str, message: str
 ) -> None:
-    require_fit(facts, machine="x86_64")
-    require_fit(replace(facts, architecture="arm64"), machine="aarch64")
+    images.require_fit(facts, machine="x86_64")
+    images.require_fit(replace(facts, architecture="arm64"), machine="aarch64")
     with pytest.raises(ImageError) as raised:
-        require_fit(replace(facts, **changes), machine=machine)
+        images.require_fit(replace(facts, **changes), machine=machine)
     assert str(raised.value).startswith(f"image hpcdist {message}")
 
 
-def test_driver_must_support_the_cuda_version(facts: ImageFacts) -> None:
+def test_driver_must_support_the_cuda_version(facts: images.ImageFacts) -> None:
     for cuda, driver in (("13.2", "580.65"), ("13.2", "600.10.1"), ("13.2", "unknown"), ("", "390.1")):
-        require_driver(replace(facts, labels={"hpcdist.cuda": cuda}), driver)
+        images.require_driver(replace(facts, labels={"hpcdist.cuda": cuda}), driver)
     with pytest.raises(ImageError) as raised:
-        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "550.54.15")
+        images.require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "550.54.15")
     assert str(raised.value) == (
         "image hpcdist needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15 here: update the driver, use an"
         " image with an older torch, or launch.device=cpu"
@@ -427,7 +411,7 @@ def test_missing_image_and_failing_engine_have_different_errors(programs: FakeCo
     for error, message in (("Error: x: image not known", missing), ("Error: database is locked", locked)):
         programs.add_script("podman", f"echo '{error}' >&2; exit 125")
         with pytest.raises(ImageError) as raised:
-            inspect(Engine("podman"), "x")
+            images.inspect(images.Engine("podman"), "x")
         assert str(raised.value) == message
 
 
@@ -437,9 +421,13 @@ ODD = ["", "[7]", '[{"Id": 7}]', "\\377", "[" * 5000]
 
 @pytest.mark.processes
 @pytest.mark.parametrize("answer", ODD)
-def test_odd_answers_of_the_engine_are_one_clear_error(answer: str, programs: FakeCommands, facts: ImageFacts) -> None:
+def test_odd_answers_of_the_engine_are_one_clear_error(
+    answer: str, programs: FakeCommands, facts: images.ImageFacts
+) -> None:
     programs.add_script("podman", f"printf '{answer}'")
-    for read in (inspect, partial(look_up, pull=False)):
+    for read in (images.inspect, partial(images.look_up, pull=False)):
         with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
-            read(Engine("podman"), "x")
-    assert _sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
+            read(images.Engine("podman"), "x")
+    assert (
+        images._sbom(images.Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
+    )

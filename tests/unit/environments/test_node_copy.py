@@ -19,17 +19,6 @@ import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.environments import node_copy, packed
 from hpcdist.environments.node_copy import CopyError, NodeRequest, prepare, start_python
-from hpcdist.environments.packed import (
-    Interpreter,
-    Packed,
-    copy_sources,
-    interpreter,
-    pack,
-    store_of,
-    touch,
-    write_archive,
-    write_listing,
-)
 from hpcdist.errors import UserMistake
 from hpcdist.slurm.on_nodes import read_answers
 
@@ -61,7 +50,7 @@ Prepared = Callable[..., NodeRequest]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the installation of Python out of archives, which has thousands of files."""
-    monkeypatch.setattr(Interpreter, "is_packed", False)
+    monkeypatch.setattr(packed.Interpreter, "is_packed", False)
 
 
 @pytest.fixture
@@ -70,8 +59,8 @@ def prepared(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pre
 
     def make(*, with_python: bool = False, **changes: Any) -> NodeRequest:
         if not with_python:
-            monkeypatch.setattr(Interpreter, "is_packed", False)
-        found = pack(EnvironmentConfig(kind="venv", path=str(venv)), tmp_path / "runs", os.environ)
+            monkeypatch.setattr(packed.Interpreter, "is_packed", False)
+        found = packed.pack(EnvironmentConfig(kind="venv", path=str(venv)), tmp_path / "runs", os.environ)
         return replace(request_of(found, tmp_path), **changes)
 
     return make
@@ -81,12 +70,12 @@ def copy_by(request: NodeRequest) -> None:
     node_copy.main([json.dumps(asdict(request))])
 
 
-def request_of(found: Packed, tmp_path: Path) -> NodeRequest:
-    store = store_of(tmp_path / "runs")
+def request_of(found: packed.Packed, tmp_path: Path) -> NodeRequest:
+    store = packed.store_of(tmp_path / "runs")
     folder = tmp_path / "disk" / "hpcdist-0"
     return NodeRequest(
         python=str(folder / found.key / "bin" / "python3"),
-        sources=str(copy_sources(store)),
+        sources=str(packed.copy_sources(store)),
         folder=str(folder),
         key=found.key,
         archive=found.path,
@@ -163,7 +152,7 @@ def test_unused_copies_are_removed_unless_a_process_uses_them(prepared: Prepared
     folder = Path(request.folder)
     for name in ("old", "running", "fresh"):
         (folder / name / "bin").mkdir(parents=True)
-        write_listing(folder / name, folder / f"{name}.files")
+        packed.write_listing(folder / name, folder / f"{name}.files")
         if name != "fresh":
             os.utime(folder / f"{name}.files", (0, 0))
     (folder / "interrupted").mkdir()
@@ -257,7 +246,7 @@ def test_odd_answers_of_a_python_are_clear_errors(facts: str, prepared: Prepared
     with pytest.raises(CopyError, match=f"{odd} gives no valid description of itself: "):
         start_python(replace(prepared(), python=str(odd)))
     with pytest.raises(UserMistake, match=r"cluster\.environment: .*python3 does not start: "):
-        interpreter(odd.parents[1])
+        packed.interpreter(odd.parents[1])
 
 
 def test_full_disk_while_hpcdist_is_copied(
@@ -280,7 +269,7 @@ def test_full_disk_while_hpcdist_is_copied(
 
 
 def test_python_of_the_system_is_not_packed() -> None:
-    one = Interpreter(base=Path("/usr"), executable=Path("/usr/bin/python3.12"), library="python3.12")
+    one = packed.Interpreter(base=Path("/usr"), executable=Path("/usr/bin/python3.12"), library="python3.12")
     assert not one.is_packed
     assert replace(one, base=Path("/usr/local"), executable=Path("/usr/local/bin/python3.12")).is_packed
     assert replace(one, base=Path("/apps/python"), executable=Path("/apps/python/bin/python3.12")).is_packed
@@ -300,8 +289,8 @@ exec(sys.argv[-1])
     program.parent.mkdir()
     program.write_text(text)
     program.chmod(0o755)
-    assert interpreter(tmp_path).base == real
-    assert interpreter(tmp_path).is_packed
+    assert packed.interpreter(tmp_path).base == real
+    assert packed.interpreter(tmp_path).is_packed
 
 
 def test_archive_that_cannot_be_written_leaves_no_file(
@@ -310,11 +299,11 @@ def test_archive_that_cannot_be_written_leaves_no_file(
     target = tmp_path / "a.tar.zst"
     monkeypatch.setattr(packed, "_COMPRESS", ("sh", "-c", "echo disk is full >&2; exit 1"))
     with pytest.raises(OSError, match=r"cannot write .*a\.tar\.zst: disk is full"):
-        write_archive(venv, interpreter(venv), target)
+        packed.write_archive(venv, packed.interpreter(venv), target)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(packed.shutil, "which", lambda _: None)
     with pytest.raises(UserMistake, match="packing needs the program zstd"):
-        write_archive(venv, interpreter(venv), target)
+        packed.write_archive(venv, packed.interpreter(venv), target)
 
 
 # --- the packed environments of a runs_dir
@@ -323,28 +312,28 @@ def test_archive_that_cannot_be_written_leaves_no_file(
 @pytest.mark.usefixtures("small")
 def test_environment_is_packed_again_only_after_a_change(venv: Path, tmp_path: Path) -> None:
     environment = EnvironmentConfig(kind="venv", path=str(venv))
-    first = pack(environment, tmp_path, os.environ)
+    first = packed.pack(environment, tmp_path, os.environ)
     written = Path(first.path).stat().st_mtime_ns
     (cache := venv / "bin" / "__pycache__").mkdir()
     (cache / "x.pyc").touch()
-    assert pack(environment, tmp_path, os.environ) == first
+    assert packed.pack(environment, tmp_path, os.environ) == first
     assert Path(first.path).stat().st_mtime_ns == written
-    assert touch(first, tmp_path)
+    assert packed.touch(first, tmp_path)
     added = venv / "bin" / "added"
     added.write_text("x")
-    second = pack(environment, tmp_path, os.environ)
+    second = packed.pack(environment, tmp_path, os.environ)
     added.unlink()
     assert second.key != first.key
     Path(first.path).unlink()
-    assert not touch(first, tmp_path)
-    assert pack(environment, tmp_path, os.environ).key == first.key
+    assert not packed.touch(first, tmp_path)
+    assert packed.pack(environment, tmp_path, os.environ).key == first.key
 
 
 @pytest.mark.usefixtures("small")
 def test_unused_packed_environments_are_removed(venv: Path, tmp_path: Path) -> None:
     environment = EnvironmentConfig(kind="venv", path=str(venv))
-    found = pack(environment, tmp_path, os.environ)
-    store = store_of(tmp_path)
+    found = packed.pack(environment, tmp_path, os.environ)
+    store = packed.store_of(tmp_path)
     old = time.time() - packed.MAX_AGE_S - 60
     for name in ("venv-old.json", "venv-old.tar.zst", ".venv-unfinished.tar.zst.1", "venv-used.tar.zst"):
         (store / name).write_text("{}")
@@ -353,7 +342,7 @@ def test_unused_packed_environments_are_removed(venv: Path, tmp_path: Path) -> N
     (store / "hpcdist-old").mkdir()
     os.utime(store / "hpcdist-old", (old, old))
     os.utime(store / f"{found.key}.json", (old, old))
-    pack(environment, tmp_path, os.environ)
+    packed.pack(environment, tmp_path, os.environ)
     assert {path.name for path in store.iterdir()} == {
         "lock",
         "venv-used.json",
@@ -364,7 +353,7 @@ def test_unused_packed_environments_are_removed(venv: Path, tmp_path: Path) -> N
 
 
 def test_own_sources_are_copied_once_with_entry_points(tmp_path: Path) -> None:
-    folder = copy_sources(tmp_path)
+    folder = packed.copy_sources(tmp_path)
     code = (
         "import hpcdist, importlib.metadata as m;"
         "print(hpcdist.__file__);"
@@ -373,7 +362,7 @@ def test_own_sources_are_copied_once_with_entry_points(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{folder}/hpcdist/__init__.py", str(folder)]
-    assert copy_sources(tmp_path) == folder
+    assert packed.copy_sources(tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
@@ -390,5 +379,5 @@ def test_interrupted_build_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(packed, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pack(EnvironmentConfig(kind="uv", path=str(tmp_path)), tmp_path / "runs", os.environ)
-    assert [path for path in store_of(tmp_path / "runs").iterdir() if path.is_dir()] == []
+        packed.pack(EnvironmentConfig(kind="uv", path=str(tmp_path)), tmp_path / "runs", os.environ)
+    assert [path for path in packed.store_of(tmp_path / "runs").iterdir() if path.is_dir()] == []

@@ -21,23 +21,6 @@ from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.environments import rank_environment as tested
 from hpcdist.environments.node_copy import NodeRequest
 from hpcdist.environments.packed import Interpreter, build, store_of, uv_fingerprint, uv_problems
-from hpcdist.environments.rank_environment import (
-    RankEnvironment,
-    activated,
-    check_answers,
-    environment_problems,
-    expanded,
-    has_modules,
-    load_modules,
-    module_problems,
-    prepare_nodes,
-    python_of,
-    rank_environment,
-    record_environment,
-    require_torch,
-    torch_problems,
-    user_folder,
-)
 from hpcdist.errors import ConfigError, HpcdistError, UserMistake
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
@@ -111,38 +94,38 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_module_that_cannot_be_loaded(modules_env: dict[str, str], name: str, reason: str) -> None:
     with pytest.raises(UserMistake) as found:
-        load_modules(["python", name], modules_env)
+        tested.load_modules(["python", name], modules_env)
     assert str(found.value) == f"cluster.environment.modules: python, {name} cannot be loaded: {reason}"
 
 
 def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) -> None:
-    if has_modules(env := {**modules_env, "MODULESHOME": str(tmp_path / "none")}):
+    if tested.has_modules(env := {**modules_env, "MODULESHOME": str(tmp_path / "none")}):
         pytest.skip("this machine has environment modules")
     with pytest.raises(UserMistake, match="the command `module` is not available on this machine: load the modules by"):
-        load_modules(["python"], env)
+        tested.load_modules(["python"], env)
     config = config_of(tmp_path, kind="module", modules=["nix"])
-    assert module_problems(config, env) == []
-    assert module_problems(config_of(tmp_path), modules_env) == []
-    (problem,) = module_problems(config, modules_env)
+    assert tested.module_problems(config, env) == []
+    assert tested.module_problems(config_of(tmp_path), modules_env) == []
+    (problem,) = tested.module_problems(config, modules_env)
     assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
 
 
 def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str, str], tmp_path: Path) -> None:
     variables = {name: modules_env.pop(name) for name in ("MODULESHOME", "MODULE_BIN")}
-    if has_modules(modules_env):
+    if tested.has_modules(modules_env):
         pytest.skip("this machine has environment modules")
     config = config_of(tmp_path, kind="module", modules=["nix"])
     of_job = replace(config, cluster=replace(config.cluster, env=variables))
-    (problem,) = module_problems(of_job, modules_env)
+    (problem,) = tested.module_problems(of_job, modules_env)
     assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
     with_setup = replace(config, cluster=replace(of_job.cluster, setup=["module use /apps/modules"]))
-    assert module_problems(with_setup, modules_env) == []
+    assert tested.module_problems(with_setup, modules_env) == []
 
 
 def test_environment_of_modules(
     modules_env: dict[str, str], tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
+    found = tested.rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
     assert found.python == f"{modules_env['MODULE_BIN']}/python3"
     assert (found.env["LOADEDMODULES"], found.env["MULTI"]) == ("first:python/3.12", "a\nb")
     assert Path(*found.import_path, "hpcdist", "__init__.py").is_file()
@@ -150,7 +133,7 @@ def test_environment_of_modules(
     assert found.record == {"kind": "module", "path": "", "modules": ["python"]}
     monkeypatch.setattr(tested, "PYTHON", "python9")
     with pytest.raises(UserMistake, match=r"cluster\.environment\.modules: no python9 on the PATH after loading them"):
-        rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
+        tested.rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
 
 
 # --- uv
@@ -225,8 +208,8 @@ def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     config = config_of(tmp_path, kind="venv", path=str(venv), stage=False)
-    found = rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
-    assert found.python == f"{venv}/bin/python3" == python_of(config)
+    found = tested.rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
+    assert found.python == f"{venv}/bin/python3" == tested.python_of(config)
     assert found.env == {"PATH": f"{venv}/bin:/bin", "VIRTUAL_ENV": str(venv)}
     assert found.request.folder == ""
     assert Path(*found.import_path).parent == store_of(tmp_path / "runs")
@@ -237,36 +220,36 @@ def test_job_uses_the_environment_of_the_submission(
     tmp_path: Path, run: RunDir, venv: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path, kind="venv", path=str(venv), local_dir="$SCRATCH/x")
-    record_environment(config, [run], os.environ)
+    tested.record_environment(config, [run], os.environ)
     recorded = read_json(run.rank_environment)
     assert recorded is not None
     (venv / "later").write_text("a change after the submission")
     env = {**os.environ, "SCRATCH": str(tmp_path / "disk")}
-    found = rank_environment(config, run, env)
-    folder = tmp_path / "disk" / "x" / user_folder()
+    found = tested.rank_environment(config, run, env)
+    folder = tmp_path / "disk" / "x" / tested.user_folder()
     assert (found.request.key, found.request.sha256) == (recorded["key"], recorded["sha256"])
     assert found.python == f"{folder}/{recorded['key']}/bin/python3"
     assert Path(*found.import_path).parent == folder
-    assert python_of(config) == f"$SCRATCH/x/{user_folder()}/venv-…/bin/python3"
+    assert tested.python_of(config) == f"$SCRATCH/x/{tested.user_folder()}/venv-…/bin/python3"
     # If the archive was removed, the ranks use the present content.
     Path(recorded["path"]).unlink()
     with caplog.at_level(logging.WARNING):
-        again = rank_environment(config, run, env)
+        again = tested.rank_environment(config, run, env)
     assert again.request.key != recorded["key"]
     assert "has changed since the run was submitted: the ranks use its present content" in caplog.text
     # `hpcdist in-job` has no submission.
     run.rank_environment.unlink()
-    last = rank_environment(config, run, env)
+    last = tested.rank_environment(config, run, env)
     assert last.request == again.request
 
 
 def test_variables_in_the_local_folder() -> None:
-    assert expanded("$A/${B}", {"A": "/a", "B": "b"}) == "/a/b"
+    assert tested.expanded("$A/${B}", {"A": "/a", "B": "b"}) == "/a/b"
     with pytest.raises(UserMistake, match=r"local_dir=\$A/x: the job has no variable A: use another folder"):
-        expanded("$A/x", {})
+        tested.expanded("$A/x", {})
     with pytest.raises(UserMistake, match=r"local_dir=\$A: tmp is not an absolute path"):
-        expanded("$A", {"A": "tmp"})
-    assert activated({}, Path("/e"))["PATH"] == f"/e/bin:{os.defpath}"
+        tested.expanded("$A", {"A": "tmp"})
+    assert tested.activated({}, Path("/e"))["PATH"] == f"/e/bin:{os.defpath}"
 
 
 # --- checks before the submission
@@ -275,7 +258,7 @@ def test_variables_in_the_local_folder() -> None:
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     def problems(**keys: object) -> list[str]:
-        return environment_problems(config_of(tmp_path, **keys), os.environ)
+        return tested.environment_problems(config_of(tmp_path, **keys), os.environ)
 
     assert problems(kind="venv", path=str(venv)) == []
     assert problems(kind="venv", path=str(tmp_path)) == [
@@ -283,7 +266,7 @@ def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     ]
     (problem,) = problems(kind="uv", path=str(tmp_path))
     assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock")
-    without = environment_problems(config_of(tmp_path, kind="venv", path=str(venv)), {"PATH": "/nowhere"})
+    without = tested.environment_problems(config_of(tmp_path, kind="venv", path=str(venv)), {"PATH": "/nowhere"})
     assert without == ["cluster.environment: packing needs the program zstd: install it, or set stage=false"]
     assert not tested.is_packed(EnvironmentConfig(kind="venv", path="/a", stage=False))
 
@@ -312,8 +295,8 @@ def test_missing_torch_is_a_problem_of_ranks_that_use_this_python(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], here: list[str], on_slurm: list[str]
 ) -> None:
     hide_torch(monkeypatch)
-    assert torch_problems(Config(**config), {}, on_slurm=False) == here
-    assert torch_problems(Config(**config), {}, on_slurm=True) == on_slurm
+    assert tested.torch_problems(Config(**config), {}, on_slurm=False) == here
+    assert tested.torch_problems(Config(**config), {}, on_slurm=True) == on_slurm
 
 
 def test_torch_in_folders_of_pythonpath_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -321,17 +304,17 @@ def test_torch_in_folders_of_pythonpath_is_found(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "torch").mkdir()
     path = {"PYTHONPATH": f"/nowhere:{tmp_path}"}
     with pytest.raises(ConfigError, match=r"^trainer\.target=ddp needs torch"):
-        require_torch(Config(), path, on_slurm=False)
+        tested.require_torch(Config(), path, on_slurm=False)
     (tmp_path / "torch" / "__init__.py").touch()
-    require_torch(Config(), path, on_slurm=False)
-    require_torch(Config(launch=LaunchConfig(env=path)), {}, on_slurm=False)
+    tested.require_torch(Config(), path, on_slurm=False)
+    tested.require_torch(Config(launch=LaunchConfig(env=path)), {}, on_slurm=False)
 
 
 # --- the step that prepares the environment on the nodes of a job
 
 FACTS = {"python": "3.12.3", "hpcdist": hpcdist.__version__, "torch": "2.15.0", "cuda": "13.2", "missing": []}
 NODE_REQUEST = NodeRequest(python="/tmp/e/bin/python3", sources="/runs/hpcdist-1", folder="/tmp/e", key="venv-1")
-ENVIRONMENT = RankEnvironment(
+ENVIRONMENT = tested.RankEnvironment(
     python=NODE_REQUEST.python,
     env={},
     import_path=("/tmp/e",),
@@ -357,7 +340,7 @@ def test_nodes_are_prepared_in_one_step(
     def prepare(**copied: bool) -> None:
         lines = [line for node, was in copied.items() for line in answer_lines(node, answer() | {"copied": was})]
         (tmp_path / "answers").write_text("\n".join(lines))
-        prepare_nodes(ENVIRONMENT, run, nodes, os.environ)
+        tested.prepare_nodes(ENVIRONMENT, run, nodes, os.environ)
 
     with caplog.at_level(logging.INFO):
         prepare(n1=True, n2=True)
@@ -395,6 +378,6 @@ def test_nodes_are_prepared_in_one_step(
 )  # fmt: skip
 def test_problems_of_nodes(answers: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as found:
-        check_answers(["n1", "n2"], answers, "/e/python3", "srun: error: x")
+        tested.check_answers(["n1", "n2"], answers, "/e/python3", "srun: error: x")
     assert (type(found.value), str(found.value)) == (kind, message)
-    check_answers(["n1"], {"n1": answer()}, "/e/python3", "")
+    tested.check_answers(["n1"], {"n1": answer()}, "/e/python3", "")

@@ -22,18 +22,6 @@ from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import RunFolderError
 from hpcdist.host import files
 from hpcdist.host import retry as file_retry
-from hpcdist.host.files import (
-    TRUSTED_GROUPS,
-    exclusive,
-    long_lock,
-    make_private,
-    open_lock,
-    parse_json,
-    read_json,
-    read_json_lines,
-    read_json_value,
-    require_safe,
-)
 from hpcdist.host.retry import give_up, make_folder, patient, rename, retry
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
@@ -54,7 +42,7 @@ def shared(folder: Path, mode: int = 0o2770, owner: int = 0) -> Path:
 
 def is_safe(path: Path) -> bool:
     try:
-        require_safe(path)
+        files.require_safe(path)
     except RunFolderError:
         return False
     return True
@@ -79,7 +67,7 @@ def test_folder_above_that_others_could_replace_is_refused(
     if not fix:
         RunDir.create(above / "runs" / "exp" / "first")
         return
-    with pytest.raises(RunFolderError, match=rf"{above} .*: .*{fix}.*set {TRUSTED_GROUPS}=nogroup") as found:
+    with pytest.raises(RunFolderError, match=rf"{above} .*: .*{fix}.*set {files.TRUSTED_GROUPS}=nogroup") as found:
         RunDir.create(above / "runs" / "exp" / "first")
     assert found.value.exit_code == 2
     run = above / "old" / "exp" / "first"
@@ -87,7 +75,7 @@ def test_folder_above_that_others_could_replace_is_refused(
     for require in (files.require_mine, files.require_trusted):
         with pytest.raises(RunFolderError, match=rf"{above} "):
             require(run, "resume")
-    monkeypatch.setenv(TRUSTED_GROUPS, "staff,nogroup")
+    monkeypatch.setenv(files.TRUSTED_GROUPS, "staff,nogroup")
     assert is_safe(run) == (mode != 0o757), "all others are no members of a group"
 
 
@@ -95,7 +83,7 @@ def test_folder_above_that_others_could_replace_is_refused(
 def test_folder_in_an_open_one_has_the_trusted_group_by_setgid_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TRUSTED_GROUPS, "nogroup")
+    monkeypatch.setenv(files.TRUSTED_GROUPS, "nogroup")
     inner = shared(shared(tmp_path / "open", 0o3777) / "runs", 0o755, NOBODY)
     assert not is_safe(inner)
     inner.parent.chmod(0o3775)
@@ -111,12 +99,12 @@ def test_each_link_on_the_way_counts(tmp_path: Path) -> None:
     assert is_safe(tmp_path / "link" / "exp")
     os.lchown(above / "first", NOBODY, NOBODY)
     with pytest.raises(RunFolderError, match=rf"{above}/first belongs to nobody"):
-        require_safe(tmp_path / "link" / "exp")
+        files.require_safe(tmp_path / "link" / "exp")
     (above / "first").unlink()
     (above / "first").symlink_to("../own/runs")
     above.chmod(0o770)
     with pytest.raises(RunFolderError, match=rf"others may write to {above} \(mode 0770\)"):
-        require_safe(tmp_path / "link" / ".." / "link")
+        files.require_safe(tmp_path / "link" / ".." / "link")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -171,7 +159,7 @@ def test_files_of_others_beside_the_runs_are_not_used(planted: Path, tmp_path: P
     with pytest.raises(RunFolderError, match=r"others may write to .*: `chmod go-w .*`, or use a database"):
         runs_dir_module.make_database(planted / "own.db")
     (tmp_path / "lock").symlink_to(tmp_path / "other")  # in a folder with the sticky bit, the kernel refuses it
-    with pytest.raises(OSError, match="symbolic links"), long_lock(tmp_path / "lock"):
+    with pytest.raises(OSError, match="symbolic links"), files.long_lock(tmp_path / "lock"):
         pass
     assert not (tmp_path / "other").exists()
     assert (tmp_path / "victim").stat().st_mode & 0o777 == 0o644
@@ -188,7 +176,7 @@ def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: P
         os.lchown(own, NOBODY, NOBODY)
     with pytest.raises(RunFolderError, match=rf"{own} (belongs to nobody|.*mode 0777)"):
         RunDir.create(planted / "exp" / "first")
-    make_private(tmp_path / "new")
+    files.make_private(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
@@ -205,22 +193,22 @@ def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: P
 )
 def test_invalid_or_excessive_json_is_a_value_error(text: bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
-        parse_json(text)
+        files.parse_json(text)
     (tmp_path / "x.json").write_bytes(text)
-    assert read_json(tmp_path / "x.json") is None
+    assert files.read_json(tmp_path / "x.json") is None
 
 
 def test_json_files_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_json("9" * 300) == 10**300 - 1
+    assert files.parse_json("9" * 300) == 10**300 - 1
     path = tmp_path / "huge.json"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # sparse
     with pytest.raises(ValueError, match="1099511627776 bytes, more than 1000"):
-        read_json_value(path, 1000)
+        files.read_json_value(path, 1000)
     path.write_text('{"a": 1}\n')
-    assert (read_json_value(path, 9), read_json_lines(path)) == ({"a": 1}, [{"a": 1}])
+    assert (files.read_json_value(path, 9), files.read_json_lines(path)) == ({"a": 1}, [{"a": 1}])
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 8)
-    assert read_json_lines(path) == read_json_lines(Path("/dev/zero")) == []
+    assert files.read_json_lines(path) == files.read_json_lines(Path("/dev/zero")) == []
 
 
 # --- the format number
@@ -280,21 +268,21 @@ def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None) -> None:
-    with exclusive(path):
+    with files.exclusive(path):
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
         message = r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
-        with pytest.raises(RunFolderError, match=message), exclusive(path, within_s=0.1):
+        with pytest.raises(RunFolderError, match=message), files.exclusive(path, within_s=0.1):
             pytest.fail("held twice")
     assert not held.exists()
-    with exclusive(path):
+    with files.exclusive(path):
         pass
 
 
 def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
-    with exclusive(path):
+    with files.exclusive(path):
         assert not held.exists()
         message = r"\.lock has been locked by another process for more than 0\.1 s"
-        with pytest.raises(RunFolderError, match=message), exclusive(path, within_s=0.1):
+        with pytest.raises(RunFolderError, match=message), files.exclusive(path, within_s=0.1):
             pytest.fail("held twice")
 
 
@@ -303,7 +291,7 @@ def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pyt
     monkeypatch.setattr(files, "_try_flock", lambda _: None)
     monkeypatch.setattr(files, "LEFT_AFTER_S", 0.1)
     held.write_text(content)
-    with exclusive(path):
+    with files.exclusive(path):
         assert f" {os.getpid()} " in held.read_text()
     assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
 
@@ -316,7 +304,7 @@ def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None
 
 
 def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, caplog: pytest.LogCaptureFixture) -> None:
-    with long_lock(path):
+    with files.long_lock(path):
         assert caplog.messages == [
             f"{path} cannot be locked (no flock): do not start another process that writes there"
         ]
@@ -327,9 +315,9 @@ def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(OSError, match="Bad file descriptor"), long_lock(path):
+    with pytest.raises(OSError, match="Bad file descriptor"), files.long_lock(path):
         pytest.fail("held")
-    with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):
+    with pytest.raises(OSError, match="Bad file descriptor"), files.exclusive(path):
         pytest.fail("held")
 
 
@@ -347,7 +335,7 @@ def test_planted_lock_file_is_refused(path: Path, tmp_path: Path, plant: str) ->
         path.touch()
         os.chown(path, 65534, 65534)
     with pytest.raises(OSError, match=r"Too many levels of symbolic links|it is not a lock file of this user"):
-        open_lock(path)
+        files.open_lock(path)
     assert target.read_text() == "valuable"
 
 

@@ -13,17 +13,6 @@ from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.errors import HpcdistError
 from hpcdist.slurm import client
-from hpcdist.slurm.client import (
-    CurrentJob,
-    JobRef,
-    JobSnapshot,
-    SlurmError,
-    job_id_of,
-    running_steps,
-    signal_named_steps,
-    signal_steps,
-    take_snapshot,
-)
 from hpcdist.slurm.output import JobInfo, parse_time
 
 #: All tests of this file may start processes.
@@ -39,12 +28,14 @@ NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
 
 def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands) -> None:
     commands.add("scontrol", error=f"warning\nscontrol: {NO_CONTROLLER}", code=1)
-    with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
+    with pytest.raises(
+        client.SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"
+    ):
         client.run("scontrol", "ping")
     commands.add("scontrol", code=3)
-    with pytest.raises(SlurmError, match=r"^scontrol: exit code 3$"):
+    with pytest.raises(client.SlurmError, match=r"^scontrol: exit code 3$"):
         client.run("scontrol", "ping")
-    with pytest.raises(SlurmError, match=r"^squeue is not installed on this machine$") as caught:
+    with pytest.raises(client.SlurmError, match=r"^squeue is not installed on this machine$") as caught:
         client.query_jobs(["8"])
     assert not caught.value.installed
 
@@ -55,11 +46,11 @@ def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands, mo
         "squeue", "read -r number < tries; echo $((number + 1)) > tries; test $number -ge 2 && echo '7.0 a'"
     )
     (commands.folder / "tries").write_text("0\n")
-    assert running_steps(retry_s=60) == {"7.0": "a"}
+    assert client.running_steps(retry_s=60) == {"7.0": "a"}
     assert len(commands.calls()) == 3
     commands.add("squeue", error=NO_CONTROLLER, code=1)
-    with pytest.raises(SlurmError, match="Unable to contact"):
-        running_steps(retry_s=0.1)
+    with pytest.raises(client.SlurmError, match="Unable to contact"):
+        client.running_steps(retry_s=0.1)
 
 
 # --- jobs
@@ -79,7 +70,9 @@ def test_accounting_is_used_for_a_job_that_the_controller_does_not_show(
     assert (info.state, commands.programs()) == (state, ["scontrol", "sacct"])
     if controller == NO_CONTROLLER:
         commands.add("sacct", error=NO_ACCOUNTING, code=1)
-        with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
+        with pytest.raises(
+            client.SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"
+        ):
             client.query_job(job)
 
 
@@ -137,27 +130,38 @@ RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
 @pytest.mark.parametrize(
     ("answer", "job", "expected"),
     [
-        (RUNNING, JobRef(id="1", name="timeout"), JobSnapshot(info=RUNNING)),
-        (RUNNING, JobRef(id="1"), JobSnapshot(info=RUNNING)),
-        (RUNNING, JobRef(id="1", name="digits/first"), JobSnapshot()),  # an id that is used again
-        (None, JobRef(id="1", cluster="here"), JobSnapshot()),
-        (None, JobRef(id="1", cluster="there"), JobSnapshot(error="job 1 is on cluster there, this is here")),
-        (SlurmError("no answer"), JobRef(id="8"), JobSnapshot(error="no answer")),
-        (SlurmError("none", installed=False), JobRef(id="8"), JobSnapshot(error="none", installed=False)),
+        (RUNNING, client.JobRef(id="1", name="timeout"), client.JobSnapshot(info=RUNNING)),
+        (RUNNING, client.JobRef(id="1"), client.JobSnapshot(info=RUNNING)),
+        (RUNNING, client.JobRef(id="1", name="digits/first"), client.JobSnapshot()),  # an id that is used again
+        (None, client.JobRef(id="1", cluster="here"), client.JobSnapshot()),
+        (
+            None,
+            client.JobRef(id="1", cluster="there"),
+            client.JobSnapshot(error="job 1 is on cluster there, this is here"),
+        ),
+        (client.SlurmError("no answer"), client.JobRef(id="8"), client.JobSnapshot(error="no answer")),
+        (
+            client.SlurmError("none", installed=False),
+            client.JobRef(id="8"),
+            client.JobSnapshot(error="none", installed=False),
+        ),
     ],
 )
 def test_snapshot_of_a_job_is_over_only_by_slurms_answer(
-    monkeypatch: pytest.MonkeyPatch, answer: JobInfo | SlurmError | None, job: JobRef, expected: JobSnapshot
+    monkeypatch: pytest.MonkeyPatch,
+    answer: JobInfo | client.SlurmError | None,
+    job: client.JobRef,
+    expected: client.JobSnapshot,
 ) -> None:
     def query_job(job_id: str, *, history: bool) -> JobInfo | None:
-        if isinstance(answer, SlurmError):
+        if isinstance(answer, client.SlurmError):
             raise answer
         return answer
 
     monkeypatch.setattr(client, "query_job", query_job)
     monkeypatch.setattr(client, "cluster_name", lambda: "here")
-    snapshot = take_snapshot(job)
-    assert (snapshot, snapshot.is_over) == (expected, expected == JobSnapshot())
+    snapshot = client.take_snapshot(job)
+    assert (snapshot, snapshot.is_over) == (expected, expected == client.JobSnapshot())
 
 
 # --- The current job as scontrol reports it, and its requeue.
@@ -167,7 +171,9 @@ LINE = (
     "Partition=main ReqNodeList=(null) ExcNodeList=n[7-8] NodeList=n[1-2] "
     "StartTime=2026-11-20T06:35:00 EndTime=2026-11-20T07:05:00 Command=/shared/my run.sh --flag=a=b"
 )
-JOB = CurrentJob(id="41", restart_count=2, end_time=None, partition="main", nodes=("n1", "n2"), excluded=("n7", "n8"))
+JOB = client.CurrentJob(
+    id="41", restart_count=2, end_time=None, partition="main", nodes=("n1", "n2"), excluded=("n7", "n8")
+)
 ENV = {"SLURM_JOB_ID": "41"}
 
 
@@ -189,37 +195,37 @@ def of_job(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> FakeComma
 
 def test_job_from_the_environment(of_job: FakeCommands) -> None:
     end = parse_time("2026-11-20T07:05:00")
-    assert CurrentJob.from_env(ENV) == replace(JOB, end_time=end)
+    assert client.CurrentJob.from_env(ENV) == replace(JOB, end_time=end)
     assert of_job.calls() == ["scontrol show job --oneliner 41"]
     of_job.add("scontrol", LINE.replace("Requeue=1", "Requeue=0 TimeLimit=01:00:00") + "\n")
     limited = replace(JOB, end_time=end, may_requeue=False, time_limit_min=60)
-    assert CurrentJob.from_env(ENV) == limited
+    assert client.CurrentJob.from_env(ENV) == limited
     # A heterogeneous job ends with the component that ends first.
     record = (
         "JobId={id} HetJobId=41 HetJobOffset={offset} JobState=RUNNING Restarts=1 EndTime=2026-11-20T0{hour}:05:00\n"
     )
     of_job.add("scontrol", record.format(id=41, offset=0, hour=8) + record.format(id=42, offset=1, hour=7))
-    expected = CurrentJob(id="41", restart_count=1, end_time=end)
-    assert CurrentJob.from_env(ENV | {"SLURM_HET_SIZE": "2"}) == expected
+    expected = client.CurrentJob(id="41", restart_count=1, end_time=end)
+    assert client.CurrentJob.from_env(ENV | {"SLURM_HET_SIZE": "2"}) == expected
 
 
 def test_without_a_job_or_an_answer(of_job: FakeCommands) -> None:
     with pytest.raises(HpcdistError, match=r"^SLURM_JOB_ID is not set: this command runs inside a Slurm job only$"):
-        CurrentJob.from_env({})
+        client.CurrentJob.from_env({})
     of_job.add("scontrol", error="slurm_load_jobs error: Invalid job id specified\n", code=1)
     with pytest.raises(HpcdistError, match=r"^Slurm does not know job 41, the one in SLURM_JOB_ID$"):
-        CurrentJob.from_env(ENV)
+        client.CurrentJob.from_env(ENV)
     os.unlink(of_job.folder / "scontrol")
     with pytest.raises(HpcdistError, match=r"^scontrol is not installed on this machine$"):
-        CurrentJob.from_env(ENV)
+        client.CurrentJob.from_env(ENV)
 
 
 def test_array_task_has_the_arrays_id_and_its_index() -> None:
     """The last task of an array has the array's id in SLURM_JOB_ID."""
     task = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}
-    assert (job_id_of(ENV), job_id_of(task)) == ("41", "41_2")
+    assert (client.job_id_of(ENV), client.job_id_of(task)) == ("41", "41_2")
     with pytest.raises(HpcdistError, match="SLURM_JOB_ID is not set"):
-        job_id_of({"SLURM_ARRAY_TASK_ID": "2"})
+        client.job_id_of({"SLURM_ARRAY_TASK_ID": "2"})
 
 
 # --- steps
@@ -229,14 +235,14 @@ def test_steps_are_those_of_the_current_job(of_job: FakeCommands, monkeypatch: p
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     of_job.add("squeue", "41.0 attempt-001\n  41.1 preflight\n")
     of_job.add("scancel")
-    assert running_steps() == {"41.0": "attempt-001", "41.1": "preflight"}
-    assert signal_named_steps("preflight", "KILL")
-    assert not signal_named_steps("attempt-002", "KILL")
+    assert client.running_steps() == {"41.0": "attempt-001", "41.1": "preflight"}
+    assert client.signal_named_steps("preflight", "KILL")
+    assert not client.signal_named_steps("attempt-002", "KILL")
     query = "squeue --steps --jobs=41 --noheader --format=%i %j"
     assert of_job.calls() == [query, query, "scancel --signal=KILL 41.1", query]
     for name, value in (("SIZE", "2"), ("GROUP_0", "41"), ("GROUP_1", "42")):
         monkeypatch.setenv(f"SLURM_HET_{name}" if name == "SIZE" else f"SLURM_JOB_ID_HET_{name}", value)
-    running_steps()
+    client.running_steps()
     assert of_job.calls()[-1] == query.replace("41", "41,42"), "those of all components"
 
 
@@ -248,9 +254,9 @@ def test_a_controller_that_hangs_costs_the_time_limit_once(
     monkeypatch.setenv("PATH", f"{of_job.folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
-    assert not signal_named_steps("attempt-001", "KILL")
-    signal_steps(["41.0"], "KILL")
-    with pytest.raises(SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
+    assert not client.signal_named_steps("attempt-001", "KILL")
+    client.signal_steps(["41.0"], "KILL")
+    with pytest.raises(client.SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
         JOB.requeue()
     assert of_job.programs() == ["squeue", "scancel", "scontrol"]
 

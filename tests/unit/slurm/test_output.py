@@ -15,41 +15,21 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.run.records import NodeShare
-from hpcdist.slurm import client
+from hpcdist.slurm import client, output
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.launcher import job_resources
 from hpcdist.slurm.job.submit import estimate_start
-from hpcdist.slurm.output import (
-    JobInfo,
-    NodeGroup,
-    NodeState,
-    parse_boot_times,
-    parse_count,
-    parse_memory_mb,
-    parse_minutes,
-    parse_node_states,
-    parse_partitions,
-    parse_record,
-    parse_sacct,
-    parse_scontrol,
-    parse_seconds,
-    parse_settings,
-    parse_squeue,
-    parse_starts,
-    parse_text,
-    parse_time,
-)
 
 pytestmark = pytest.mark.usefixtures("utc")
 
 
 def at(clock: str) -> float:
-    found = parse_time(f"2026-11-20T{clock}")
+    found = output.parse_time(f"2026-11-20T{clock}")
     assert found is not None
     return found
 
 
-def job(info: JobInfo | None) -> JobInfo:
+def job(info: output.JobInfo | None) -> output.JobInfo:
     assert info is not None
     return info
 
@@ -57,7 +37,7 @@ def job(info: JobInfo | None) -> JobInfo:
 # --- scontrol, squeue and sacct
 
 
-PARSERS = {"scontrol": parse_scontrol, "squeue": parse_squeue, "sacct": parse_sacct}
+PARSERS = {"scontrol": output.parse_scontrol, "squeue": output.parse_squeue, "sacct": output.parse_sacct}
 
 
 @pytest.mark.parametrize(
@@ -98,37 +78,37 @@ def test_recorded_job(release: str, command: str, section: str, job_id: str, sen
 
 
 def test_job_of_an_expedited_requeue_waits() -> None:
-    info = parse_scontrol("JobId=7 JobState=EXPEDITING Reason=None Restarts=1 ExpeditedRequeue=Yes", "7")
+    info = output.parse_scontrol("JobId=7 JobState=EXPEDITING Reason=None Restarts=1 ExpeditedRequeue=Yes", "7")
     assert info is not None
     assert (info.alive, info.waiting, info.restarts) == (True, True, 1)
 
 
 def test_requeued_job_of_scontrol() -> None:
-    info = job(parse_scontrol(recorded("scontrol", "requeued"), "8"))
+    info = job(output.parse_scontrol(recorded("scontrol", "requeued"), "8"))
     times = {"submitted": at("08:00:57"), "started": at("08:02:58"), "ended": at("09:02:58")}
-    assert info == JobInfo(id="8", name="requeued", state="PENDING", reason="BeginTime", restarts=1, **times)
+    assert info == output.JobInfo(id="8", name="requeued", state="PENDING", reason="BeginTime", restarts=1, **times)
     assert info.describe(at("08:01:57")) == (
         "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"
     )
-    info = job(parse_scontrol(recorded("scontrol", "dependency"), "13"))
+    info = job(output.parse_scontrol(recorded("scontrol", "dependency"), "13"))
     assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
-    assert job(parse_scontrol(recorded("scontrol", "cancelled"), "6")).reason == "", "why it was pending"
-    finished = JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
+    assert job(output.parse_scontrol(recorded("scontrol", "cancelled"), "6")).reason == "", "why it was pending"
+    finished = output.JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
     assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
 
 
 def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
     text = recorded("scontrol", "het").replace("JobState=PENDING", "JobState=RUNNING")
     first, second = (line.replace(" NodeList= ", f" NodeList=n{n} ") for n, line in enumerate(text.splitlines(), 1))
-    assert job(parse_scontrol(f"{first}\n{second}\n", "11")).nodes == "n1,n2"
+    assert job(output.parse_scontrol(f"{first}\n{second}\n", "11")).nodes == "n1,n2"
 
 
 def test_memory_and_steps_of_sacct() -> None:
     text = recorded("sacct", "timeout")
-    info = job(parse_sacct(text, "1"))
+    info = job(output.parse_sacct(text, "1"))
     assert (info.max_rss, info.step_states, info.out_of_memory) == ("3404K", ("CANCELLED",), False)
     text += "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1|1.5G\n1.1|step|FAILED|1:0|x|x|x|n1|9M\n"
-    info = job(parse_sacct(text, "1"))
+    info = job(output.parse_sacct(text, "1"))
     assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
 
 
@@ -137,7 +117,7 @@ def test_sizes_of_a_job_that_has_lost_a_node_are_one_start_with_its_begin() -> N
         "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|",
         "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|",
     ]
-    info = job(parse_sacct("\n".join(rows), "7"))
+    info = job(output.parse_sacct("\n".join(rows), "7"))
     assert (info.restarts, info.state, info.started) == (0, "COMPLETED", at("06:00:05"))
 
 
@@ -145,14 +125,16 @@ def test_sizes_of_a_job_that_has_lost_a_node_are_one_start_with_its_begin() -> N
 
 
 def test_lines_of_another_format_are_ignored() -> None:
-    assert parse_scontrol("", "1") is None
-    info = job(parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1"))
+    assert output.parse_scontrol("", "1") is None
+    info = job(output.parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1"))
     assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
-    assert parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
-    assert parse_sacct("1\n1|a|b\n", "1") is None
+    assert output.parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
+    assert output.parse_sacct("1\n1|a|b\n", "1") is None
     rows = "1|a|COMPLETED|0:0|x|x|x|n1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1.2.3K\n"
-    assert job(parse_sacct(rows, "1")).max_rss == "1.2.3K"
-    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
+    assert job(output.parse_sacct(rows, "1")).max_rss == "1.2.3K"
+    (partition,) = output.parse_partitions(
+        f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n"
+    )
     assert partition.nodes == ()
     assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
 
@@ -167,19 +149,22 @@ def test_free_text_is_not_searched_for_keys() -> None:
         " HetJobOffset=1 SubmitLine=sbatch ArrayTaskId=2 WorkDir=/tmp Comment=Restarts=9"
     )
     expected = {"JobId": "1", "JobName": "a JobState=FAILED b", "UserId": "ada(7)", "JobState": "RUNNING"}
-    assert parse_record(line) == expected | {"NodeList": "n1", "Command": "/x"}
+    assert output.parse_record(line) == expected | {"NodeList": "n1", "Command": "/x"}
 
 
 @pytest.mark.parametrize(
     ("parse", "values"),
     [
-        (parse_text, {"n1": "n1", "(null)": "", "None assigned": "", "": "", None: ""}),
-        (parse_count, {"12": 12, "UNLIMITED": None, "²": None, "9" * 5000: None, "": None}),
-        (parse_time, {"Unknown": None, "N/A": None, "": None, None: None, "None": None}),
-        (parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "": None}),
-        (parse_minutes, {"UNLIMITED": None}),
-        (parse_seconds, {"30 sec": 30, "2 min": 120, "30": 30, "soon": None, "": None}),
-        (parse_memory_mb, {"2000": 2000, "64gb": 65536, "1T": 1048576, "2048K": 2, "0": 0, "lots": None, "": None}),
+        (output.parse_text, {"n1": "n1", "(null)": "", "None assigned": "", "": "", None: ""}),
+        (output.parse_count, {"12": 12, "UNLIMITED": None, "²": None, "9" * 5000: None, "": None}),
+        (output.parse_time, {"Unknown": None, "N/A": None, "": None, None: None, "None": None}),
+        (output.parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "": None}),
+        (output.parse_minutes, {"UNLIMITED": None}),
+        (output.parse_seconds, {"30 sec": 30, "2 min": 120, "30": 30, "soon": None, "": None}),
+        (
+            output.parse_memory_mb,
+            {"2000": 2000, "64gb": 65536, "1T": 1048576, "2048K": 2, "0": 0, "lots": None, "": None},
+        ),
     ],
 )
 def test_values(parse: Callable[[Any], Any], values: dict[str | None, Any]) -> None:
@@ -190,7 +175,7 @@ def test_times_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
-        seconds = parse_time("2026-11-20T07:05:00")
+        seconds = output.parse_time("2026-11-20T07:05:00")
         assert seconds is not None
         assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
     finally:
@@ -210,9 +195,9 @@ NODES = "gpu|2|64|256000|gpu:a100:4(S:0-1)|mixed|n[1-2]\ngpu|1|16+|64000+|(null)
 
 
 def test_partitions_and_their_nodes() -> None:
-    gpu, empty = parse_partitions(PARTITIONS, NODES)
+    gpu, empty = output.parse_partitions(PARTITIONS, NODES)
     assert gpu.nodes == (
-        NodeGroup(
+        output.NodeGroup(
             partition="gpu",
             num_nodes=2,
             cpus=64,
@@ -222,7 +207,7 @@ def test_partitions_and_their_nodes() -> None:
             usable=True,
             names="n[1-2]",
         ),
-        NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
+        output.NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
     )
     assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
     assert (gpu.allowed("Accounts"), gpu.allowed("Groups")) == (("ada", "bob"), None)
@@ -239,20 +224,20 @@ def test_partitions_and_their_nodes() -> None:
 def test_gpus_and_states_of_nodes(gres: str, gpus: int, types: dict[str, int]) -> None:
     usable = ["idle", "mixed", "allocated", "idle~", "planned", "reserved"]
     for state in [*usable, "down", "drained", "draining", "idle*", "fail", "down*"]:
-        (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|{state}|n1")
+        (partition,) = output.parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|{state}|n1")
         (group,) = partition.nodes
         assert (group.gpus, group.gpu_types, group.usable) == (gpus, types, state in usable)
 
 
 def test_node_states_with_reason() -> None:
     """sinfo prints a line per node and partition; a reason may contain the separator."""
-    two, one = parse_node_states(
+    two, one = output.parse_node_states(
         "n2|drained|(null)|(null)|8|32768|2026-11-20T14:50:00|root|bad DIMM in slot 4 | see ticket\n"
         "n1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nn1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nnot a line\n"
     )
-    assert one == NodeState(name="n1", state="idle", hardware="a,b|gpu:2|8|32768")
+    assert one == output.NodeState(name="n1", state="idle", hardware="a,b|gpu:2|8|32768")
     assert (two.user, two.reason) == ("root", "bad DIMM in slot 4 | see ticket")
-    assert two.since == parse_time("2026-11-20T14:50:00")
+    assert two.since == output.parse_time("2026-11-20T14:50:00")
 
 
 # --- the starts of a job, and the resources of its ranks
@@ -271,17 +256,17 @@ def test_each_start_of_a_job_is_read() -> None:
     more = {"name": "train", "cores": 8, "gpus": 4}
     first = {"began": at("06:00:05"), "ended": at("06:01:05"), "queue_s": 5.0, "nodes": "n[1-2]", "energy_j": None}
     second = {"began": at("06:03:05"), "ended": None, "queue_s": 120.0, "nodes": "n[3-4]", "energy_j": 7200.0}
-    assert list(map(asdict, parse_starts(SACCT, "41"))) == [
+    assert list(map(asdict, output.parse_starts(SACCT, "41"))) == [
         first | more | {"state": "PREEMPTED"},
         second | more | {"state": "RUNNING"},
     ]
-    assert parse_starts("", "41") == []
-    assert [start.state for start in parse_starts(SACCT, "4")] == ["CANCELLED"]
+    assert output.parse_starts("", "41") == []
+    assert [start.state for start in output.parse_starts(SACCT, "4")] == ["CANCELLED"]
     # Slurm submits a requeued job again some seconds after its end, when its nodes are cleaned up.
     late = SACCT.replace("41|train|2026-11-20T06:01:05", "41|train|2026-11-20T06:01:13")
-    assert [start.queue_s for start in parse_starts(late, "41")] == [5.0, 120.0]
+    assert [start.queue_s for start in output.parse_starts(late, "41")] == [5.0, 120.0]
     other = late.replace("41|train|2026-11-20T06:01:13", "41|another|2026-11-20T06:01:13")
-    assert [start.queue_s for start in parse_starts(other, "41")] == [5.0, 112.0], "a job with a reused id"
+    assert [start.queue_s for start in output.parse_starts(other, "41")] == [5.0, 112.0], "a job with a reused id"
 
 
 def test_components_of_a_heterogeneous_job_are_one_start() -> None:
@@ -289,7 +274,7 @@ def test_components_of_a_heterogeneous_job_are_one_start() -> None:
         "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5|COMPLETED",
         "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2||COMPLETED",
     ]
-    (start,) = parse_starts("\n".join(lines), "7")
+    (start,) = output.parse_starts("\n".join(lines), "7")
     assert (start.nodes, start.cores, start.gpus, start.energy_j) == ("n1,n2", 6, 2, 5.0)
     assert start.ended == at("06:01:06")
 
@@ -300,12 +285,12 @@ def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
         "7|j|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1,3-4]|6|cpu=6|7|REQUEUED",
         "7|j|2026-11-20T06:02:05|2026-11-20T06:04:10|Unknown|n[1-4]|8|cpu=8||RUNNING",
     ]
-    first, second = parse_starts("\n".join(lines), "7")
+    first, second = output.parse_starts("\n".join(lines), "7")
     assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
     assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
     assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
     lines[1] = lines[1].replace("06:01:05", "06:00:05", 1)
-    assert [start.cores for start in parse_starts("\n".join(lines), "7")] == [8, 8], "lost in its first second"
+    assert [start.cores for start in output.parse_starts("\n".join(lines), "7")] == [8, 8], "lost in its first second"
 
 
 # --- resources
@@ -369,12 +354,15 @@ RELEASES = ["22_05", "24_11", "26_05"]
 @pytest.mark.parametrize("release", RELEASES)
 def test_recorded_cluster(release: str) -> None:
     text = recorded("nodes", release=release)
-    assert list(parse_boot_times(text)) == ["n1", "n2"]
-    settings = parse_settings(recorded("config", release=release))
+    assert list(output.parse_boot_times(text)) == ["n1", "n2"]
+    settings = output.parse_settings(recorded("config", release=release))
     assert settings["SLURM_VERSION"].startswith(release.replace("_", "."))
     assert (settings["ClusterName"], settings["PreemptMode"]) == ("hpcdist", "REQUEUE")
-    assert (parse_seconds(settings["KillWait"]), parse_seconds(settings["UnkillableStepTimeout"])) == (5, 60)
-    found = parse_partitions(recorded("partition", release=release), recorded("sinfo", release=release))
+    assert (output.parse_seconds(settings["KillWait"]), output.parse_seconds(settings["UnkillableStepTimeout"])) == (
+        5,
+        60,
+    )
+    found = output.parse_partitions(recorded("partition", release=release), recorded("sinfo", release=release))
     assert [(part.name, part.facts["MaxTime"], part.facts["PreemptMode"], part.facts["Default"]) for part in found] == [
         ("main", "1-00:00:00", "REQUEUE", "YES"),
         ("high", "1-00:00:00", "OFF", "NO"),

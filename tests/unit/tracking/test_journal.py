@@ -19,17 +19,6 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 from hpcdist.run.records import Origin, write_origin
 from hpcdist.tracking import journal
-from hpcdist.tracking.journal import (
-    MAX_NAME,
-    EventWriter,
-    JournalWriter,
-    clean_metric_name,
-    clean_name,
-    is_allowed,
-    journal_files,
-    read_chunk,
-    read_records,
-)
 
 
 def line(step: int, value: float = 0.5) -> bytes:
@@ -38,14 +27,14 @@ def line(step: int, value: float = 0.5) -> bytes:
 
 def test_record_is_one_line_with_time_step_and_values(tmp_path: Path) -> None:
     names = ['a"b', "c\nd", "größe", "\\", ""]
-    with JournalWriter(tmp_path, attempt=2, rank=3) as writer:
+    with journal.JournalWriter(tmp_path, attempt=2, rank=3) as writer:
         writer.flush()
-        assert journal_files(tmp_path) == [], "there is no file without records"
+        assert journal.journal_files(tmp_path) == [], "there is no file without records"
         writer.log({"loss": 0.25, "samples": 7, "a": numpy.float32(0.5), "b": True, "c": 10**30}, numpy.int64(12))
         writer.log({"loss": math.nan, "up": math.inf, "down": -math.inf}, 13)
         writer.log(dict.fromkeys(names, 1.0) | {"\ud800": 1.0}, 14)
     assert writer.path == tmp_path / "attempt-002.rank-00003.jsonl"
-    (first, second, third), offset = read_records(writer.path)
+    (first, second, third), offset = journal.read_records(writer.path)
     assert first[1:] == (12, {"loss": 0.25, "samples": 7.0, "a": 0.5, "b": 1.0, "c": 1e30})
     assert math.isnan(second.metrics.pop("loss"))
     assert second[1:] == (13, {"up": math.inf, "down": -math.inf})
@@ -56,7 +45,7 @@ def test_record_is_one_line_with_time_step_and_values(tmp_path: Path) -> None:
 
 
 def test_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path) -> None:
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         for value in ("0.5", b"1", None, [1.0], 1j, 10**400):
             with pytest.raises(UserMistake, match="metric 'bad' must be a number, got"):
                 writer.log({"fine": 1.0, "bad": value}, 0)  # type: ignore[dict-item]
@@ -64,7 +53,7 @@ def test_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path) ->
 
 
 def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         with pytest.raises(UserMistake, match="metric name 7 must be a string"):
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
         with pytest.raises(UserMistake, match=r"metric name 'n{40}'… has 5000 characters: use at most 250"):
@@ -81,12 +70,12 @@ def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
 def test_long_records_and_names_that_are_no_text_are_recorded(tmp_path: Path) -> None:
     metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
     surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         for step in (1, 2):
             writer.log(metrics, step)
             writer.log(surrogates, step)
     assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal.MAX_LINE_BYTES
-    records, offset = read_records(writer.path)
+    records, offset = journal.read_records(writer.path)
     assert offset == writer.path.stat().st_size
     assert len({(record.time_ms, record.step) for record in records}) <= 4
     for step in (1, 2):
@@ -117,14 +106,14 @@ class FailingServer:
 def test_full_disk_causes_one_warning_and_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = JournalWriter(tmp_path)
+    writer = journal.JournalWriter(tmp_path)
     writer.log({"loss": 1.0}, 0)
     disk = FailingServer(monkeypatch, "pwrite", errno.ENOSPC)
     disk.num_failures = 10**9
     for step in range(1, 4):
         writer.log({"loss": 1.0}, step)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
-    records, offset = read_records(writer.path)
+    records, offset = journal.read_records(writer.path)
     assert [record.step for record in records] == [0, 1], "half of what is pending is written"
     assert offset < writer.path.stat().st_size, "the incomplete line of a running writer is not read"
     with pytest.raises(
@@ -135,21 +124,21 @@ def test_full_disk_causes_one_warning_and_no_loss(
     writer.log({"loss": 1.0}, 4)
     assert "no metrics were lost" in caplog.records[-1].getMessage()
     writer.close()
-    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
 
 
 def test_incomplete_last_line_is_read_when_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "attempt-001.rank-00000.jsonl"
     path.write_bytes(line(1) + line(2)[:-9])
-    records, offset = read_records(path)
+    records, offset = journal.read_records(path)
     assert ([record.step for record in records], offset) == ([1], len(line(1)))
-    assert read_records(path, offset) == ([], offset)
-    assert read_chunk(path, offset, final=True) == ([], path.stat().st_size, 1)
+    assert journal.read_records(path, offset) == ([], offset)
+    assert journal.read_chunk(path, offset, final=True) == ([], path.stat().st_size, 1)
     assert "skipped 1 damaged line(s) from byte" in caplog.text
     # A new writer of the same file starts a new line.
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 3)
-    assert [record.step for record in read_records(path)[0]] == [1, 3]
+    assert [record.step for record in journal.read_records(path)[0]] == [1, 3]
 
 
 INVALID_LINES = [
@@ -178,7 +167,7 @@ def test_damaged_line_does_not_affect_other_lines(tmp_path: Path, caplog: pytest
     path = tmp_path / "x.jsonl"
     for invalid in INVALID_LINES:
         path.write_bytes(line(1) + invalid + b"\n" + line(2))
-        chunk = read_chunk(path, 0)
+        chunk = journal.read_chunk(path, 0)
         assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), invalid
         assert chunk.offset == path.stat().st_size
 
@@ -188,8 +177,8 @@ def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for other in ("sent-points.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
         (tmp_path / other).touch()
-    assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
-    assert read_records(tmp_path / "absent.jsonl") == ([], 0)
+    assert [(file.attempt, file.rank) for file in journal.journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
+    assert journal.read_records(tmp_path / "absent.jsonl") == ([], 0)
 
 
 @pytest.mark.parametrize(("call", "error"), [("pwrite", errno.EDQUOT), ("open", errno.EIO), ("fstat", errno.ESTALE)])
@@ -198,18 +187,18 @@ def test_records_are_written_once_and_in_order_after_an_outage(
 ) -> None:
     server = FailingServer(monkeypatch, call, error)
     failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
         failing.num_failures = server.num_failures = 1  # the file is opened again after an error
         for step in range(1, 5):
             writer.log({"loss": 1.0}, step)
-    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
     assert writer.path.read_bytes().count(b"\n") == 6  # the format first
 
 
 def test_data_is_written_again_after_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FailingServer(monkeypatch, "fsync", errno.EIO)
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
         writer.flush()
         synced = writer.path.read_bytes()
@@ -217,67 +206,67 @@ def test_data_is_written_again_after_a_failed_fsync(tmp_path: Path, monkeypatch:
         writer.path.write_bytes(synced)  # the server loses data that is not on its disk
         server.num_failures = 1
         writer.flush()
-        assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
+        assert [record.step for record in journal.read_records(writer.path)[0]] == [0, 1]
 
 
 def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, partial=False)
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         for step in range(3):
             writer.log({"loss": 1.0}, step)
         os.truncate(writer.path, 7)
         server.num_failures = 1
         writer.log({"loss": 1.0}, 3)
         writer.log({"loss": 1.0}, 4)
-    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
 
 
 def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
     disk = FailingServer(monkeypatch, "pwrite", errno.ENOSPC)
     disk.num_failures = 10**9
-    writer = JournalWriter(tmp_path)
+    writer = journal.JournalWriter(tmp_path)
     writer.log({"loss": 1.0}, 0)
     writer.log({"loss": 1.0}, 1)
     with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records are pending: "):
         writer.log({"loss": 1.0}, 2)
     disk.num_failures = 0
     writer.close()
-    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [0, 1, 2]
 
 
 # --- Names that MLflow accepts.
 
 
 def test_only_a_cleaned_name_ends_with_a_hash_of_the_original(caplog: pytest.LogCaptureFixture) -> None:
-    clean_name.cache_clear()
+    journal.clean_name.cache_clear()
     journal._note_change.cache_clear()
     stems = {"loss[0]": "loss_0_", "a//b/./../c/": "a/b/c", "/abs": "abs", "..": "_", "..x": "_.x", "": "_"}
     stems |= {"k" * 300: "k" * 236, "a/" * 200: ("a/" * 118)[:-1], "acc--0123456789ab": "acc--0123456789ab"}
     for name, stem in stems.items():
-        clean = clean_name(name)
+        clean = journal.clean_name(name)
         assert (clean[:-14], clean[-14:-12]) == (stem, "--")
-        assert is_allowed(clean)
+        assert journal.is_allowed(clean)
     for number in range(10_001):
-        clean_name(f"metric-{number}")
-    warning = f"MLflow does not accept the name 'loss[0]': it is uploaded as '{clean_name('loss[0]')}'"
+        journal.clean_name(f"metric-{number}")
+    warning = f"MLflow does not accept the name 'loss[0]': it is uploaded as '{journal.clean_name('loss[0]')}'"
     assert caplog.messages.count(warning) == 1, "once, however many names a run has"
     for name in ("train/loss", "a b:c-d_e.f", "größe", "k" * 250, "a/...", ".x", "a--b", "client-0a"):
-        assert is_allowed(name)
-        assert clean_name(name) == clean_metric_name(name) == name
+        assert journal.is_allowed(name)
+        assert journal.clean_name(name) == journal.clean_metric_name(name) == name
 
 
 def test_cleaned_names_are_allowed_and_unique() -> None:
     generator = random.Random(0)
     alphabet = "ab_./-: %#é\n\ud800/."
     names = {"".join(generator.choices(alphabet, k=generator.choice((1, 2, 3, 5, 400)))) for _ in range(4000)}
-    names |= {"x" * 300 + str(number) for number in range(100)} | {clean_name(name) for name in names}
-    cleaned = [clean_name(name) for name in names]
+    names |= {"x" * 300 + str(number) for number in range(100)} | {journal.clean_name(name) for name in names}
+    cleaned = [journal.clean_name(name) for name in names]
     assert len(set(cleaned)) == len(names)
     for clean in cleaned:
         _validate_metric_name(clean)
         _validate_tag_name(clean)
-        assert len(clean) <= MAX_NAME
+        assert len(clean) <= journal.MAX_NAME
 
 
 # --- Parameters of a script in MLflow: its arguments, and what it logs itself.
@@ -287,7 +276,7 @@ def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
     script = ["/a/train.py", "--lr", "5e-5", "--fp16", "--batch-size=8"]
     scene.write_config(CONFIG | {"trainer": {"target": "ddp", "script": script}})
     write_origin(scene.run, Origin(config="train.yaml", values={}, written=["trainer.script"]))
-    events = EventWriter(scene.run.journal, 1, 0)
+    events = journal.EventWriter(scene.run.journal, 1, 0)
     for name, value in {"lr": "5e-05", "fp16": "True", "batch_size": "16", "optim.lr": "0.1"}.items():
         events.record("param", {name: value})
     events.close()
@@ -299,13 +288,13 @@ def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
 
 
 def test_journal_of_a_newer_format_is_an_error_and_without_format_is_read(tmp_path: Path) -> None:
-    with JournalWriter(tmp_path) as writer:
+    with journal.JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 1)
     text = writer.path.read_text()
     assert text.startswith('{"format": 1}\n')
-    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [1]
     writer.path.write_text(text.partition("\n")[2])
-    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    assert [record.step for record in journal.read_records(writer.path)[0]] == [1]
     writer.path.write_text('{"format": 2}\n' + text)
     with pytest.raises(RunFolderError, match=r"jsonl was written by a newer hpcdist \(format 2; "):
-        read_records(writer.path)
+        journal.read_records(writer.path)
