@@ -165,7 +165,7 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
 def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
     open_view(page, site, "Cost")
     expect(listed(page, "baseline")).to_be_visible()
-    names = ["usage/goodput", *(f"usage/{name}_hours" for name in ("allocated", *CAUSES, "queue"))]
+    names = ["usage/allocated_hours", "usage/goodput", *(f"usage/{name}_hours" for name in (*CAUSES, "queue"))]
     expect_columns(page, "hpcdist.cost", *names, "Duration")
     for name in names:
         expect_metric(page, site, "baseline", name)
