@@ -304,7 +304,7 @@ def _best_of(metric: str, rows: list[dict[str, Any]]) -> list[str]:
         return []
     found = judge(values[0], values[1], len(rows) - 1)
     delta = f", {found.difference}" if found.delta else ""
-    return [f"best {metric}: {rows[-1]['run']}, {found.beside(rows[-2]['run'])}{delta}"]
+    return [f"best run by {metric}: {rows[-1]['run']}, {found.beside(rows[-2]['run'])}{delta}"]
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) 
     # The units are in the names; a megabyte is 10⁶ bytes, as in MLflow.
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(disk_path)
-    received, sent = _network_bytes()
+    received, sent = _network_bytes()  # less than before if a network card has gone
     values = {
         "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": memory.used / MB,
@@ -69,8 +69,8 @@ def _usage(disk_path: str, before: tuple[int, int], gpus: Mapping[int, object]) 
         "disk_usage_percentage": disk.percent,
         "disk_usage_megabytes": disk.used / MB,
         "disk_available_megabytes": disk.free / MB,
-        "network_receive_megabytes": (received - before[0]) / MB,
-        "network_transmit_megabytes": (sent - before[1]) / MB,
+        "network_receive_megabytes": max(0, received - before[0]) / MB,
+        "network_transmit_megabytes": max(0, sent - before[1]) / MB,
     }
     for index, handle in gpus.items():
         import pynvml

@@ -314,7 +314,7 @@ def primary_chart(
     facts: RunFacts, series: Mapping[str, Series], earlier: str, before: Mapping[str, Series]
 ) -> Chart | None:
     """Return the curve of the monitored metric over that of the best earlier run; None if nothing was logged."""
-    key, grey, dot = facts.monitor, f"best earlier run: {earlier}", None
+    key, grey, dot = facts.monitor, f"compared run: {earlier}", None
     if key not in series:
         return None
     if facts.best is not None:

@@ -126,7 +126,11 @@ def run_beside(run: RunDir, folder: str, run_id: str) -> RunDir | None:
 
 
 def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, Series]]) -> list[tuple[str, ...]]:
-    """Return the results of a run and of an earlier one, and what differs in code, data and config."""
+    """Return the results of a run and of an earlier one, and what differs in code, data and config.
+
+    The interval of the standing allows for the choice of the best among all. It is not used if means of seeds were
+    compared there.
+    """
     both, standing = {before.name: read_facts(before), facts.name: facts}, facts.standing
     results = compare_results(both, logged)
     earlier = {one.metric: one.text for one in results if one.run == before.name}
@@ -134,12 +138,14 @@ def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, S
     for one in results:
         if one.run != facts.name or one.delta is None:
             continue
-        if standing is not None and one.metric == f"best {standing.metric}":
-            if standing.setting:  # compared by the mean of its seeds
-                continue
+        how = one.method.partition(";")[0]
+        is_result = standing is not None and not standing.setting and one.metric == f"best {standing.metric}"
+        if standing is not None and is_result and standing.before_value == both[before.name].best_value:
             interval = (standing.interval[0], standing.interval[1]) if standing.interval else None
             one = replace(one, interval=interval, verdict=standing.verdict)
+            how = standing.method.partition(";")[0] + f"; for {standing.number - 1} comparisons" * (standing.number > 2)
         metric, _, text, delta, between, verdict = one.row
+        between += f" ({how})" * bool(between)
         rows.append((metric, earlier[metric], text, ", ".join(filter(None, (f"Δ {delta}", between, verdict)))))
     found = compare(both, logged)
     differing = [row for title in ("code", "data", "config") for row in found.get(title, {}).items()]

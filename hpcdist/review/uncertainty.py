@@ -267,8 +267,12 @@ def mean_text(values: Sequence[float]) -> str:
 
 
 def signed(delta: float, interval: Sequence[float] | None) -> str:
-    """Return a difference with its sign, rounded to the second digit of the width of its interval, or of its own."""
-    return f"{delta:+.{num_digits(interval[1] - interval[0] if interval else abs(delta)) + 1}f}" if delta else "0"
+    """Return a difference with its sign, rounded to the second digit of the width of its interval, or of its own.
+
+    It has at least one digit that is not zero: a difference of 0.01 is often 0.00999….
+    """
+    width = interval[1] - interval[0] if interval else abs(delta)
+    return f"{delta:+.{max(num_digits(width) + 1, num_digits(abs(delta) * (1 + 1e-9)))}f}" if delta else "0"
 
 
 def num_digits(error: float) -> int:

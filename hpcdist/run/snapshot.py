@@ -416,7 +416,7 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
             "command": " ".join(["hpcdist", *map(str, redact_words([*map(redacted_argument, sys.argv[1:])]))]),
             **machine_facts(),
             "git_commit": code.git_commit,
-            "git_dirty": code.git_dirty,
+            "git_dirty": code.git_dirty if code.git_commit else None,
             "code_digest": code_digest(run.code) if code.copied else None,
             "code": asdict(code),
             **facts,

@@ -157,7 +157,7 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     write_json(scene.run.mlflow, {"run_id": "a1"})
     ended = scene.run.read_state().ended or 0.0
     ranked = Standing(run_id="a1", ended=ended, metric="eval/accuracy", value=0.8, place=1, number=2, before_value=0.7,
-                      before_folder="/elsewhere/before", before_run_id="b1", difference=0.1, verdict="clear",
+                      before="before", before_folder="/elsewhere/before", before_run_id="b1", difference=0.1, verdict="clear",
                       interval=[0.05, 0.15], method="paired, 9 samples")  # fmt: skip
     write_json(scene.run.standing, asdict(ranked))
     page = page_of(scene)
@@ -168,12 +168,14 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     assert re.findall(r'<polyline class="line" style="stroke:var\(--(\w+)\)"', chart) == ["muted", "c0"]
     assert chart.count('class="band"') == 1, "the second attempt"
     assert 'class="dot"' in chart
-    assert "eval/accuracy best earlier run: before best checkpoint: 0.8 at step 2" in text, "the legend"
+    assert "eval/accuracy compared run: before best checkpoint: 0.8 at step 2" in text, "the legend"
     assert "<b>eval/accuracy 0.8 · place 1 of 2 in digits when it ended, +0.10 against the best before (clear" in page
-    assert (
-        "95 % interval (paired, 9 samples), verdict best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15, clear" in text
-    )
+    assert "best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15 (paired, 9 samples), clear" in text
     assert "optim.lr 0.1 0.2" in text
+    write_json(scene.run.standing, asdict(ranked) | {"before": "tune lr=0.1", "before_value": 0.65})
+    text = re.sub(r"(<[^>]*>|\s)+", " ", page_of(scene))
+    assert "What changed against the best seed of tune lr=0.1" in text
+    assert "best eval/accuracy 0.7 0.8 Δ +0.10, error unknown" in text, "the interval of means is not that of this run"
     write_json(before.run.mlflow, {"run_id": "c2"})
     assert "What changed" not in page_of(scene), "another run of that name"
 
