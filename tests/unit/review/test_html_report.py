@@ -157,8 +157,8 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     write_json(scene.run.mlflow, {"run_id": "a1"})
     ended = scene.run.read_state().ended or 0.0
     ranked = Standing(run_id="a1", ended=ended, metric="eval/accuracy", value=0.8, place=1, number=2, before_value=0.7,
-                      before="before", before_folder="/elsewhere/before", before_run_id="b1", difference=0.1, verdict="clear",
-                      interval=[0.05, 0.15], method="paired, 9 samples")  # fmt: skip
+                      before="before", before_folder="/elsewhere/before", before_run_id="b1", difference=0.1,
+                      verdict="clear", interval=[0.05, 0.15], method="paired, 9 samples")  # fmt: skip
     write_json(scene.run.standing, asdict(ranked))
     page = page_of(scene)
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
