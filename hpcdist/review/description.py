@@ -472,7 +472,7 @@ def _load(facts: RunFacts) -> Iterator[str]:
 
 
 def _cost(ledger: Ledger) -> str:
-    useful = "goodput not measured, since the script has reported no steps, or none in an attempt"
+    useful = "goodput not measured, since the script reported no step in at least one attempt"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
         useful += f"; {SHORT_RUN}: start and end dominate the shares" if ledger.is_short else ""
@@ -525,9 +525,8 @@ class SweepFacts:
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
-    measured: Mapping[str, Measured] = field(
-        default_factory=dict
-    )  #: the two best cells of a sweep without seeds, by label
+    #: The two best cells of a sweep without seeds, by label.
+    measured: Mapping[str, Measured] = field(default_factory=dict)
 
     @property
     def by_setting(self) -> dict[str, SettingFacts]:

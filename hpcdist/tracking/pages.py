@@ -365,9 +365,8 @@ class ParentRun:
         from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
 
         with _readable():
-            text = render_sweep(
-                self._sweep, facts, with_links=False
-            )  # to files of the cells, which MLflow shows elsewhere
+            # Links to the reports of the cells would be broken in MLflow.
+            text = render_sweep(self._sweep, facts, with_links=False)
         with translated(opened.uri):
             opened.client.log_text(opened.run_id, text, "report.html")
 

@@ -67,7 +67,7 @@ def train(ctx: Context, cfg: Config) -> None:
         ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
     ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
-    if ctx.world_size > 2 and not cfg.elastic.exact:  # `exact`, of elastic runs, adds gradients itself
+    if ctx.world_size > 2 and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
         settle_order_of_gradients(ctx, cfg, data, model)
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         model.train()
@@ -130,7 +130,7 @@ def interval_metrics(
     ctx: Context, optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter
 ) -> dict[str, float]:
     """Return the training metrics since the last logged step, and count their samples in `progress`."""
-    # Only here does the training wait for the device.
+    # Training waits for the device only here.
     loss, weight, num_samples = ctx.sum_over_ranks(
         [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
     )
@@ -211,7 +211,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
     # DDP supports no_sync() only without a static graph. `wrap` ignores the option in an elastic run.
     options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
     if ctx.device.type == "cpu":
-        # Given, it holds also for the first bucket (else 1 MB): on CPU a message costs more than its overlap saves.
+        # An explicit size also applies to the first bucket (default 1 MB): on CPU, few messages are faster.
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()  # for dropout; an elastic run seeds each micro-batch
@@ -219,9 +219,9 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 
 
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
-    """Let DDP choose now in which order it adds gradients, or a resumed run would round its first steps differently.
+    """Let DDP choose now in which order it adds gradients, so that resumed and uninterrupted runs round alike.
 
-    `settle_buckets` leaves weights, buffers and generators as they are. Two ranks have only one order.
+    `settle_buckets` does not change weights, buffers and generators. With two ranks there is only one order.
     """
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:

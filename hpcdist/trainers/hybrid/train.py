@@ -110,7 +110,7 @@ def train_dense_part(
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)  # by their size the client chooses its messages
     with table_client(ctx, exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
-        if ctx.roles.count("trainer") > 2:  # a resumed run adds in the same order; the sum of two has only one
+        if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order
             example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
             settle_buckets(model, lambda: model(example).sum())
         while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
@@ -215,14 +215,14 @@ def make_dense_group(ctx: Context) -> Any:
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
     if len(backends) > 1 or backends == {"gloo"}:
         return gloo_group(trainers, ctx.timeout)
-    # With a device, NCCL splits the default group, in which all ranks take part; servers are not members and give none.
+    # With `device_id`, NCCL splits the default group, in which all ranks take part. Servers are no members: no device.
     own = ctx.device if ctx.rank in trainers else None
     return dist.new_group(list(trainers), ctx.timeout, backends.pop(), device_id=own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """A trainer's shares of the samples. Their ids are numbers of rows, over all servers."""
+    """A trainer's shares of the samples. Their ids are row numbers, counted over all servers."""
 
     train: Clicks  #: share after share, of equal size
     test: Clicks

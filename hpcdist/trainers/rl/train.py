@@ -37,7 +37,7 @@ from hpcdist.trainers.rl.environments import Environments, Problem, greedy_retur
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 
-#: Part of the seed of an evaluation's environments; those of collectors have another one.
+#: Part of the seed of an evaluation's environments; the seeds of collectors have 0 there.
 EVALUATION = 1
 #: Of one evaluation: environment steps before it; mean, smallest and largest return.
 Evaluation: TypeAlias = tuple[int, float, float, float]
@@ -56,7 +56,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
-        ctx.agree_among([0])  # it decides on stops and saves; observers make this call in `serve_rollouts`
+        ctx.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
         train_policy(ctx, cfg, problem, policy, rpc, saved)
 
 
@@ -133,7 +133,7 @@ def train_step(
     Returns sums for the metrics. `losses` are sums over minibatches, on `device`: of policy loss, value loss, entropy
     and KL divergence from the policy that acted.
     """
-    rl, valid = cfg.section(RlConfig), rollout.valid  # [T, n]: not where a step only began an episode
+    rl, valid = cfg.section(RlConfig), rollout.valid  # [T, n]; False where a step only begins an episode
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
     all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
@@ -175,10 +175,10 @@ def train_step(
 
 
 def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """Return advantages [T, n] by generalised advantage estimation from `values` [T + 1, n]; not for invalid actions.
+    """Return advantages [T, n] by generalised advantage estimation from `values` [T + 1, n].
 
-    The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
-    do not cross the end of an episode.
+    Those of invalid actions have no meaning. The value after the end of a terminated episode is zero, after a truncated
+    one that of its last observation. Sums do not cross the end of an episode.
     """
     rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
     advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
