@@ -214,7 +214,7 @@ class ClusterConfig(ConfigSection):
     signal_lead_s: int = number(120, least=0)
     """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
     max_requeues: int = number(50, least=0)
-    """Number of restarts of the job, preemptions included, after which no time limit or lost node requeues it."""
+    """Number of restarts of the job, preemptions included, after which hpcdist requeues it no more."""
     requeue: Literal["normal", "expedite"] = "normal"
     """`expedite` restarts the job before all others after the failure of a node; needs Slurm 25.11."""
     segment: int | None = number(None, least=1)

@@ -586,7 +586,7 @@ class Context:
             local = own["local"]
             set_rng_state(own["rng"], self.device)
         elif is_elastic:
-            # After a step the state is equal on all ranks, see `rank/elastic.py`.
+            # After a step the generators are equal on all ranks, see `rank/elastic.py`.
             set_rng_state(states[0]["rng"], self.device)
         else:
             seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)

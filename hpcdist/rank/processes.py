@@ -62,7 +62,7 @@ def exit_code_of(pid: int) -> int:
 
 
 log = logging.getLogger(__name__)
-#: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 before the time limit (`--signal=USR2@…`).
+#: Slurm sends SIGTERM at a requeue, preemption or cancellation, and SIGUSR2 before the time limit (`--signal=USR2@…`).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 

@@ -52,8 +52,8 @@ class StopAgreement:
         self._is_unreachable = False
         self._message = torch.zeros(4)
         self._work: dist.Work | None = None
-        self._skip = 0
-        self._boundaries = 0
+        self._skip = 0  # boundaries until the next round
+        self._boundaries = 0  # since the last round began
         self._round_began = time.monotonic()
         self.agreed = False  #: whether the ranks stop
         #: Numbers of the newest commands `save` and `profile` that all ranks know; 0 before the first one.

@@ -64,7 +64,7 @@ def main() -> NoReturn:
 
 
 def _run_and_end(folder: Path) -> NoReturn:
-    # Errors are printed until the rank is known: without it there is no outcome file.
+    # Errors are printed until rank and run folder are known: without them there is no outcome file.
     try:
         topology = Topology.from_env(os.environ)
         log_files.configure(rank=topology.rank)
@@ -88,7 +88,7 @@ def _run_script_or_trainer(
 ) -> tuple[Callable[[], int], float]:
     """Run the training. Returns a function that records its success, and the time limit of the end of this process.
 
-    Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
+    Until that function is called the rank has not succeeded: errors of threads or `atexit` count, too.
     """
     dump_on_signal(attempt, topology.rank)
     enable_flight_recorders(attempt, os.environ)
@@ -135,7 +135,7 @@ def _run_script_or_trainer(
             return outcome.write_error(error)
         return 0
 
-    # Neither the hang detection nor the grace period of a stop ends a rank that waits for its threads.
+    # Half of both limits, so that the supervisor does not kill a rank that waits for its threads.
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 

@@ -303,7 +303,7 @@ class CurrentJob:
         return _expand_nodes(records[0].get("NodeList")) if records else ()
 
     def is_requeued(self) -> bool:
-        """Return whether Slurm has requeued the job since (after a preemption or a node failure)."""
+        """Return whether Slurm has requeued the job since this start of it (after a preemption or a node failure)."""
         return _restart_count(job_records(self.id)) > self.restart_count
 
     def is_ending(self) -> bool:
@@ -314,7 +314,7 @@ class CurrentJob:
         return bool(states) and states[0] not in _BATCH_STEP_CONTINUES
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
-        """Requeue the job, without some nodes. From now on this process ignores SIGTERM, which ends the batch step."""
+        """Requeue the job, without some nodes. SIGTERM is ignored from now on, so that the state gets written."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scontrol inherits it
         requeue_job(self.id)
         if exclude:

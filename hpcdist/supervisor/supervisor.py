@@ -52,10 +52,10 @@ class Job(Protocol):
     @property
     def nodes(self) -> NodeChanges: ...
     def is_ending(self) -> bool:
-        """Return whether Slurm is ending the job, which it may tell the ranks alone."""
+        """Return whether Slurm is ending the job; its signal may have reached only the ranks."""
 
     def end_or_requeue(self, state: State) -> State:
-        """Called once after the last attempt: requeue the job if the run continues so. Returns the state to record."""
+        """Called once after the last attempt: requeue the job if the run continues in it. Returns the new state."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Supervisor:
         self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._signals = SignalRequests(in_job=self.job is not None)
-        #: Request of a job that Slurm is ending without a signal to this process.
+        #: Set after the ranks have ended if Slurm is ending the job without a signal to this process.
         self._job_request: StopRequest | None = None
         self._began = time.time()
 
@@ -110,6 +110,7 @@ class Supervisor:
                 with explain_replacement(self.folder.path, self.env):
                     state = self._attempts(state, notifier)
                 if self.job is not None:
+                    # Before the state is written: after a kill in between, the next start continues the run.
                     state = self.job.end_or_requeue(state)
             except LeaseLostError:
                 if shipper is not None:
@@ -151,10 +152,10 @@ class Supervisor:
             end, failure = self._one_attempt(attempt)
             require_same(self.folder.path, self.env)
             state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
-            unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
-            if unasked and self.job is not None and self.job.is_ending():
+            ended_without_request = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
+            if ended_without_request and self.job is not None and self.job.is_ending():
                 self._job_request = StopRequest(cause="preemption")
-            # Also for ranks that have ended: by this file the job decides about its requeue, now and at its next start.
+            # Although the ranks have ended: `_stop_cause` in slurm/job/batch_step.py reads it, also at the next start.
             self._write_request(attempt)
             if failure is None:
                 over = self._after_end(state, attempt, times, end)
@@ -182,6 +183,7 @@ class Supervisor:
         return attempt
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
+        """Return how the attempt ended, and its failure; with a failure, the first value has no meaning."""
         self._attempt = attempt
         self._write_request(attempt)
         try:
@@ -208,7 +210,7 @@ class Supervisor:
                 check_lease=self.check_lease,
                 nodes=self._nodes,
             )
-            hung = watch.until_over()
+            found = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
         finally:
@@ -216,9 +218,9 @@ class Supervisor:
         outcomes = attempt.outcomes()
         if watch.cancelled:
             return "cancelled", None
-        sent_sigterm = watch.stops_script and not hung
+        sent_sigterm = watch.stops_script and not found
         last_step = watch.progress.last_step
-        failure = hung or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
+        failure = found or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
         if sent_sigterm:
             return "stopped", failure
         ended = outcomes.get(0, {}).get("outcome")
@@ -229,7 +231,7 @@ class Supervisor:
 
     def _after_end(self, state: State, attempt: Attempt, times: records.AttemptTimes, end: Status) -> State | None:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
-        written = attempt.read_request()  # before the next line, so that a stop of now does not count as growth
+        written = attempt.read_request()  # first, so that a stop between the two lines is no growth
         request = self._request_of(attempt)
         if end == "stopped" and request is None and written is not None:  # to grow
             records.write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))

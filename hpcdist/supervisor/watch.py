@@ -73,7 +73,7 @@ class Watch:
         self.cancelled = False
 
     def until_over(self) -> Failure | None:
-        """Wait until all ranks have ended, or the attempt is cancelled, or return the failure that ends it."""
+        """Wait for the end of the attempt. Returns a failure found here, not those of ranks that end by themselves."""
         while self.ranks.remaining:
             began = time.monotonic()
             self.ranks.wait(POLL_S)

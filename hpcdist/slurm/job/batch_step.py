@@ -184,7 +184,7 @@ class SupervisedJob:
             # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
             return queued
         # There is no request if a node failed, if Slurm's signal ahead of the time limit reached the ranks before the
-        # supervisor's request, or if Slurm does not show yet that it ends the job.
+        # supervisor's request, or in the grace time of a preemption, when Slurm shows the job as running.
         if state.status != "stopped" or cause not in (None, "time_limit"):
             return state
         if self.current.restart_count >= self.config.max_requeues:
@@ -202,7 +202,7 @@ class SupervisedJob:
         try:
             return question()
         except SlurmError as error:
-            # The state must be recorded. A job that Slurm has requeued nevertheless continues the run at its start.
+            # The state must be recorded. If Slurm has requeued the job after all, its next start continues the run.
             log.warning("the state of the job is unknown: %s", error)
             return False
 

@@ -48,7 +48,7 @@ REGISTRATION_S = 120.0
 
 #: Time for srun to end after its tasks are killed.
 END_STEP_S = 20.0
-#: Time for srun to end after rank 0 has reported the end of the run; then the nodes are asked for running ranks. The
+#: Time for srun to end after rank 0 has written its outcome; then the nodes are asked for running ranks. The
 #: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
 REPORTED_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
@@ -297,7 +297,7 @@ class RankStep:
         return str(self._seen_hosts.get(rank) or beat.get("host") or planned)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the step has ended or the time is over."""
+        """Wait for the end of the step, at most `timeout_s`, and note the ranks that have ended in `exits`."""
         # srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)

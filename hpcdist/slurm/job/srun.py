@@ -44,7 +44,7 @@ def step_command(
 ) -> list[str]:
     """Return the step that runs all ranks of a run, on the `chosen` nodes if the allocation may have more.
 
-    It overlaps an earlier step that Slurm cannot end, and which still has their processors.
+    With `overlap` it may share their processors with an earlier step that Slurm cannot end.
     """
     parts = components(config)
     if is_het(config):

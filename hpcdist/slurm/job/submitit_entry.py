@@ -33,7 +33,7 @@ CREDENTIAL_S = 2.0
 
 
 def supervise_in_job(run_dir: str) -> str:
-    """Supervise a run from inside its job and return its final status.
+    """Supervise a run from inside its job and return a sentence on its state.
 
     It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
     job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.
