@@ -1,7 +1,5 @@
 """Fixtures and hooks of all tests: a clean environment, groups for pytest-xdist, the fault table, container images."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Headless Chromium for tests of MLflow's UI."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs of all kinds in one MLflow database, and the `hpcdist ui` that shows them, for the tests of MLflow's UI."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

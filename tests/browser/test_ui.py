@@ -1,7 +1,5 @@
 """MLflow's UI shows the logged runs, metrics, artifacts, models and prepared views."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Fixtures of the tests of images."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

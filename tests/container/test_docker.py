@@ -1,7 +1,5 @@
 """Tests with a real docker daemon: builds with BuildKit, the README's command, restarts, and docker/compose.yaml."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Tests of the images on one machine: training, stop and resume, owners of files, contents of layers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

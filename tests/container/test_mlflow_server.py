@@ -1,7 +1,5 @@
 """Tests of the image of the MLflow server on PostgreSQL: access, users, and a run that logs to it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -4,8 +4,6 @@ The commands of a console block marked `test` are executed in a temporary folder
 page. `tests/slurm/test_submit.py` executes the blocks that are also marked `slurm`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """32 ranks on 16 virtual nodes, which need two levels of srun's message tree."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training on all of MNIST while a rank, the supervisor and the tracking server are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

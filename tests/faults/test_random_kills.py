@@ -1,7 +1,5 @@
 """Processes of a run are killed at random moments: no run is lost, and the results are those of an undisturbed run."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Strategies for configs, overrides and sweep axes: valid values, mutated values, and random text."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

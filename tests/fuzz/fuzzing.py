@@ -1,7 +1,5 @@
 """The decorator of fuzz targets, with limits on memory and processor time, and the profiles of Hypothesis."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """Damaged files and random network messages raise the project's errors or are skipped."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Command lines, configs, and damaged answers of Slurm give own errors only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

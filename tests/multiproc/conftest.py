@@ -1,7 +1,5 @@
 """Fixtures of tests with real processes. A start takes seconds, so each one serves many assertions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The communication benchmark on three real ranks, so that sizes do not divide evenly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Context`, the API of trainers, with one rank and with several."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The functions of the DDP trainer on two ranks, compared with one process, and whole trainings."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

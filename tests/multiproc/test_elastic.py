@@ -1,7 +1,5 @@
 """Elastic runs: weights, order of samples and metrics on a changing number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

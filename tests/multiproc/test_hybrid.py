@@ -1,7 +1,5 @@
 """Trainers and parameter servers: equal to one process with every form of lookups."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

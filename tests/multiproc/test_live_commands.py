@@ -1,7 +1,5 @@
 """Commands to a running run: `hpcdist save`, `hpcdist profile`, and the tag `hpcdist.command` in MLflow."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

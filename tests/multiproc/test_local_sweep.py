@@ -1,7 +1,5 @@
 """Local sweeps: cells are runs and children of one MLflow run, and a repeated command runs only unfinished cells."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

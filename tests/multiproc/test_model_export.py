@@ -1,7 +1,5 @@
 """Exported weights of real runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

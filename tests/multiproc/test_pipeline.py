@@ -1,7 +1,5 @@
 """A ResNet in stages, compared with the whole ResNet: loss, gradients and statistics are equal bit by bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

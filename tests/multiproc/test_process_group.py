@@ -1,7 +1,5 @@
 """The rendezvous of ranks: other programs on the port, missing ranks, and time limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

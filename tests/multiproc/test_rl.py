@@ -1,7 +1,5 @@
 """The RL trainer on several ranks: equal to one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The language model on several ranks: equal to one process."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

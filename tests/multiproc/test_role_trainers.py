@@ -1,7 +1,5 @@
 """Whole runs of trainers with roles: exact after a stop, a kill or a hang of a rank, no ports, and able to learn."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """RPC between real ranks: values, names, commands, remote errors, stop requests, and the death of a rank."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Failures of runs with `hpcdist run`: each has one clear message, and no unnecessary restarts."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

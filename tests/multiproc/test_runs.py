@@ -1,7 +1,5 @@
 """Runs with `hpcdist run`: after an interruption, a run ends with the same results as without one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

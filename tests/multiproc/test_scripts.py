@@ -1,7 +1,5 @@
 """Scripts that log with MLflow and loggers built on it, unchanged, on two ranks; and scripts that hpcdist stops."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 `make test` leaves the runs of this file out: its other files have longer runs of the same configs.
 """
 
-from __future__ import annotations
-
 import pytest
 from contract import check, compared, content_of
 from hpcdist_runs import Runs

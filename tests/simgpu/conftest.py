@@ -1,7 +1,5 @@
 """Tests on two simulated GPUs (`simulated_gpus.py`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

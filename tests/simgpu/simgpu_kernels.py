@@ -1,7 +1,5 @@
 """Compute torch's CUDA operators by the kernels of the CPU, on the memory of the simulated devices (`devices.cpp`)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import warnings

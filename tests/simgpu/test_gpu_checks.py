@@ -1,7 +1,5 @@
 """Parts of the session of a GPU machine (`benchmarks/gpu_checks.py`) on two simulated GPUs (`conftest.py`)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs on two simulated GPUs (`conftest.py`) with faults of a device, and what hpcdist says about them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

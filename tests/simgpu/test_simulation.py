@@ -1,7 +1,5 @@
 """What the simulated GPUs (`conftest.py`) must show: memory that the host cannot read, late work, and its order."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

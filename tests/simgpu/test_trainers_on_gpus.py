@@ -3,8 +3,6 @@
 A parent that has imported torch forks the ranks. As with CUDA, they would fail if it had used a GPU before.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

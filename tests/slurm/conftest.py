@@ -1,7 +1,5 @@
 """One dev cluster for all tests of this folder: a real Slurm of four nodes on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

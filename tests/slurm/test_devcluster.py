@@ -1,7 +1,5 @@
 """The dev cluster: it behaves like any Slurm cluster, and `down` removes everything."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

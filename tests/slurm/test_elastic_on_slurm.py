@@ -1,7 +1,5 @@
 """Runs that go on in their allocation when nodes fail, and grow again (`cluster.min_nodes`, `cluster.spare_nodes`)."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

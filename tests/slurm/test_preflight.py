@@ -1,7 +1,5 @@
 """The preflight on a real Slurm: it names the faulty node and a fix before the ranks start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

@@ -4,8 +4,6 @@ Each cell compares the run with an undisturbed one without a container, bit by b
 job. `make faults` prints the matrix. `make test` runs podman's requeue, and ranks that only count with other runtimes.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

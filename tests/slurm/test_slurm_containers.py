@@ -1,7 +1,5 @@
 """Ranks in a complete image on a real Slurm, with podman, whose containers are not children of the step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes and nodes that die or hang without warning: at most the steps since the last checkpoint are lost."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

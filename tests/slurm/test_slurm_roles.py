@@ -1,7 +1,5 @@
 """Roles on different nodes: a heterogeneous job. `test_slurm_trainers.py` has roles in one allocation."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The trainers run at the same time, since the tests mostly wait. `make test` runs
 the attack, `make slow` adds those of `SLOW` and the attack, `make faults` has the others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

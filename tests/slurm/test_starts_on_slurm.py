@@ -1,7 +1,5 @@
 """Ranks in an environment of their own, packed at submission and copied to each node."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

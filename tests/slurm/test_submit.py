@@ -1,7 +1,5 @@
 """`hpcdist submit`, `stop` and `cancel` on a real Slurm."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`follow`, `status`, `explain` and `sync` for jobs on a real Slurm, with accounting and without."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Podman for the container tests: a separate store, in which images are built from a copy of the code."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The `Context` of a rank on a run folder, without worker and supervisor."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """Comparison of what users see with golden files: a difference is a mistake or an intended change."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

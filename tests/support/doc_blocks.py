@@ -1,7 +1,5 @@
 """Fenced code blocks of the documentation, and the paths, modules and keys that its pages name."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

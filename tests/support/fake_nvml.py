@@ -1,7 +1,5 @@
 """A replacement for the module pynvml with GPUs of a test's choice."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

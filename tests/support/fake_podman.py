@@ -4,8 +4,6 @@ The folder `$FAKE_PODMAN` has the arguments of each `run` in `NAME.args` and the
 `NAME.pid`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -5,8 +5,6 @@
 `RUN_DIR/script.json` has the actions of each rank in each attempt: `{"<attempt>.<rank>": [[verb, argument], …]}`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

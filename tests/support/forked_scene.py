@@ -3,8 +3,6 @@
 A forked rank executes the file of its rank and attempt. Named pipes show which processes are alive.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

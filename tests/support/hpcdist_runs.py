@@ -1,7 +1,5 @@
 """Runs started with the real command: start and wait for them, then read their checkpoints and MLflow records."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import secrets

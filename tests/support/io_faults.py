@@ -1,7 +1,5 @@
 """Errors, delays and short transfers in file operations of real processes: `io_faults.c`, compiled once a session."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -3,8 +3,6 @@
 The variables of Slurm are as srun 22.05 sets them on three nodes, without those that hpcdist does not read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hpcdist.config.topology import Topology

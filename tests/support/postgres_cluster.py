@@ -1,7 +1,5 @@
 """A PostgreSQL server of the tests, in a folder of its own and with a Unix socket instead of a port."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import secrets

@@ -1,7 +1,5 @@
 """What reports show: a run folder as supervisor and ranks write it, and results of a communication benchmark."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

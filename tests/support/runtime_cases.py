@@ -1,7 +1,5 @@
 """Container runtimes of the matrix runtime x fault: what each one needs on this machine, and what it must not leave."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ The simulation shows that the paths for GPUs run and keep their order. It says n
 kernels of the CPU compute the operators of CUDA, on memory that the host can access only by copies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The dev cluster of the tests: start it, run Slurm's commands on it, wait for jobs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Recorded output of Slurm's commands, and fake commands that print it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 RECORDINGS = Path(__file__).parents[1] / "unit" / "slurm"

@@ -1,7 +1,5 @@
 """Runs that tests submit to the dev cluster with the real `hpcdist submit`."""
 
-from __future__ import annotations
-
 import re
 import time
 from contextlib import suppress

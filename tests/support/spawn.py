@@ -7,8 +7,6 @@ One process per pytest session imports torch and the test files, and forks the r
 functions that are tested. It has no threads and never runs a function of a test.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

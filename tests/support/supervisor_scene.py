@@ -11,8 +11,6 @@ prints one result per line. One process runs many cells, because imports take lo
 fault is active only in this process, not in the ranks, the guard or the shipper.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

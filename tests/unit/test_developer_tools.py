@@ -1,7 +1,5 @@
 """The session of a GPU machine."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

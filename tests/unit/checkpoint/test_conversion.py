@@ -1,7 +1,5 @@
 """Export of checkpoints to files for other programs, and of the model's code."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

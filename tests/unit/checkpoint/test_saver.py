@@ -1,7 +1,5 @@
 """Asynchronous saving: the copied state, waiting, errors, and kills at any moment."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The checkpoint folder of a run: valid checkpoints, pruning, full disks and crafted files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """doctor's page, and its sections about a cluster."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Tests of the section of `hpcdist doctor` about the MLflow store, with sqlite files and local HTTP servers."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import os

@@ -1,7 +1,5 @@
 """The sections of `hpcdist doctor` about this machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Commands that run in the process of the test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Commands in the process of the test, run folders, and replacements of the supervisor and Slurm."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

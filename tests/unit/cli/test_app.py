@@ -1,7 +1,5 @@
 """Help, exit codes and errors of the command line; `hpcdist config`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -1,7 +1,5 @@
 """Golden files of commands that start no run: help texts, plans and batch scripts, exit codes."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 The damages are those that a crash, a full disk, another user or a newer hpcdist can cause.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Commands for the review of runs: cost, compare, export, ui, report and sync."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import json

@@ -1,7 +1,5 @@
 """`hpcdist run` and `hpcdist resume`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Output of the commands on runs: plan, progress, result, tables of runs, and runs that are followed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

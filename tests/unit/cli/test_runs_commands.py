@@ -1,7 +1,5 @@
 """Commands on runs: list, status, logs, stop, cancel, save, profile, and how they find a run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

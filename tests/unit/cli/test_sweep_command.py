@@ -1,7 +1,5 @@
 """`hpcdist run --sweep`, and the script of a sweep on Slurm."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

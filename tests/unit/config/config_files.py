@@ -1,7 +1,5 @@
 """Helpers of tests that load config files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A config is the merge of defaults, site profile, file and overrides; its schema."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """ConfigError has one line for each mistake: key, value, expectation and fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Detection and redaction of secrets, and similar names and texts that are not secrets."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass, field, replace

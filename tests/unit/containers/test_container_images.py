@@ -1,7 +1,5 @@
 """Images: engine, base and digest, build, facts and conversion."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The containers of ranks, the steps of their job, the start of an image, and errors of runtimes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Like podman, the replacement leaves its containers running when Slurm kills it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

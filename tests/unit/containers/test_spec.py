@@ -1,7 +1,5 @@
 """The specification of a container, and the recipes of images for each runtime."""
 
-from __future__ import annotations
-
 import resource
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The dev cluster without root: its errors, configuration files and commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

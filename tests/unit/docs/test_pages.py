@@ -1,7 +1,5 @@
 """The documentation names only paths, modules, config keys and commands that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

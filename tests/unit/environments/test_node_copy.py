@@ -1,7 +1,5 @@
 """Environments of ranks, from a virtual environment to its copy on a node: archive, copy, check, removal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The environment of ranks in a job: uv projects, modules, variables, and checks before the submission."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

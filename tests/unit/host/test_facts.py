@@ -1,7 +1,5 @@
 """Facts about this machine: versions, container, GPUs, compiler and energy."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Files that several processes and users share: ownership, formats, locks and retries."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Logs: reading in bounded memory, the size limit, and the form of lines."""
 
-from __future__ import annotations
-
 import logging
 import re
 import socket

@@ -1,7 +1,5 @@
 """Tests of the facts and tests of a file system."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

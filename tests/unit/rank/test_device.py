@@ -1,7 +1,5 @@
 """Device and backend of a rank. Tests with GPUs replace the functions of torch that find them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The end of a rank: its process, in a process without torch, and its outcome file."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

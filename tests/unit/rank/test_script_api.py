@@ -1,7 +1,5 @@
 """`hpcdist.log`, `should_stop`, `should_save` and `checkpoint_dir`, outside of a run and on one rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

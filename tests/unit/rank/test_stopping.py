@@ -1,7 +1,5 @@
 """Stop requests, and the commands `save` and `profile` on one rank, with a real profiler."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

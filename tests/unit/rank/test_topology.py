@@ -1,7 +1,5 @@
 """Topology, from hpcdist's variables or those of Slurm, its invariants, and roles of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The parts of training loops: meter, progress with its stop rules, optimizers, schedules, and elastic divisions."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping

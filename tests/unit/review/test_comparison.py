@@ -1,7 +1,5 @@
 """Comparison of the values of a run and its rerun, and the sentences about what differs."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

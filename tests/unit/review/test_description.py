@@ -1,7 +1,5 @@
 """The description of a run and of a sweep in MLflow."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

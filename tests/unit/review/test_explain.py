@@ -1,7 +1,5 @@
 """Causes of failed and waiting runs, and the patterns of known failures."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The ledger of a run folder: its entries add up to wall time × resources, each with the right cause."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts of a run: what ran, result, attempts with lost steps, and progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The error of a figure, and the verdict on a difference."""
 
-from __future__ import annotations
-
 import io
 
 import numpy

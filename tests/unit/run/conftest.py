@@ -1,7 +1,5 @@
 """Fixtures of several files: a run folder, and a project with or without git."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The run folder, the folders of its attempts, and the folder of runs above."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

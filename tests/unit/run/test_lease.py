@@ -1,7 +1,5 @@
 """The lease of a run, with processes that compete for it, and holders on other hosts."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import logging

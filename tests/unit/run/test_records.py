@@ -1,7 +1,5 @@
 """The records of a run folder: a resume's config, parameters, secrets and saved checkpoints."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 The secrets are random, and are put together here from pieces: no scanner finds one in this file.
 """
 
-from __future__ import annotations
-
 import base64
 import random
 import string

@@ -1,7 +1,5 @@
 """Code snapshots of git work trees and of plain folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Status of runs, for combinations of state file, lease and Slurm's view of the job."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """Sweeps: cells and their names, the selection of cells that must run, and the folder of a sweep."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

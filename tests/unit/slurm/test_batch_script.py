@@ -1,7 +1,5 @@
 """The rendered batch script and rank step, compared as a whole."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shlex

@@ -1,7 +1,5 @@
 """The supervisor in a job: its states, with a fake job, the job's log, and batch scripts of users."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

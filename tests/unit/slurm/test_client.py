@@ -1,7 +1,5 @@
 """The client of Slurm: which commands run, with which options, and how their failures are reported; the current job."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Nodes that are lost, replaced and used again, with a fake srun that answers for the nodes that live."""
 
-from __future__ import annotations
-
 import errno
 import re
 import socket

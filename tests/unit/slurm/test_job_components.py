@@ -1,7 +1,5 @@
 """Requests of roles to Slurm, the placement of their ranks, and node lists."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

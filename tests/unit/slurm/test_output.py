@@ -1,7 +1,5 @@
 """Parsers of output recorded from Slurm 22.05, 24.11 and 26.05; the resources of a job's ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace

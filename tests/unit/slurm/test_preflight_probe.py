@@ -1,7 +1,5 @@
 """Probes as real processes on different loopback addresses; the preflight's step, with a fake srun and fake checks."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

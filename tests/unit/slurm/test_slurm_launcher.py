@@ -1,7 +1,5 @@
 """The step that runs the ranks: its exit codes, restarts, and steps of a killed supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Command lines of steps, compared as a whole, and the environment of their ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

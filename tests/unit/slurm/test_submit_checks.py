@@ -1,7 +1,5 @@
 """The checks before a submission, with fake Slurm commands; tests/slurm uses a real Slurm."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Hung ranks: stack traces from their logs, and the summary that finds the rank that the others wait for."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

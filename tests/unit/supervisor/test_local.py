@@ -1,7 +1,5 @@
 """Creation of local runs, their plans, their supervision, and restarts on other nodes."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -3,8 +3,6 @@
 Named pipes show which processes are alive.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

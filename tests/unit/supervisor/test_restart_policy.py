@@ -1,7 +1,5 @@
 """Tables of the restart policy: first failure of an attempt, restart decision, suspected node."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Supervisor with fake ranks (`support/fake_rank.py`): processes that write the files of a rank."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pty

@@ -1,7 +1,5 @@
 """Watch and ProgressMonitor with up to thousands of ranks: cost of a poll, hung ranks, ranks that were not started."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

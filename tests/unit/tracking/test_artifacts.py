@@ -1,7 +1,5 @@
 """Files, checkpoints and models of a run in a real MLflow database, and the alias `best` of a registered model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

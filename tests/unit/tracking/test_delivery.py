@@ -1,7 +1,5 @@
 """Passes of the shipper to a real MLflow database, with failing requests, killed processes and servers."""
 
-from __future__ import annotations
-
 import math
 import signal
 import subprocess

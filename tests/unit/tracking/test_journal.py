@@ -1,7 +1,5 @@
 """Writing and reading of journals, with full disks, outages of the file server and damaged files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

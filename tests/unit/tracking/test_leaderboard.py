@@ -1,7 +1,5 @@
 """The rank of a run when it ends, and the leaderboard in the description of its MLflow experiment."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

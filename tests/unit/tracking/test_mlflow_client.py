@@ -1,7 +1,5 @@
 """The connection to MLflow: each error of a server in one line, the tracking URI, and a new database."""
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """Selection of points: each (key, step) once, within the budgets of charts and points, whatever crashes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """MLflow's tracking store and artifact repository for the code of a rank, and the upload of what they record."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Description, datasets, name, parameters and tags of a run in MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Prepared views of an experiment in MLflow's store, and the links to them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -1,7 +1,5 @@
 """The shipper process and `sync`, with servers, supervisors and shippers that fail and restart; commands by tag."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import math

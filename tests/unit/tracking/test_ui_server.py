@@ -1,7 +1,5 @@
 """The token of `hpcdist ui` and its check; tests/browser tests the server itself."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """A run folder, its MLflow database, and the actions of its supervisor and ranks."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

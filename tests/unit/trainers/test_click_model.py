@@ -1,7 +1,5 @@
 """The trainer `hybrid` without ranks: click logs, figures, and embedding tables."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

@@ -1,7 +1,5 @@
 """The communication benchmark without ranks: bottlenecks, file and report of results; sizes and pairs."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

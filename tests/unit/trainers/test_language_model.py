@@ -1,7 +1,5 @@
 """The trainer `rnn` without ranks: initial rows, config, text, and vocabulary shards and servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The trainer `pipeline` without ranks: stages and their schedules."""
 
-from __future__ import annotations
-
 import copy
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The trainer `rl` without ranks: policies and PPO, config, environments and rollouts."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterator
