@@ -5,8 +5,6 @@ Public names: `Context` (what `train(ctx, cfg)` gets), `Config` and `load_config
 their types are in `__init__.pyi`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 __version__ = "0.1.0"

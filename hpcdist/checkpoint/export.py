@@ -1,7 +1,5 @@
 """Export of a model: to MLflow's format in the rank, and to a file that other programs load without hpcdist."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """Asynchronous saving: the training thread copies the state to reused host memory, and a second thread writes it."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """Contents of a checkpoint: clean state dicts, states of random number generators, shards of ranks, merged weights."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

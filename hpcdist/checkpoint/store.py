@@ -16,8 +16,6 @@ a crafted file instead of executing it.
 is loaded without an error, and because it reads its metadata with `pickle.load`, which executes a crafted file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`hpcdist doctor`: its sections about a machine or a run, run with time limits, and the page that shows them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

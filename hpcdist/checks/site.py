@@ -1,7 +1,5 @@
 """Checks of what a run needs at its site: Slurm and how it ends jobs, the folder of runs, and MLflow's store."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The command line: parse, call, print. Heavy modules are imported by the commands that need them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import io

@@ -1,7 +1,5 @@
 """`hpcdist devcluster`: a Slurm cluster of virtual nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """`hpcdist image`: build, check and convert container images."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal

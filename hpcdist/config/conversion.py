@@ -4,8 +4,6 @@ It needs the standard library alone, unless a text must be read as a number: ran
 folder, start quickly.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """All keys with type, default and documentation: as a list, and as the JSON Schema for editors."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

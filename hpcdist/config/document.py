@@ -1,7 +1,5 @@
 """Config files: their YAML as plain containers, short forms of sections, and texts that a config cannot contain."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

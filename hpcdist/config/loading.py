@@ -1,7 +1,5 @@
 """From YAML and `key=value` overrides to a frozen `Config`, with all mistakes reported at once."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

@@ -4,8 +4,6 @@ detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/ru
 the 100 other lines, and its import alone takes 0.3 s.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce

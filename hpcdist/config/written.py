@@ -1,7 +1,5 @@
 """A config as a run folder stores it, with redacted secrets, and the parameters that a user's trainer declares."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

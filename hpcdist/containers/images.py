@@ -2,8 +2,6 @@
 container of a whole run on this machine.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -8,8 +8,6 @@ the kernel ends all other processes of the container. The rank writes its own lo
 `rank-RRRRR.exit`, so neither depends on helper processes of podman or docker, which Slurm may kill at any time.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -2,8 +2,6 @@
 read the versions inside, the errors of runtimes, and the Slurm steps that check and clean up nodes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Datasets and models by name, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ torchvision downloads in place and without a lock. Here one process at a time do
 that no rank reads a partial dataset. Finding a dataset works without torch, as on a login node.
 """
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Datasets by name (both splits, the batches of one rank, a digest of the data that was read), and models by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

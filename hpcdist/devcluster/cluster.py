@@ -1,7 +1,5 @@
 """A dev cluster: its files and networks, start, stop, status, and faults of single nodes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pwd

@@ -1,7 +1,5 @@
 """The machine below a dev cluster: requirements and changes, commands and daemons, cgroups, and container runtimes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shlex

@@ -6,8 +6,6 @@ REQUEST is the JSON of a `NodeRequest`. One process per node does this; others o
 then find the copy. Needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -2,8 +2,6 @@
 same environment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

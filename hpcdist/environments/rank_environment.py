@@ -2,8 +2,6 @@
 and the checks before a submission.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

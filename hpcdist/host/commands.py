@@ -1,7 +1,5 @@
 """Commands and calls with a time limit."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -2,8 +2,6 @@
 the owner of folders, and locks.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import grp

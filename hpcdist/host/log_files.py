@@ -2,8 +2,6 @@
 memory.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import logging

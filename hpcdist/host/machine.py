@@ -2,8 +2,6 @@
 capabilities; and the checks of them that `doctor` and the preflight have in common.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

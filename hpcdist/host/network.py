@@ -2,8 +2,6 @@
 times and rates.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence

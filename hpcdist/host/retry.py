@@ -5,8 +5,6 @@ their work in `patient` and retry for minutes, also if permission is denied (an 
 root squashing) or the disk is full.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Type, space and behaviour of the file system of a path, by its mount and by tests."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`Context`: the API of trainers for batches, logging, checkpoints, stopping and collectives."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -13,8 +13,6 @@ to a socket in the run folder, also during the imports. There, SIGALRM ends a pa
 LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step with a lost node.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -16,8 +16,6 @@ The parent may import torch for a long time. A stop signal in the meantime does 
 it has a handler, as does a rank that imports torch itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The network of a rank: a namespace of its own on one machine, or the interface that reaches the master."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The process of a rank: its name, exit code, stop signals and fork. Imports no torch, whose import takes a second."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

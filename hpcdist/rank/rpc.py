@@ -15,8 +15,6 @@ None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Noth
 On a GPU, calls are executed on the default stream, on which all threads of a rank work unless they choose another one.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ torch: a rank refuses an unsigned pickle from itself, or fails.
 Reference: https://docs.pytorch.org/docs/stable/rpc.html
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import warnings

@@ -2,8 +2,6 @@
 part that all transports share.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -3,8 +3,6 @@
 A rank must not save alone, because others may be one step ahead or behind.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """System metrics of one node, under the names of MLflow's own monitor for its metrics tab, and energy."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Reports of a rank on itself: heartbeat, time account, losses that are not finite, and what it does when it hangs."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import logging

@@ -8,8 +8,6 @@ The command line and the shipper write commands. Rank 0 checks for the next numb
 (`rank/stopping.py`). A command is part of one attempt: a restart drops commands that the ranks have not obeyed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Create a run: its name, checks of its trainer, and its folder."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import shutil

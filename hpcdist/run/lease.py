@@ -10,8 +10,6 @@ writes the run's state, and stops (`Held.check`). Its ranks publish no checkpoin
 (`Context._before_publish`).
 """
 
-from __future__ import annotations
-
 import getpass
 import logging
 import os

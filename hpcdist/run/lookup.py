@@ -1,7 +1,5 @@
 """Find runs and sweeps: all in a folder, one by its name, or the unfinished one of a config."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The small records of a run folder: times, resources, data, checkpoints, secrets, origin, rank, parameters."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """The code of a run: the tree that holds it, its snapshot without secrets, its origin, its restoration for a rerun."""
 
-from __future__ import annotations
-
 import filecmp
 import hashlib
 import logging

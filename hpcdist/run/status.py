@@ -1,7 +1,5 @@
 """The jobs of a run, its status by state file, lease and Slurm, and requests to stop or cancel it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

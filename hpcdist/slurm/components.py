@@ -5,8 +5,6 @@ heterogeneous job, or one allocation with a fixed node per rank with `cluster.he
 hardware.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, pairwise

@@ -6,8 +6,6 @@ Each line of the protocol has the name of its node, so it does not depend on sru
     hpcdist-node n1 0/2 {"copied"  piece 0 of 2 of the node's answer, a JSON object
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Parsers of the output of Slurm's commands: values and records, nodes, jobs, accounting. Pure functions."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

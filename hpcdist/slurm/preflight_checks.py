@@ -1,7 +1,5 @@
 """Checks of the preflight that compare the answers of all nodes. Pure functions."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping

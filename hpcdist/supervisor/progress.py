@@ -1,7 +1,5 @@
 """Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers and the last known steps."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

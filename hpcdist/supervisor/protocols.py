@@ -1,7 +1,5 @@
 """Protocols of a launcher and its ranks, for the supervisor; `local.py` and `slurm/job/launcher.py` implement them."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol

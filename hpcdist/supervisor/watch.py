@@ -1,7 +1,5 @@
 """Watch over the ranks of one attempt: exits, heartbeats and requests."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

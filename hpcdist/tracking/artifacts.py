@@ -1,7 +1,5 @@
 """Artifacts of a run in MLflow: files, checkpoints as logged models, the alias `best` of a registered model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -6,8 +6,6 @@ If it dies between obeying and recording the result, the next shipper obeys agai
 request to stop is the first one, and the key of a `save` or `profile` finds the command that was sent.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import secrets

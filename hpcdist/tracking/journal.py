@@ -1,7 +1,5 @@
 """The files in `journal/`: metrics and events of the ranks, the names that MLflow accepts, states of the upload."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Other modules import MLflow's names from here, since the settings must be in place before MLflow is imported.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

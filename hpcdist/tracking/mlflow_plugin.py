@@ -3,8 +3,6 @@
 MLflow loads this module whenever it is imported, on its own way through its modules. Therefore it imports nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """What is recorded of a run, for `hpcdist rerun`: from its run folder, or from MLflow alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ MLflow loads the store by the entry point `mlflow.tracking_store` for the scheme
 - Searches and reads answer from what was logged in the rank, earlier attempts included.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

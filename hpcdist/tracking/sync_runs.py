@@ -1,7 +1,5 @@
 """`hpcdist sync`: upload existing runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 

@@ -3,8 +3,6 @@
 Imports no MLflow, since commands on a login node print these links.
 """
 
-from __future__ import annotations
-
 import base64
 import configparser
 import re

@@ -2,8 +2,6 @@
 in-job`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

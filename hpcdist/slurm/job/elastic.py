@@ -1,7 +1,5 @@
 """A run that continues in its allocation without failed nodes, and uses them again when they answer."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import select

@@ -4,8 +4,6 @@ python -m hpcdist.slurm.job.node_steps watch JOB
 python -m hpcdist.slurm.job.node_steps list|kill RUN
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -3,8 +3,6 @@
 It runs at each start of a job with more than one node, in the ranks' containers if there are any.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Command lines of srun for all steps of a job, and srun's messages about their tasks. Pure functions."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Submission of runs to Slurm with submitit, from a login node: the batch script and its parameters."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

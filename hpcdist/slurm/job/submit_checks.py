@@ -2,8 +2,6 @@
 the folder of runs. All problems are reported at once, each with its key and the fix.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

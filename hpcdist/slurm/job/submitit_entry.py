@@ -4,8 +4,6 @@ submitit imports NumPy before it loads a pickle, which might contain arrays. The
 function and a path, and importing NumPy takes as long as all other imports of the batch step.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

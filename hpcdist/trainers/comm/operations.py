@@ -1,7 +1,5 @@
 """The operations of the benchmark, and the checks of their results."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

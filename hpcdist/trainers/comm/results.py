@@ -3,8 +3,6 @@
 It needs no torch, so that a login node can read results. Times are in seconds, sizes in bytes, bandwidths in bytes/s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

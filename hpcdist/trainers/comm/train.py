@@ -8,8 +8,6 @@ Sizes and bandwidths are defined as in nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -5,8 +5,6 @@ With `data.global_batch_size` the run is *elastic*: each step takes the same sam
 Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

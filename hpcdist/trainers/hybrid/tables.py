@@ -4,8 +4,6 @@ A server holds its rows of all tables in one matrix, so that several tables need
 (`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

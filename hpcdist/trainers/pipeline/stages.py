@@ -3,8 +3,6 @@
 The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model can be split between any two of them.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

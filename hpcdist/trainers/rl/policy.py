@@ -1,7 +1,5 @@
 """Policy and value networks for vector observations: in torch for learning, in NumPy for acting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

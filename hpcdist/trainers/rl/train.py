@@ -16,8 +16,6 @@ Sources: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html (agen
 https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 

@@ -4,8 +4,6 @@ Batches follow https://docs.pytorch.org/tutorials/beginner/transformer_tutorial.
 and a batch has the next rows of all columns, so that the hidden state of a batch continues in the next one.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import random

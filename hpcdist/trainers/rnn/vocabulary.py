@@ -10,8 +10,6 @@ In sync mode the gradients of all trainers are one update: a server waits for th
 order of their index. In async mode each push is an update of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
