@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -217,7 +218,7 @@ def prepared(
 
     with ExitStack() as stack:
         if case == "podman":
-            env = podman_env(containers, folder)
+            env = podman_env(containers, folder, stack.enter_context(TemporaryDirectory(prefix="podman-")))
             stack.callback(_podman, env, "rm", "--all", "--force")
             names = ("ps", "--all", "--format", "{{.Names}}", "--filter")
             yield ready(
@@ -254,14 +255,17 @@ def apptainer_env() -> dict[str, str]:
     return {} if has_capability(CAP_SYS_RESOURCE) else {"APPTAINER_DROP_CAPS": "CAP_SYS_RESOURCE"}
 
 
-def podman_env(containers: Containers, folder: Path) -> dict[str, str]:
+def podman_env(containers: Containers, folder: Path, run_root: str) -> dict[str, str]:
     """Return the variables of a podman with the images of the tests' store, but containers of its own.
 
     Job ids start at 1 in every dev cluster, so a killed session would leave containers of the same names.
+
+    Args:
+        run_root: at most 50 characters; with more, `podman container cleanup` fails, and each container ends 20 s late.
     """
     storage = folder / "storage.conf"
     storage.write_text(
-        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{run_root}"\n'
         f'[storage.options]\nadditionalimagestores = ["{STORE}/graph"]\n'
     )
     return {"CONTAINERS_CONF": containers.env["CONTAINERS_CONF"], "CONTAINERS_STORAGE_CONF": str(storage)}
