@@ -4,13 +4,12 @@
 fixes (the outcome of the rank is then `rejected`).
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import reprlib
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 #: Limits of a UserMistake's message: characters per line, and listed problems.
 MAX_LINE = 500
@@ -165,7 +164,7 @@ class RemoteError(HpcdistError):
     """A function failed on another rank. The message names role, rank and host, and ends with the remote traceback."""
 
     @classmethod
-    def of(cls, error: BaseException, where: str) -> RemoteError:
+    def of(cls, error: BaseException, where: str) -> Self:
         """Return the error of the rank `where`, with its traceback as text; an error of a third rank is kept."""
         if isinstance(error, cls):
             return error

@@ -1,7 +1,5 @@
 """Checks of this machine: software, GPUs, host name, resource limits, a test with ranks, and containers."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -15,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -120,7 +118,7 @@ class ResourceLimits:
     rdma: bool  #: whether there is an InfiniBand device, which must lock memory
 
     @classmethod
-    def inspect(cls, root: Path = Path("/")) -> ResourceLimits:
+    def inspect(cls, root: Path = Path("/")) -> Self:
         memory = psutil.virtual_memory().total
         quotas, limits = [], [memory]
         for folder in _cgroups(root):
@@ -272,7 +270,7 @@ class Host:
     proctrack: str = ""  #: how Slurm finds the processes of a step: the plugin's name; empty without Slurm
 
     @classmethod
-    def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
+    def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Self:
         return cls(
             uid=os.getuid(),
             user=user,

@@ -1,7 +1,5 @@
 """`hpcdist bench`: measure communication between ranks."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,7 +73,7 @@ def show(run: options.RunName, as_json: options.Json = False, runs_dir: options.
         _print(results)
 
 
-def _print(results: Results) -> None:
+def _print(results: "Results") -> None:
     from hpcdist.trainers.comm.results import report, show
 
     terminal = console()

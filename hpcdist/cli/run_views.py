@@ -1,7 +1,5 @@
 """Output of the commands on runs, with rich on a terminal, as plain lines elsewhere: plan, progress, status, list."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import shlex
@@ -17,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rich import progress
 from rich.console import Console
@@ -138,7 +136,7 @@ class RunView:
         self._last_step = -1
         self._doing = ""
 
-    def __enter__(self) -> RunView:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

@@ -1,7 +1,5 @@
 """Commands on existing runs: list, show, follow, stop, save, profile."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -217,7 +215,7 @@ def profile(
     return _send(_own_run(run, runs_dir, "profile"), command)
 
 
-def _own_run(name: str, runs_dir: Path, action: str) -> RunDir:
+def _own_run(name: str, runs_dir: Path, action: str) -> "RunDir":
     from hpcdist.host.files import require_mine
     from hpcdist.run.lookup import resolve_run
 
@@ -226,7 +224,7 @@ def _own_run(name: str, runs_dir: Path, action: str) -> RunDir:
     return found
 
 
-def _send(run: RunDir, command: LiveCommand) -> int:
+def _send(run: "RunDir", command: "LiveCommand") -> int:
     """Send a command, wait for its results and print them. Returns the exit code."""
     from hpcdist.run.commands import outcome_of, send_command
     from hpcdist.run.lease import holder

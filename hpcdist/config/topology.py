@@ -1,12 +1,10 @@
 """Rank, world size, role and master address of a rank from the launcher's environment; Slurm's lists of nodes."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from hpcdist.errors import ConfigError, TopologyError, shortened
 
@@ -135,7 +133,7 @@ class Topology:
         return f"hpcdist/{self.job_id}/{self.attempt}"
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Topology:
+    def from_env(cls, env: Mapping[str, str]) -> "Topology":
         """Return the topology described by environment variables, with the precedence documented in this module.
 
         Raises TopologyError, whose message names the variables, their values and a fix.
@@ -253,7 +251,7 @@ class Roles:
     counts: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], world_size: int) -> Roles:
+    def of(cls, counts: Mapping[str, int], world_size: int) -> Self:
         """Return the roles of a run; without counts all ranks are trainers."""
         if not counts:
             return cls(((DEFAULT_ROLE, world_size),))

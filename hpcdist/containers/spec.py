@@ -1,11 +1,10 @@
 """One container: its description, and the runtimes as pure functions that return the argv in front of the command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Self
 
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import Attempt
@@ -29,7 +28,7 @@ class Mount:
     read_only: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Mount:
+    def parse(cls, text: str) -> Self:
         """Parse `SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`; the config's validation has accepted the text."""
         source, *rest = text.split(":")
         target = next((word for word in rest if word not in ("ro", "rw")), source)
@@ -38,7 +37,7 @@ class Mount:
     def text(self, read_only: str = ":ro", read_write: str = "") -> str:
         return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
 
-    def covers(self, other: Mount) -> bool:
+    def covers(self, other: "Mount") -> bool:
         """Return whether this mount already shows the other one at the same path and in the same mode."""
         source, target = Path(other.source), Path(other.target)
         is_inside = source.is_relative_to(self.source) and other.read_only == self.read_only

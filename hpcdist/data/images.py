@@ -1,7 +1,5 @@
 """Image sources, readers of dataset files, and random crops and flips."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math
@@ -75,7 +73,7 @@ def crop_image(image: Tensor, sample_hash: int, *, flip: bool) -> Tensor:
     return crop.flip(-1) if flip and mirror else crop
 
 
-def random_resized_box(image: Image, sample_hash: int) -> tuple[int, int, int, int]:
+def random_resized_box(image: "Image", sample_hash: int) -> tuple[int, int, int, int]:
     """Return (left, top, right, bottom) of 8 to 100 % of the area, with aspect ratio from 3/4 to 4/3."""
     from torchvision.transforms import RandomResizedCrop  # takes 0.9 s, which other sources do not need
 

@@ -1,14 +1,12 @@
 """The settings of a dev cluster, the files rendered from them, and the commands of its daemons."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 # Settings and paths of a dev cluster: values without side effects.
 
@@ -59,7 +57,7 @@ class Settings:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> Self:
         """Parse the settings file. Raises ValueError for a truncated file or one of another version."""
         found: Any = json.loads(text)
         if not isinstance(found, dict) or set(found) != {field.name for field in fields(cls)}:

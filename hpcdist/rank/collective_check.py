@@ -3,8 +3,6 @@
 The check draws no random numbers and keeps no state, so it does not change the training.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -13,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,7 @@ class Timing:
     min_s: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float], divided_by: int = 1) -> Timing:
+    def of(cls, seconds: Sequence[float], divided_by: int = 1) -> Self:
         """Return the statistics; the quantiles are measured values."""
         ordered = sorted(one / divided_by for one in seconds)
         median_s, p99_s = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.99))

@@ -11,8 +11,6 @@ images, NCCL's log and records), values and messages that users read, and where 
     trainers/comm        the version of NCCL
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -49,7 +47,7 @@ class Device:
     pci: str = ""  #: address of a GPU, such as `0000:1b:00.0`; empty if unknown
 
     @classmethod
-    def of(cls, device: torch.device, backend: str) -> Device:
+    def of(cls, device: torch.device, backend: str) -> Self:
         if device.type == "cpu":
             return cls(device=device, backend=backend)
         found: Any = torch.get_device_module(device).get_device_properties(device)

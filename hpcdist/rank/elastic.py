@@ -2,15 +2,13 @@
 order on any number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -110,7 +108,7 @@ class SavedDivision:
     num_samples: tuple[int, ...]  #: of all training sets of the trainer
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SavedDivision | None:
+    def of(cls, state: Mapping[str, Any]) -> Self | None:
         """Return the division in the state of a rank; None if the run was not elastic."""
         if "num_micro_batches" not in state:
             return None
@@ -355,7 +353,7 @@ def micro_batches(
     seed_everything(micro_batch_seed(division.seed, step, -1))
 
 
-def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch's stubs do not have GradBucket
     """Add a bucket of gradients over the ranks; a communication hook of DDP, which otherwise averages them."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 

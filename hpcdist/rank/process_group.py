@@ -1,7 +1,5 @@
 """Seeds and torch.distributed of a rank: authenticated rendezvous, and gloo connections between ranks only."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -18,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -314,7 +312,7 @@ class _AdmittingGloo(_Gloo):
     the sockets listen is short, since no rank begins before the others.
     """
 
-    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **options: Any) -> _AdmittingGloo:
+    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **options: Any) -> Self:
         # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
         disturbed = False
         for trial in range(1, NUM_TRIALS + 1):
@@ -339,7 +337,7 @@ class _AdmittingGloo(_Gloo):
     @classmethod
     def _admitted(
         cls, store: Store, rank: int, size: int, limit: timedelta, timeout: timedelta | None, options: Any
-    ) -> _AdmittingGloo:
+    ) -> Self:
         """Create a group of ranks only. Either all ranks return or all raise RendezvousError.
 
         gloo has one time limit for its connections, for which it waits five times as long, and for a receive of the

@@ -10,8 +10,6 @@ A request is a list of frames: the operation and its arguments. The answer is a 
 References: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
 """
 
-from __future__ import annotations
-
 import hmac
 import itertools
 import logging
@@ -25,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import zmq
 import zmq.utils.z85
@@ -276,7 +274,7 @@ class RendezvousStore(Store):
     """
 
     #: torch keeps only the C++ part of a store, and its threads may call it until the process ends.
-    _all: ClassVar[list[RendezvousStore]] = []
+    _all: ClassVar[list["RendezvousStore"]] = []
 
     def __init__(self, meeting: Meeting, timeout: timedelta, *, serve: bool) -> None:
         """Connect to rank 0, or be it. Raises RendezvousError, or OSError if nothing listens."""
@@ -356,7 +354,7 @@ class RendezvousStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> RendezvousStore:
+    def clone(self) -> Self:
         return self  # other threads may use it
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # the names that torch's C++ code looks up

@@ -6,8 +6,6 @@ from there to the last gradient of the backward pass. Collectives inside the mod
 make the compute times equal.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 import time
@@ -36,7 +34,7 @@ class Totals(NamedTuple):
     data_s: float = 0.0
     compute_s: float = 0.0
 
-    def means_since(self, before: Totals) -> dict[str, float]:
+    def means_since(self, before: "Totals") -> dict[str, float]:
         """Return the mean seconds per step since `before`, without unknown ones."""
         means = {}
         if steps := self.steps - before.steps:
@@ -115,7 +113,7 @@ class StepTimer:
         totals = self.totals
         return {key: round(value, 6) for key, value in totals._asdict().items()} if any(totals) else {}
 
-    def watch(self, gradients: LastGradient) -> None:
+    def watch(self, gradients: "LastGradient") -> None:
         """Time the passes of a model, which calls `before_forward` and `on_gradient`, and the following updates."""
         if not self._models:
             self._hook = register_optimizer_step_pre_hook(self.before_update)

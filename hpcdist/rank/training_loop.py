@@ -2,14 +2,12 @@
 order of gradients.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -143,7 +141,7 @@ class Meter:
         self._paused_at: float | None = None
 
     @classmethod
-    def restore(cls, ctx: Context, saved: Restored | None) -> Meter:
+    def restore(cls, ctx: Context, saved: Restored | None) -> Self:
         """Return the meter whose `state_dict()` was saved as the state `local` of each rank.
 
         If the number of ranks has changed, rank 0 has the sums of all ranks and the longest of their times.

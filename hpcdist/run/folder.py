@@ -51,8 +51,6 @@ Supervisor, ranks and shipper are separate processes, possibly on separate hosts
 `host/files.py` describes the format number in the JSON files.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -63,7 +61,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host import files, retry
@@ -369,7 +367,7 @@ class RunDir:
         return str(code["root"]) if isinstance(code, dict) and code.get("copied") else ""
 
     @classmethod
-    def create(cls, path: Path) -> RunDir:
+    def create(cls, path: Path) -> Self:
         """Make the folder and its subfolders, mode 0700 because logs and configs are private."""
         run = cls(path)
         try:
@@ -392,7 +390,7 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, path: Path) -> RunDir:
+    def open(cls, path: Path) -> Self:
         if not all(retry.retry(file.is_file, file) for file in (path / "state.json", path / "config.yaml")):
             raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
         return cls(path.absolute())

@@ -2,8 +2,6 @@
 snapshots of a run's job, and the job that this process runs in.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -14,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import CompletedProcess
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
@@ -278,7 +276,7 @@ class CurrentJob:
     excluded: tuple[str, ...] = ()  #: nodes that the job must not get
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> CurrentJob:
+    def from_env(cls, env: Mapping[str, str]) -> Self:
         """Return the current job. Raises HpcdistError outside of a job, or if the controller does not answer."""
         job_id = job_id_of(env)
         records = job_records(job_id, retry_s=JOB_RETRY_S)

@@ -5,8 +5,6 @@ preflight_checks.py compares. The probe needs no torch, because it must start qu
 torch is broken; psutil and pynvml are imported when their facts are read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -24,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpcdist.host import machine, storage
 from hpcdist.host.commands import done_within, start
@@ -59,7 +57,7 @@ class ProbeRequest:
     deadline_s: float = 20.0  #: time that a node waits for nodes that have not started
 
     @classmethod
-    def from_json(cls, text: str, token: str) -> ProbeRequest:
+    def from_json(cls, text: str, token: str) -> Self:
         """Return the request of a JSON document; the token is passed separately."""
         raw = json.loads(text)
         return cls(**{**raw, "nodes": tuple(raw["nodes"]), "token": token})

@@ -2,8 +2,6 @@
 (`rank/parent.py`), and the shipper.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -144,7 +142,7 @@ class RankParent:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, env: Mapping[str, str], log: int) -> ForkedRank:
+    def fork(self, env: Mapping[str, str], log: int) -> "ForkedRank":
         """Fork a rank with a complete environment. Raises NoParentError, or RankRefusedError if no rank may start."""
         connection, self._next = self._next, self._connect()
         try:

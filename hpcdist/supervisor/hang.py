@@ -6,8 +6,6 @@
 The supervisor runs these commands on each node, outside of containers, as the user of the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -21,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -290,7 +288,7 @@ class RankSnapshot:
         return "; ".join([process, *(call.text() for call in self.calls)])
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         parts = {
             "frames": tuple(Frame(*frame) for frame in value["frames"]),
             "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),

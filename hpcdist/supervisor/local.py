@@ -1,7 +1,5 @@
 """The launcher of ranks on this machine, and the start of a supervised run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import select
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
@@ -126,7 +124,7 @@ class LocalLauncher:
         self._code = code_env(self.import_path, python_path)
         self._parent: RankParent | None = None
 
-    def __enter__(self) -> LocalLauncher:
+    def __enter__(self) -> Self:
         self._guard = Guard()
         self._start_parent()
         return self
@@ -148,7 +146,7 @@ class LocalLauncher:
     def broken(self) -> str:
         return ""  # ranks can always be restarted on this machine
 
-    def start(self, attempt: Attempt) -> LocalRanks:
+    def start(self, attempt: Attempt) -> "LocalRanks":
         if (ended := self._parent) is not None and not (ended.is_usable and ended.is_alive()):
             self._close_parent()
             if ended.is_usable and ended.was_ready:  # a parent that could not fork has no successor

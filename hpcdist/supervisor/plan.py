@@ -2,14 +2,13 @@
 and of the processes that fork them, which Slurm runs use as well.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from hpcdist.config.launch_schema import GPU_BACKENDS, MAX_PER_NODE, NVIDIA
 from hpcdist.config.schema import Config, role_device
@@ -32,7 +31,7 @@ class Machine:
     num_gpus: int
 
     @classmethod
-    def inspect(cls, env: Mapping[str, str]) -> Machine:
+    def inspect(cls, env: Mapping[str, str]) -> Self:
         """Count cores, and GPUs by CUDA_VISIBLE_DEVICES or else by the driver, without torch."""
         selected = selected_gpus(env)
         return cls(num_cpus=num_cores(), num_gpus=count_gpus() if selected is None else len(selected))

@@ -1,7 +1,5 @@
 """First failure of an attempt, and the decision on a restart. Pure functions."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +36,7 @@ class Failure:
         error = self.error.partition("\n")[0] if self.kind == "error" else self.error
         return f"{where} {failed}{error}{at}" + (f"; {self.detail}" if self.detail else "")
 
-    def same_as(self, other: Failure) -> bool:
+    def same_as(self, other: "Failure") -> bool:
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
 
 

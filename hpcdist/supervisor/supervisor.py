@@ -5,8 +5,6 @@ folder, and restarts the ranks from the newest checkpoint after a failure. A sep
 MLflow; ranks never wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -140,7 +138,7 @@ class Supervisor:
         self._state = state
         self.folder.write_state(state)
 
-    def _attempts(self, state: State, notifier: Notifier) -> State:
+    def _attempts(self, state: State, notifier: "Notifier") -> State:
         """Start attempts until one of them ends the run. Returns its final state."""
         event, reason = "started", ""
         restarts_before = state.restarts

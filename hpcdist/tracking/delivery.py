@@ -1,7 +1,5 @@
 """Upload of one run to MLflow in passes, each of which continues where the last one ended."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """A run in MLflow's UI: parameters, tags, description, the parent run of a sweep, views of an experiment."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from mlflow import __version__ as installed
 
@@ -211,7 +209,7 @@ def best_metric(monitor: str) -> str:
     return clean_metric_name(f"{BEST_PREFIX}{monitor}")
 
 
-def _cause(run: RunDir, state: State) -> Finding | None:
+def _cause(run: RunDir, state: State) -> "Finding | None":
     if state.status != "failed":
         return None
     from hpcdist.review.explain import explain_failure  # only failures need it
@@ -292,7 +290,7 @@ class ParentRun:
         self._mlflow_run: MlflowRun | None = None
 
     @classmethod
-    def of(cls, run: RunDir, uri: str) -> ParentRun | None:
+    def of(cls, run: RunDir, uri: str) -> Self | None:
         """Return the parent run of a cell; None for a run that is not part of a sweep."""
         sweep = sweep_of(run)
         return cls(run, sweep, uri) if sweep is not None else None

@@ -1,7 +1,5 @@
 """The points of a run, each once: those that the shipper sends within its budgets, and all of them for reports."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -44,7 +42,7 @@ class Batches:
         by_attempt = [steps for key, steps in self._sent.steps.items() if not key.startswith("system/")]
         return max((own[1] for steps in by_attempt for own in steps.values()), default=0)
 
-    def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
+    def next(self, newest_attempt: int, *, over: bool) -> "list[Point] | None":
         """Return the points of the next batch, which may be an empty list; None if there is nothing to send.
 
         The content of a batch is saved before it is returned: after a crash the next process returns the same points.
@@ -202,7 +200,7 @@ class JournalTail:
     Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None) -> None:
+    def __init__(self, folder: Path, sent: SentPoints, nodes: "NodeCharts | None" = None) -> None:
         self._folder = folder
         # Of a script, reports read the newest attempt first: the earlier ones count before its steps.
         self._is_reversed = sent.newest_counts and nodes is None

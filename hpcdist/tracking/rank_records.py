@@ -6,14 +6,12 @@ for reading back, except the metrics of their nodes, which `Context.should_stop`
 `journal` directly.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from urllib.parse import parse_qs, quote, urlsplit
 
 from hpcdist.errors import TrackingError
@@ -82,7 +80,7 @@ class RankRecords:
         }
 
     @classmethod
-    def of_uri(cls, uri: str) -> RankRecords:
+    def of_uri(cls, uri: str) -> Self:
         parts = urlsplit(uri)
         try:
             given = {key: int(value) for key, (value,) in parse_qs(parts.query, strict_parsing=True).items()}

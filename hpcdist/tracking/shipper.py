@@ -7,8 +7,6 @@ but neither loses nor duplicates any, see `SentPoints`. A shipper that has died 
 a resume sends the rest.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -116,7 +114,7 @@ def _wait_for_first_step(run: RunDir, parent: _Starter) -> None:
             return
 
 
-def _ship_until_end(delivery: Delivery, parent: _Starter) -> bool:
+def _ship_until_end(delivery: "Delivery", parent: _Starter) -> bool:
     run, drain_s = delivery.run, delivery.stored.config.tracking.drain_timeout_s
     backoff_s = next_try = 0.0
     drain_until = math.inf
@@ -146,7 +144,7 @@ def _ship_until_end(delivery: Delivery, parent: _Starter) -> bool:
             next_try = 0.0
 
 
-def _ship(delivery: Delivery, state: State, backoff_s: float) -> float:
+def _ship(delivery: "Delivery", state: State, backoff_s: float) -> float:
     """Make a pass. Returns the pause before the next try: 0 if it succeeded, else at most MAX_BACKOFF_S."""
     try:
         delivery.ship_once(state)

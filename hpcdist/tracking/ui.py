@@ -1,7 +1,5 @@
 """MLflow's UI for one user: its server on 127.0.0.1, which answers only requests with the token of this start."""
 
-from __future__ import annotations
-
 import hmac
 import html
 import os
@@ -52,7 +50,7 @@ Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def create_app() -> TokenGate:
+def create_app() -> "TokenGate":
     """Return MLflow's server behind the token check; called by uvicorn in the server process."""
     from mlflow.server.fastapi_app import app
 
@@ -104,7 +102,7 @@ class TokenGate:
         return bool(offered) and hmac.compare_digest(offered.encode(), self._token.encode())
 
 
-def _is_foreign(request: Request) -> bool:
+def _is_foreign(request: "Request") -> bool:
     """Return whether the page that sent the request belongs to another server, such as another port of 127.0.0.1.
 
     For a browser all ports of a host are one site, so SameSite does not cover this.
@@ -116,7 +114,7 @@ def _is_foreign(request: Request) -> bool:
     return site not in ("same-origin", "none") and headers.get("sec-fetch-mode") != "navigate"
 
 
-def _refusal(request: Request, status: int, code: str, message: str) -> App:
+def _refusal(request: "Request", status: int, code: str, message: str) -> App:
     from starlette.responses import HTMLResponse, JSONResponse
 
     headers = _PRIVATE | ({"www-authenticate": "Bearer"} if status == 401 else {})

@@ -2,8 +2,6 @@
 environment on each node, and the end of steps that were left running.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -16,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Self
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles, expand, expand_tasks
@@ -107,7 +106,7 @@ class SlurmLauncher:
         config = self.nodes.sized(self.config)
         return job_resources(config, self.nodes.used.by_component, self._env, self.nodes.idle)
 
-    def __enter__(self) -> SlurmLauncher:
+    def __enter__(self) -> Self:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
         # do not end.
         with suppress(HpcdistError):
@@ -128,7 +127,7 @@ class SlurmLauncher:
         self.nodes.close()
         self.guard.close()
 
-    def start(self, attempt: Attempt) -> RankStep:
+    def start(self, attempt: Attempt) -> "RankStep":
         try:
             return self._start(attempt)
         except (UserMistake, PreflightError):  # of nodes that answer
@@ -138,7 +137,7 @@ class SlurmLauncher:
             self.nodes.end_ranks(attempt)
             raise
 
-    def _start(self, attempt: Attempt) -> RankStep:
+    def _start(self, attempt: Attempt) -> "RankStep":
         # A node that has been away may have lost its copy of the environment.
         self._is_prepared = not self.nodes.begin() and self._is_prepared
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes.used.names[0]

@@ -4,8 +4,6 @@ In the synthetic log each row of each table and each numeric feature has an effe
 of a sample's effects. The AUC of that sum is the best that a model can reach.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from bisect import bisect_left, bisect_right
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -44,7 +42,7 @@ class Bags:
         return len(self.offsets) - 1
 
     @classmethod
-    def of_sizes(cls, ids: Tensor, sizes: Tensor) -> Bags:
+    def of_sizes(cls, ids: Tensor, sizes: Tensor) -> Self:
         """Return consecutive bags of these numbers of ids, int64 [bags]."""
         return cls(ids, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]))
 
@@ -53,7 +51,7 @@ class Bags:
         """The bag of each id, int64 [n]."""
         return torch.arange(len(self)).repeat_interleave(self.offsets.diff())
 
-    def take(self, bags: Tensor) -> Bags:
+    def take(self, bags: Tensor) -> "Bags":
         sizes = self.offsets.diff()[bags]
         shift = self.offsets[bags] - (sizes.cumsum(0) - sizes)
         places = shift.repeat_interleave(sizes)
@@ -73,13 +71,13 @@ class Clicks:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, samples: Tensor) -> Clicks:
+    def take(self, samples: Tensor) -> "Clicks":
         count = len(self.tables)
         bags = self.bags.take((samples[:, None] * count + torch.arange(count)).flatten())
         best = None if self.best_scores is None else self.best_scores[samples]
         return Clicks(bags, self.numeric[samples], self.labels[samples], self.tables, best)
 
-    def placed(self, place: Callable[[Tensor, Tensor], Tensor]) -> Clicks:
+    def placed(self, place: Callable[[Tensor, Tensor], Tensor]) -> Self:
         """Return the same clicks with other ids, by a function of id and number of the table, int64 [n] each."""
         placed = place(self.bags.ids, self.bags.of_id % len(self.tables))
         return replace(self, bags=Bags(placed, self.bags.offsets))

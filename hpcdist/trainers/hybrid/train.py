@@ -14,8 +14,6 @@ sums, stay the same. A resume with more trainers than shares divides the samples
 Source of the method: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -175,7 +173,7 @@ def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict
 
 @torch.no_grad()
 def evaluate(
-    ctx: Context, cfg: Config, trainers: Groups, tables: TableClient, dense: nn.Module, samples: Samples
+    ctx: Context, cfg: Config, trainers: Groups, tables: TableClient, dense: nn.Module, samples: "Samples"
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 

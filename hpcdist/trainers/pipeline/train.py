@@ -15,8 +15,6 @@ bubble's time (logged as pipeline/bubble) at the price of stale gradients.
 Source of the method: https://docs.pytorch.org/tutorials/intermediate/dist_pipeline_parallel_tutorial.html
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +58,7 @@ def train(ctx: Context, cfg: Config) -> None:
         ctx.export_model(model, as_rgb(cfg, images))
 
 
-def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
+def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
@@ -101,7 +99,7 @@ def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
 
 
 def train_step(
-    cfg: Config, setup: StageSetup, images: Tensor | None, labels: Tensor | None, num_micro_batches: int
+    cfg: Config, setup: "StageSetup", images: Tensor | None, labels: Tensor | None, num_micro_batches: int
 ) -> dict[str, Any]:
     """Do one optimizer step of this stage. Returns sums for the metrics; all stages but the last have a loss of 0."""
     idle_s = setup.engine.idle_s

@@ -5,12 +5,10 @@ action is ignored, and it is not a transition to learn from. The observation bef
 a truncated episode is bootstrapped from it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -42,7 +40,7 @@ class Problem:
     reward_threshold: float | None
 
     @classmethod
-    def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Problem:
+    def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Self:
         """Inspect an environment. Raises ConfigError if it cannot be made or has unsupported spaces."""
         options = dict(options)
         if max_episode_steps is not None:
@@ -100,7 +98,7 @@ class Step(NamedTuple):
     truncated: Bools
 
 
-def make_environments(problem: Problem, num_envs: int, rng: np.random.Generator) -> Environments:
+def make_environments(problem: Problem, num_envs: int, rng: np.random.Generator) -> "Environments":
     """Return n environments after a reset, vectorised by the environment itself if that state can be saved."""
     envs: Environments | None = None
     if gymnasium.spec(problem.name).vector_entry_point is not None:

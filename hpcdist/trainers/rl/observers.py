@@ -1,12 +1,10 @@
 """Observers: ranks that step environments, and the agent's calls to them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,7 +35,7 @@ class Rollout(NamedTuple):
     returns: Tensor  #: float64 [episodes], full returns of the episodes that ended in this rollout
 
     @classmethod
-    def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
+    def join(cls, rollouts: Sequence["Rollout"]) -> Self:
         fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
         return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
 

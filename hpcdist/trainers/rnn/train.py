@@ -24,8 +24,6 @@ Distributed autograd is not used: the graph is cut at two fixed places, and expl
 and optimizer calls in each step (`benchmarks/rnn.py` measures the difference).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -90,7 +88,7 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def train_lstm(
-    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, texts: Sequence[Tensor], saved: Restored | None
+    ctx: Context, cfg: Config, learner: "Learner", rpc: RpcGroup, texts: Sequence[Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
@@ -167,7 +165,7 @@ def max_in_flight(ctx: Context, cfg: Config, progress: Progress) -> int:
     return min(limits)
 
 
-def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
+def interval_metrics(learner: "Learner", progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     loss_sum, num_tokens = learner.trainers.sum([meter.sums["loss_sum"], meter.sums["num_tokens"]])
     return {
@@ -180,7 +178,7 @@ def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict
 
 
 @torch.no_grad()
-def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, float]:
+def evaluate(ctx: Context, learner: "Learner", held_out: Columns) -> dict[str, float]:
     """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
     learner.settle()
     training_state, learner.state = learner.state, None
