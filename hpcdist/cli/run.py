@@ -92,8 +92,8 @@ def run(
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return _run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
     found = find_unfinished(unnamed) if resume and not dry_run else None
-    named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    return run_here(named, found, load_origin(config, words), follow=follow, dry_run=dry_run)
+    config_of_run = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
+    return run_here(config_of_run, found, load_origin(config, words), follow=follow, dry_run=dry_run)
 
 
 def run_here(
@@ -109,7 +109,7 @@ def run_here(
 
     Args:
         found: an unfinished run of this config to continue.
-        restore: writes the code of another run into the folder.
+        restore: for `rerun`: writes the code of the repeated run into the new folder.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
@@ -343,7 +343,7 @@ def submit_run(
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
     Args:
-        restore: writes the code of another run into the folder.
+        restore: for `rerun`: writes the code of the repeated run into the new folder.
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir

@@ -113,7 +113,7 @@ def load_run_config(
 def _with_overrides(
     tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
 ) -> Config:
-    """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
+    """Return the config of plain containers and overrides. Raises ConfigError, whose text has no secrets."""
     document.split_gpus(tree.get("cluster"))
     with _hidden_values(tree):
         malformed = _add_overrides(overrides, tree, origins)

@@ -8,9 +8,10 @@ alone: it may start threads, use a GPU or read the rank's variables. The parent 
 never runs code of a rank. When it dies, the kernel kills the ranks.
 
 `rank/parent_client.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes connections on
-through standard output, a socket; the parent ends when the supervisor closes it. On a node, the tasks of ranks connect
-to a socket in the run folder, also during the imports. There, SIGALRM ends a parent whose imports take more than
-LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step with a lost node.
+through the parent's standard output, a socket; the parent ends when the supervisor closes it. On a node, the tasks of
+ranks connect to a socket in the run folder, also during the imports. There, SIGALRM ends a parent whose
+imports take more than LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step
+with a lost node.
 """
 
 import ctypes
@@ -103,14 +104,10 @@ def _import_modules(run: RunDir) -> Config:
         importlib.import_module(name)
     require_same(run.path, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
-    if config.trainer.script:
-        # Optimizers and DistributedDataParallel import the compiler, which takes as long as the import of torch.
-        importlib.import_module("torch._dynamo")
-    else:
-        for name in TRAINER_MODULES:
-            importlib.import_module(name)
-        if ":" not in config.trainer.target:
-            importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
+    for name in TRAINER_MODULES:
+        importlib.import_module(name)
+    if ":" not in config.trainer.target:
+        importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
     # The collector would write to all objects, and thereby copy the memory that ranks share with the parent.
     gc.freeze()
     gc.enable()

@@ -179,9 +179,9 @@ def _run_trainer(
         _connected_groups(config, attempt, topology, device, outcome) as groups,
         monitored_node(config, run, topology, records.journal),
     ):
-        beside = (topology.node_rank, cpus_beside(device))
-        names, places = zip(*groups.all_gather((device.name, beside)), strict=True)
-        bind_to_cpus(beside[1], places.count(beside), os.environ)
+        cpus = (topology.node_rank, cpus_beside(device))  # those nearest to the GPU, shared by ranks with the same ones
+        names, places = zip(*groups.all_gather((device.name, cpus)), strict=True)
+        bind_to_cpus(cpus[1], places.count(cpus), os.environ)
         requests = RequestReader(attempt) if topology.rank == 0 else None
         ctx = Context(
             config=config,

@@ -268,7 +268,7 @@ class LocalRanks:
         try:
             if self.parent is not None and not self.parent.is_ready(timeout_s):
                 return
-            # Also the start of an interpreter executes code of the run folder, which is in its import path.
+            # Checked before the start, because an interpreter imports from the run folder at once.
             require_same(self.logs[0].parents[2], self.envs[0])
             for env, path in zip(self.envs, self.logs, strict=True):
                 if self.parent is None:

@@ -36,7 +36,7 @@ class Ranks(Protocol):
 
 
 class NodeChanges:
-    """Changes of the nodes of a run between its attempts: none. `slurm/job/elastic.py` has a run with changes."""
+    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `slurm/job/elastic.py`."""
 
     def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""

@@ -367,6 +367,7 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
             return 0
         except TrackingError as error:
+            # After 413, a request that is too large for the server or a proxy, its halves are sent.
             if len(metrics) == 1 or " error code 413 " not in str(error.__cause__):
                 if error.code != "INVALID_PARAMETER_VALUE":
                     raise

@@ -61,7 +61,7 @@ class Batches:
             )
             if not sent.is_sending:
                 return None
-            sent.save(self._folder)
+            sent.save(self._folder)  # before `new_points` changes it: after a crash the same points result
         points = self._budget.select(tail.new_points(chunks))
         if sent.flushing:
             points += self._budget.flush()
@@ -135,7 +135,7 @@ class SentPoints(journal.Sent):
         elif step < own[0]:
             own[0] = step
         else:
-            return step not in own and not was_seen()
+            return step not in own and not was_seen()  # the lowest and the highest step were sent
         return True
 
     def mark(self, attempt: int, step: int) -> int | None:

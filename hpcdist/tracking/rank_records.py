@@ -1,8 +1,8 @@
 """The records of one rank: metrics to the journal, parameters, tags and models to its event file.
 
 `Context.log`, `hpcdist.log` and MLflow's tracking store `hpcdist` (`script_store.py`) write here. Nothing waits for a
-server, and only the standard library is needed. Rank 0's records count; those that other ranks log are kept in memory
-for reading back, except the metrics of their nodes, which `Context.should_stop` and `rank/system_metrics.py` write to
+server, and only the standard library is needed. Rank 0's records are uploaded; what other ranks log is only kept for
+reading it back, except the metrics of their nodes, which `Context.should_stop` and `rank/system_metrics.py` write to
 `journal` directly.
 """
 
@@ -47,7 +47,7 @@ class RankRecords:
         self.run = run
         self.attempt = attempt
         self.rank = rank
-        self.is_main = rank == 0  #: whether the records count
+        self.is_main = rank == 0  #: whether the records are uploaded
         self.pid = os.getpid()
         self._rank_pid = pid
         file_suffix = "" if pid == self.pid else f".pid-{self.pid}"

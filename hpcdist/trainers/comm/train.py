@@ -41,9 +41,10 @@ MAX_ITERATION_S = 1.0
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Check all operations, then measure pairs and operations; times are those of the slowest rank.
+    """Check all operations, then measure pairs and operations; times of operations are those of the slowest rank.
 
-    A step is one check or measurement. There are no checkpoints: a stopped benchmark starts again.
+    A step is the check of one operation, one round of pairs, or one size of one operation. There are no checkpoints: a
+    stopped benchmark starts again.
     """
     bench = Bench(ctx, cfg)
     for step, _ in enumerate(chain(bench.check(), bench.measure_pairs(), bench.measure_operations()), 1):
@@ -102,8 +103,8 @@ class Bench:
             yield
 
     def _is_supported(self, kind: OperationKind) -> bool:
-        unsupported = (kind.name, NUMBERS if kind.reduces else BYTES)
-        return not any(one.ok is None and (one.operation, one.dtype) == unsupported for one in self.results.checked)
+        measured = (kind.name, NUMBERS if kind.reduces else BYTES)
+        return not any(one.ok is None and (one.operation, one.dtype) == measured for one in self.results.checked)
 
     def measure_pairs(self) -> Iterator[None]:
         rounds = pair_rounds(self.nodes) if PAIRS in self.comm.operations else []
@@ -187,8 +188,10 @@ def summary(results: Results) -> str:
 MAX_ALL_PAIRS = 16
 #: In larger runs the pairs of this many ranks of the first node are measured.
 NUM_SAMPLED_RANKS = 8
+#: Messages of the latency measurement, and those before it that do not count.
 _ROUND_TRIPS, _PINGS_BEFORE = 20, 3
 _SMALL_BYTES = 8
+#: The time of one message of this size determines that of the messages by which bandwidth is measured.
 _PROBE_BYTES = 1 << 18
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
 _MESSAGES = 3

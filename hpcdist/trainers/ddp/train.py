@@ -168,7 +168,7 @@ def epoch_steps(
         index_batches = list(whole_epoch[progress.step_in_epoch * accum_steps :])
     batches = data.train.batches(index_batches, epoch=progress.epoch)
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
-        if is_elastic:  # one index batch for each micro-batch; at its end `micro_batches` sums gradients over the ranks
+        if is_elastic:  # after the last of them `micro_batches` sums the gradients over the ranks
             yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
         else:
             yield plain_micro_batches(model, list(islice(batches, accum_steps)))
@@ -219,7 +219,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
     """Let DDP choose now in which order it adds gradients, so that resumed and uninterrupted runs round alike.
 
-    `settle_buckets` does not change weights, buffers and generators. With two ranks there is only one order.
+    `settle_buckets` leaves weights, buffers and random number generators as they are. Two ranks have only one order.
     """
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:

@@ -50,16 +50,17 @@ def train(ctx: Context, cfg: Config) -> None:
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     trainers = ctx.agree_among(ctx.roles.ranks_of("trainer"))  # they decide on stops and saves: servers count no steps
-    exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)  # rows of tables and their gradients, on the host
+    # For rows of tables and their gradients, on the host also if the default group is NCCL.
+    exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)
     dense_group = make_dense_group(ctx)
     if ctx.role == "parameter_server":
         serve_tables(ctx, cfg, layout, exchange)
         return
-    # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses a process group.
+    # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses `exchange`.
     with rpc_group(ctx) as rpc:
         train_dense_part(ctx, cfg, layout, trainers, exchange, dense_group, rpc)
         if not ctx.is_main:
-            rpc.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_s`
+            rpc.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_timeout_s`
 
 
 def train_dense_part(
@@ -75,12 +76,13 @@ def train_dense_part(
     hybrid = cfg.section(HybridConfig)
     model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         load_optimizer(optimizer, saved.trainer["optimizer"])
     samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
     num_dense = sum(weight.numel() for weight in model.module.parameters())
+    # Replaces the size of the dense part, which `wrap` has logged.
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
@@ -105,7 +107,9 @@ def train_dense_part(
         whole, local = nn.ModuleDict({"dense": model.module}), meter.state_dict()
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)  # by their size the client chooses its messages
+    first_batches = islice(
+        epoch_batches(cfg, samples, epoch=0), 2
+    )  # by their number of rows the client chooses its messages
     with table_client(ctx, exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
         if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order
@@ -124,7 +128,7 @@ def train_dense_part(
                 if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
                     save({})
                     return
-                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+                # No checkpoint directly before an evaluation: one with its metrics follows.
                 if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                     save({})
             with meter.paused():

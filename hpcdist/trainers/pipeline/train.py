@@ -86,7 +86,7 @@ def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
             if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
                 save({})
                 return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            # No checkpoint directly before an evaluation: one with its metrics follows.
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():

@@ -1,4 +1,4 @@
-"""Reinforcement learning with an agent and observers: proximal policy optimisation on gymnasium environments.
+"""Reinforcement learning with an agent and observers: proximal policy optimization on gymnasium environments.
 
 Observers step the environments of their collectors and record rollouts. The agent, rank 0, learns from one rollout of
 each collector and evaluates the policy over full greedy episodes. At the first start each observer has one collector; a
@@ -35,7 +35,8 @@ from hpcdist.trainers.rl.environments import Environments, Problem, greedy_retur
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 
-#: Part of the seed of an evaluation's environments; the seeds of collectors have 0 there.
+#: Part of the seed of an evaluation's environments; the seeds of collectors have 0 there. After it follows 0 when the
+#: environments are made, and 1 + step at an evaluation.
 EVALUATION = 1
 #: Of one evaluation: environment steps before it; mean, smallest and largest return.
 Evaluation: TypeAlias = tuple[int, float, float, float]
@@ -50,6 +51,7 @@ def train(ctx: Context, cfg: Config) -> None:
         return
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
     digest = digest_of(problem.name, problem.options, gymnasium.__version__)
+    # In MLflow the environment takes the place of a dataset.
     ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
@@ -84,7 +86,7 @@ def train_policy(
     def save(metrics: Mapping[str, float]) -> None:
         """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
         received = observers.wait()
-        rpc.send_command("save", progress.step)
+        rpc.send_command("save", progress.step)  # observers call `ctx.save` as well, which gathers from all ranks
         state = {
             "optimizer": optimizer.state_dict(),
             "position": progress.state_dict(),
@@ -110,7 +112,7 @@ def train_policy(
             if ctx.should_stop(progress.step, progress.total_steps):
                 save({})
                 return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            # No checkpoint directly before an evaluation: one with its metrics follows.
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():

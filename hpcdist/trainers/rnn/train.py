@@ -1,9 +1,9 @@
 """A recurrent language model with its vocabulary on parameter servers: embedding and decoder there, the LSTM here.
 
-Roles: trainers (rank 0 is one) hold the LSTM and the text; each server holds an equal range of the rows of embedding
-and decoder. A trainer's batch has three exchanges with the servers:
+Roles: trainers (rank 0 is one) hold the LSTM and the text; each server holds a nearly equal range of the rows of
+embedding and decoder. A trainer's batch has three exchanges with the servers:
 
-    pull        receive the embedding rows of the batch's different tokens (with the answer to the last push)
+    pull        receive the embedding rows of the batch's distinct tokens (with the answer to the last push)
     decode      send the LSTM's output, receive its gradient and the loss: logits are never sent
     push        send the gradients of the batch's embedding rows, each row once; the servers update their rows
 
@@ -65,7 +65,7 @@ def train(ctx: Context, cfg: Config) -> None:
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
-    # A call may wait in its thread for those of the other trainers; 16 are left for other calls, as in torch.
+    # A call may wait in its thread for those of the other trainers; 16 are left for others, as in `rpc_group`.
     num_threads = 16 + CALLS_OF_TRAINER * ctx.roles.count(TRAINER)
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
     if ctx.role == SERVER:
@@ -143,7 +143,7 @@ def train_lstm(
             if stop:
                 save({})
                 return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            # No checkpoint directly before an evaluation: one with its metrics follows.
             if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
                 save({})
         with meter.paused():
