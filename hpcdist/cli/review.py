@@ -17,6 +17,7 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.host.files import is_mine, require_safe, short_path
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
 
@@ -45,7 +46,6 @@ def ui(
         hpcdist ui
         hpcdist ui --port 5001 --runs-dir /shared/me/runs
     """
-    from hpcdist.host.files import require_safe
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking import ui as server
     from hpcdist.tracking.uri import choose_uri, link_to_newest, sqlite_path, web_address
@@ -80,7 +80,6 @@ def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
 
     Example:  hpcdist report digits/first
     """
-    from hpcdist.host.files import is_mine, short_path
     from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve
     from hpcdist.tracking.points import read_series

@@ -16,6 +16,7 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import console, exit_code, flag, named, option, with_options, with_script
 from hpcdist.errors import ConfigError, ImageError, UserMistake
+from hpcdist.host.files import require_trusted
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -423,7 +424,6 @@ def resume(
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.config.written import with_params
-    from hpcdist.host.files import require_trusted
     from hpcdist.run import create, records, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
@@ -521,7 +521,6 @@ def show_config(
 def supervise(run_dir: Path) -> int:
     """Supervise a run folder in the foreground; `--detach` starts this command in the background."""
     from hpcdist.config.loading import load_run_config
-    from hpcdist.host.files import require_trusted
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import kept
 

@@ -13,6 +13,7 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, flag, named, option
 from hpcdist.errors import UserMistake
+from hpcdist.host.files import is_mine, require_mine
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -119,7 +120,6 @@ def follow(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
     """
     from hpcdist.cli.run_views import follow_to_end
     from hpcdist.config.loading import load_run_config
-    from hpcdist.host.files import is_mine
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept
     from hpcdist.run.status import status_of
@@ -162,7 +162,6 @@ def cancel(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> No
 
 
 def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
-    from hpcdist.host.files import require_mine
     from hpcdist.run.lookup import resolve
     from hpcdist.run.status import end
     from hpcdist.run.sweeps import SweepDir
@@ -216,7 +215,6 @@ def profile(
 
 
 def _own_run(name: str, runs_dir: Path, action: str) -> "RunDir":
-    from hpcdist.host.files import require_mine
     from hpcdist.run.lookup import resolve_run
 
     found = resolve_run(name, runs_dir)

@@ -1,7 +1,5 @@
 """Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array, and tables of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -12,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hpcdist.cli.options import console, print_table
+from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import require_mine, require_trusted, short_path, write_json
 from hpcdist.host.log_files import say
@@ -27,11 +26,8 @@ from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job,
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 
-if TYPE_CHECKING:
-    from hpcdist.config.schema import Config
 
-
-def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
+def show_choices(sweep: Sweep, choices: Sequence["Choice"]) -> None:
     num = sum(choice.runs for choice in choices)
     say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
     for index, choice in enumerate(choice for choice in choices if choice.runs):
@@ -41,7 +37,7 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
             say(f"  -: {choice.cell.label} ({choice.why})")
 
 
-def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
+def show_end(sweep: Sweep, choices: Sequence["Choice"]) -> int:
     """Print the final table of a sweep. Returns the exit code of the command."""
     names = show_cells(SweepDir(sweep.folder), [choice.run.name for choice in choices])
     if set(names) != {"finished"}:
@@ -268,7 +264,7 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
     return ""
 
 
-def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
+def _follow(sweep: Sweep, choices: Sequence["Choice"], uri: str) -> int:
     """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
     from hpcdist.tracking.uri import is_server
 

@@ -188,7 +188,6 @@ class Base:
 
     @property
     def reference(self) -> str:
-        """The name to build from."""
         return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
 
 

@@ -26,8 +26,6 @@ MAX_NODES = 250
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a cluster."""
-
     num_nodes: int = 4  #: at most MAX_NODES
     cpus_per_node: int = 8  #: that Slurm assumes; may exceed those of the machine
     gpus_per_node: int = 2  #: fake ones, which Slurm counts and assigns

@@ -13,8 +13,6 @@ They work in `trainer.script` runs and in trainers, on all ranks. Outside of a r
 also runs without hpcdist's launcher. This module imports torch only when the ranks must agree on a stop.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.launch_schema import NVIDIA
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
 from hpcdist.host.machine import visible_devices
@@ -37,7 +36,6 @@ from hpcdist.tracking import rank_records
 from hpcdist.tracking.rank_records import RankRecords
 
 if TYPE_CHECKING:
-    from hpcdist.config.schema import Config
     from hpcdist.rank.context import Context
     from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
@@ -219,7 +217,7 @@ class RunningScript:
             self._heartbeat.account = self._account
         return self._heartbeat
 
-    def _agree_in_group(self) -> StopAgreement:
+    def _agree_in_group(self) -> "StopAgreement":
         """Return the agreement, in a gloo group of the ranks that count steps: it does not wait for a GPU."""
         import torch.distributed as dist
 
@@ -262,10 +260,10 @@ class RunningScript:
             self._heartbeat.close()
 
 
-_rank: Context | RunningScript | None = None
+_rank: "Context | RunningScript | None" = None
 
 
-def enter(rank: Context | RunningScript) -> None:
+def enter(rank: "Context | RunningScript") -> None:
     """Let the functions of this module ask `rank`; the worker calls it."""
     global _rank
     _rank = rank

@@ -7,8 +7,6 @@ Exit codes:
     2  rejected because of an error of the user, such as an invalid config; a restart cannot succeed
 """
 
-from __future__ import annotations
-
 import _io
 import atexit
 import gc
@@ -40,7 +38,8 @@ from hpcdist.host.files import write_json
 from hpcdist.host.machine import cache_environment
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
-from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
+from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders
+from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
@@ -84,7 +83,7 @@ def _run_and_end(folder: Path) -> NoReturn:
 
 
 def _run_script_or_trainer(
-    run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome
+    run: RunDir, attempt: Attempt, topology: Topology, outcome: "Outcome"
 ) -> tuple[Callable[[], int], float]:
     """Run the training. Returns a function that records its success, and the time limit of the end of this process.
 
@@ -140,7 +139,7 @@ def _run_script_or_trainer(
 
 
 def _run_trainer(
-    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
+    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: "Outcome", records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
     # Before the import of torch, a second in which a signal may arrive, unless the rank was forked.
     stop_flag = StopFlag()
@@ -163,8 +162,6 @@ def _run_trainer(
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter, monitored_node
-    from hpcdist.rank.telemetry import Heartbeat
-    from hpcdist.run.commands import RequestReader
 
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s, config.stop.nan_losses)
     outcome.step = lambda: heartbeat.step
@@ -204,8 +201,8 @@ def _run_trainer(
 
 @contextmanager
 def _connected_groups(
-    config: Config, attempt: Attempt, topology: Topology, device: Device, outcome: Outcome
-) -> Iterator[Groups]:
+    config: Config, attempt: Attempt, topology: Topology, device: "Device", outcome: "Outcome"
+) -> Iterator["Groups"]:
     """Connect the ranks and yield their process groups; on several nodes, check an all-reduce first."""
     from hpcdist.rank.process_group import process_groups
 

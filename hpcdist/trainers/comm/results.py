@@ -31,8 +31,6 @@ ARTIFACT = "comm/results.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Node and device of a rank."""
-
     rank: int
     node: str
     device: str  #: `cpu`, or the GPU's name
