@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -271,9 +272,13 @@ class Chart:
 
 
 def metric_charts(
-    series: Mapping[str, Series], declared: Mapping[str, Sequence[str]], monitor: str = ""
+    series: Mapping[str, Series],
+    declared: Mapping[str, Sequence[str]],
+    monitor: str = "",
+    facts: RunFacts | None = None,
 ) -> tuple[list[Chart], list[Chart]]:
     """Return the charts that a trainer declares, and those of the other metrics, one for training and evaluation."""
+    draw = partial(_chart, series=series, facts=facts)
     own = {
         title: sorted(key for key in series if any(fnmatchcase(key, pattern) for pattern in patterns))
         for title, patterns in declared.items()
@@ -282,20 +287,24 @@ def metric_charts(
     groups: dict[str, list[str]] = {}
     for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)
-    charts = [_chart(title, keys, series) for title, keys in own.items() if keys]
+    charts = [draw(title, keys) for title, keys in own.items() if keys]
     titles = [one for one in ranked(groups, group_of(monitor)) if groups[one] != [monitor]]  # it has its own place
-    others = [_chart(title, groups[title], series) for title in titles[:MAX_CHARTS]]
+    others = [draw(title, groups[title]) for title in titles[:MAX_CHARTS]]
     return [one for one in charts if one], [one for one in others if one]
 
 
-def _chart(title: str, keys: Sequence[str], series: Mapping[str, Series], **options: Any) -> Chart | None:
+def _chart(
+    title: str, keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None, **options: Any
+) -> Chart | None:
     lines = {}
     for key in keys[:MAX_LINES]:
         points = series[key].points
         lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
-    starts = series[ATTEMPT].points if ATTEMPT in series else []
-    named: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts}
-    figure = line_chart(lines, x_label="step", starts=named, **options)
+    marks = {number: step for step, number in series[ATTEMPT].points} if ATTEMPT in series else {}
+    if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
+        marks |= {one.number: one.first_step for one in facts.attempts if one.first_step is not None}
+    starts: dict[float, str] = {step: f"attempt {number:.0f}" for number, step in marks.items()}
+    figure = line_chart(lines, x_label="step", starts=starts, **options)
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
         f" {found.first_not_finite}"
@@ -321,5 +330,5 @@ def primary_chart(
         text = f"best checkpoint: {facts.best_text(number(facts.best_value))} at step {facts.best.step:,}"
         dot = (facts.best.step, facts.best_value), text
     if key not in before:
-        return _chart(key, [key], series, dot=dot)
-    return _chart(key, [key, grey], {**series, grey: before[key]}, grey=grey, dot=dot)
+        return _chart(key, [key], series, facts, dot=dot)
+    return _chart(key, [key, grey], {**series, grey: before[key]}, facts, grey=grey, dot=dot)

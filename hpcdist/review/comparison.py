@@ -66,8 +66,7 @@ class ComparedValue:
         before, between = self.value - self.delta, self.interval or ()
         is_relative = before and not between and _SPEED.match(self.metric)
         delta = f"{100 * self.delta / before:+.1f} %" if is_relative else uncertainty.signed(self.delta, between)
-        ends = " to ".join(uncertainty.signed(end, between) for end in between)
-        return self.metric, self.run, self.text, delta, ends, self.verdict
+        return self.metric, self.run, self.text, delta, uncertainty.ends(between), self.verdict
 
 
 def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:

@@ -302,7 +302,8 @@ def _place(standing: Standing, experiment: str) -> str:
         first = "no comparable run" if standing.num_others else "first result"
         return f"{whose}{first} in {experiment} when it ended"
     place = f"place {standing.place} of {standing.number}" + " newest results" * standing.is_partial
-    how = [standing.verdict, *([uncertainty.short(standing.method)] if standing.interval else [])]
+    interval = [f"95 %: {uncertainty.ends(standing.interval)}", uncertainty.short(standing.method)]
+    how = [standing.verdict, *(interval if standing.interval else [])]
     delta = f"{uncertainty.signed(standing.difference, standing.interval)} against the best before ({', '.join(how)})"
     compared = delta if standing.difference else "equal to the best before"
     return f"{whose}{place} in {experiment} when it ended, {compared}"
@@ -525,7 +526,7 @@ class SweepFacts:
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
-    #: The two best cells of a sweep without seeds, by label.
+    #: The best cells of a sweep without seeds, by label; two, or those of `with_samples`.
     measured: Mapping[str, Measured] = field(default_factory=dict)
 
     @property
@@ -558,8 +559,22 @@ class SweepFacts:
         known = [one for one in self.by_setting.values() if one.mean is not None]
         return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
 
+    def with_samples(self, sweep: SweepDir, number: int) -> SweepFacts:
+        """Return the facts with the per-sample results of so many of the best cells of a sweep without seeds."""
+        first = [] if REPETITION in self.keys or not self.is_best else self.ranked_cells[:number]
+        facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
+        measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
+        return replace(self, measured=measured)
+
+    @property
+    def minus_best(self) -> dict[str, Verdict]:
+        """The verdicts on the other settings, without seeds the cells, minus the best one."""
+        best = self.best
+        others = {label: one for label, one in self.by_setting.items() if one.values and one != best}
+        return {label: self.judged(best, one) for label, one in others.items()} if best is not None else {}
+
     def judged(self, first: SettingFacts, second: SettingFacts) -> Verdict:
-        """Return the verdict on two settings, or on the two best cells of a sweep without seeds."""
+        """Return the verdict on two settings, or on two cells of a sweep without seeds."""
         known = sum(bool(one.values) for one in self.by_setting.values())
         one, other = (self.measured.get(of.label) or Measured(values=of.values) for of in (first, second))
         # The best one is chosen among all: each pair could have been the compared one.
@@ -618,10 +633,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
         ]
     keys = tuple(content["keys"])
     found = SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
-    first = [] if REPETITION in keys or not is_best else found.ranked_cells[:2]
-    facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
-    measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
-    return replace(found, measured=measured)
+    return found.with_samples(sweep, 2)
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:

@@ -166,16 +166,16 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
 
 def render_sweep(sweep: SweepDir, facts: description.SweepFacts | None = None, *, with_links: bool = True) -> str:
     facts, runs = facts or description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+    facts = facts.with_samples(sweep, MAX_ROWS)
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
 
     def cost(setting: str = "") -> str:
         return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
 
+    content = {"facts": facts, "spent": spent, "pages": pages, "cost": cost, "verdicts": facts.minus_best}
     page = environment().get_template("sweep.html")
-    return page.render(
-        run=sweep, facts=facts, spent=spent, pages=pages, cost=cost, heat_map=heat_map(facts), repetition=REPETITION
-    )
+    return page.render(content, run=sweep, heat_map=heat_map(facts), repetition=REPETITION)
 
 
 def heat_map(facts: description.SweepFacts) -> dict[str, dict[str, tuple[description.SettingFacts, str]]]:
@@ -205,7 +205,8 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     problems += [text_of(stored.problem)] if stored.problem else []
     declared = stored.trainer.charts if stored.trainer else {}
     facts, series = part(read_facts), part(read) or {}
-    trainer_charts, other_charts = charts.metric_charts(series, declared, stored.config.checkpoint.monitor)
+    monitor = stored.config.checkpoint.monitor
+    trainer_charts, other_charts = charts.metric_charts(series, declared, monitor, facts)
     figures, no_figures = read_figures(run.artifacts)
     standing = facts.standing if facts else None
     earlier = part(lambda run: run_beside(run, standing.before_folder, standing.before_run_id)) if standing else None

@@ -58,10 +58,20 @@ class Verdict:
         return f"{_BESIDE.get(self.word, f'{self.word} of')} {other}"
 
     @property
+    def between(self) -> str:
+        """Return `95 %: -0.014 to +0.024 (paired, 364 samples)`, or why there is no interval."""
+        return f"95 %: {ends(self.interval)} ({self.method})" if self.interval else self.method
+
+    @property
+    def text(self) -> str:
+        """Return `+0.003`."""
+        return signed(self.delta, self.interval)
+
+    @property
     def difference(self) -> str:
         """Return `+0.003 (paired)`."""
         how = short(self.method) if self.interval else ""
-        return signed(self.delta, self.interval) + (f" ({how})" if how else "")
+        return self.text + (f" ({how})" if how else "")
 
 
 def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:
@@ -273,6 +283,11 @@ def signed(delta: float, interval: Sequence[float] | None) -> str:
     """
     width = interval[1] - interval[0] if interval else abs(delta)
     return f"{delta:+.{max(num_digits(width) + 1, num_digits(abs(delta) * (1 + 1e-9)))}f}" if delta else "0"
+
+
+def ends(interval: Sequence[float] | None) -> str:
+    """Return `-0.014 to +0.024`; empty without an interval."""
+    return " to ".join(signed(end, interval) for end in interval or ())
 
 
 def num_digits(error: float) -> int:

@@ -9,7 +9,7 @@ import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby, islice
 from operator import attrgetter
@@ -24,9 +24,9 @@ from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
 from hpcdist.review.report import environment, run_beside
 from hpcdist.review.text import clock, escaped, link, run_page, table
-from hpcdist.review.uncertainty import LEGEND, Measured, judge
+from hpcdist.review.uncertainty import LEGEND, Measured, Verdict, judge
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import Standing
+from hpcdist.run.records import Standing, is_generated
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, below_text_of_user
 
@@ -36,6 +36,8 @@ MAX_RUNS = 2000
 _PAGE = 500
 #: Rows in the description of the experiment.
 _MAX_ROWS = 20
+#: The best rows, which `leaderboard.html` compares with each other.
+_MAX_PAIRED = 10
 _COLUMNS = ("Place", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
@@ -43,7 +45,7 @@ _MAX_WRITES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    metric: str
+    metric: str  #: empty without a result, as of a run that failed early: only its cost counts
     mode: str  #: `max` or `min`
     value: float
     data: str  #: of the evaluation, see `dataset_text`; empty if unknown
@@ -81,6 +83,17 @@ class Row:
         return self.results[0]
 
     @property
+    def short_name(self) -> str:
+        """The name without a generated part: `lr=0.1` of `lr=0.1 (ddp-20261122-121700-1a2b)`."""
+        short, _, rest = self.best.name.removesuffix(")").rpartition(" (")
+        return short if short and is_generated(rest) else self.best.name
+
+    @property
+    def run_id(self) -> str:
+        """The MLflow run that stands for the row: the sweep of a setting, otherwise the run itself."""
+        return self.best.parent if self.best.setting else self.best.run_id
+
+    @property
     def order(self) -> tuple[float, float, str]:
         return self.measured.mean * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
 
@@ -109,7 +122,7 @@ def _measure(run: RunDir, row: Row) -> Measured:
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
-    """Write `standing.json` and `leaderboard.html` of an ended run, and the description of the experiment.
+    """Write `standing.json` and `leaderboard.html` of an ended run with a result, and the experiment's description.
 
     Several runs may end at once, and MLflow has no compare-and-set. Each process writes its own result first, then
     searches and writes the description, and repeats both until the description needs no change.
@@ -117,15 +130,15 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     Raises TrackingError, RunFolderError if the folder of the run cannot be read, and OSError if it cannot be written.
     """
     facts, ledger = read_facts(run, state), read_ledger(run)
-    if facts.best is None or state.ended is None:
+    if state.ended is None:
         return
     data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
     result = Result(
-        metric=facts.monitor,
+        metric=facts.monitor if facts.best is not None else "",
         mode=facts.monitor_mode,
-        value=facts.best_value,
+        value=facts.best_value if facts.best is not None else 0.0,
         data="" if data is None else dataset_text(data),
-        num_samples=uncertainty.num_evaluated(facts.monitor, facts.best_value, facts.datasets),
+        num_samples=None if facts.best is None else facts.measured().num_samples,
         ended=state.ended,
         allocated_s=ledger.allocated_s,
         unit=ledger.unit,
@@ -138,14 +151,17 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             search, only = opened.client.search_runs, f"tags.`{RESULT_TAG}` LIKE '%'"
             pages = all_pages(search, [opened.experiment_id], only, max_results=_PAGE)
             found = [one for one in map(_read, islice(pages, MAX_RUNS)) if one is not None]
-            rows = make_rows(found)
+            if not (rows := make_rows(found)):
+                return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
-            new = below_text_of_user(note, "", describe_experiment(rows, opened.experiment_id, measure))
+            new = below_text_of_user(note, "", describe_experiment(rows, found, opened.experiment_id, measure))
             if new == note:
                 break
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    content = {"experiment": run.experiment, "ended": clock(state.ended), "columns": _COLUMNS, "total": _total(rows)}
-    tables = [(placed(group), beside_next(group, measure)) for group in _groups(rows)]
+    if facts.best is None:
+        return
+    content = {"experiment": run.experiment, "ended": clock(state.ended), "columns": _COLUMNS, "total": _total(found)}
+    tables = [(placed(group), beside_next(group, measure), pairs(group, measure)) for group in _groups(rows)]
     write_atomic(run.leaderboard, environment().get_template("leaderboard.html").render(content, tables=tables))
     before = make_rows(one for one in found if one.ended <= result.ended)
     standing = place(before, opened.run_id, measure, is_partial=len(found) >= MAX_RUNS)
@@ -167,10 +183,10 @@ def _read(run: entities.Run) -> Result | None:
         "setting": setting if setting != sweep else "",
     }
     try:
-        found = fill(Result, {"data": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
+        found = fill(Result, {"data": "", "metric": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
     except (ValueError, TypeError, RecursionError, RunFolderError):
         return None
-    return found if abs(found.value) <= uncertainty.LARGEST_VALUE else None
+    return found if abs(found.value) <= uncertainty.LARGEST_VALUE else replace(found, metric="")
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:
@@ -179,7 +195,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     The order depends on the results alone, so that all processes write the same description.
     """
     groups: dict[tuple[str, ...], list[Result]] = {}
-    for one in results:
+    for one in (one for one in results if one.metric):
         same = (one.setting, one.parent) if one.setting else (one.run_id,)
         groups.setdefault((*same, *one.kind), []).append(one)
     rows = []
@@ -206,7 +222,15 @@ def beside_next(rows: Sequence[Row], measure: Measure) -> str:
     """Return `within noise of the next one (B)`: the best of comparable rows against the next one; empty without it."""
     if len(rows) < 2:
         return ""
-    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one ({rows[1].best.name})")
+    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one ({rows[1].short_name})")
+
+
+def pairs(rows: Sequence[Row], measure: Measure) -> list[list[Verdict]]:
+    """Return each of the best rows minus those that follow it; the intervals of a row's pairs are right together."""
+    best = [measure(row) for row in rows[:_MAX_PAIRED]]
+    return [
+        [judge(other, own, len(rows) - 1) for other in best[index:]] for index, own in enumerate(best[:-1], start=1)
+    ]
 
 
 def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: bool) -> Standing | None:
@@ -245,34 +269,40 @@ def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: boo
     )
 
 
-def describe_experiment(rows: Sequence[Row], experiment_id: str, measure: Measure) -> str:
+def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experiment_id: str, measure: Measure) -> str:
     """Return the leaderboard in Markdown, with _MAX_ROWS rows in all."""
     # MLflow shows this line alone until a click.
     best, plural, groups = rows[0], "s" * (len(rows) != 1), _groups(rows)
     found = {group[0].best.kind: beside_next(group, measure) for group in groups}
     beside = f", {escaped(text)}" if (text := found[best.best.kind]) else ""
-    title = escaped(f"Best {best.best.metric}: {best.cells[0]}, {best.best.name}")
-    parts = [f"**{title}**{beside} · {len(rows)} result{plural}"]
+    newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
+    page = run_page(experiment_id, newest.run_id, "leaderboard.html")
+    title = link(best.short_name, run_page(experiment_id, best.run_id))
+    compared = f": {link('A against B', page)}" if rows[1:] else ""
+    parts = [
+        f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{beside}"
+        f" · {len(rows)} result{plural}{compared}"
+    ]
     left = _MAX_ROWS
     for group in groups:
         lines = []
         for number, row in placed(group)[: max(0, left)]:
-            page = run_page(experiment_id, row.best.parent if row.best.setting else row.best.run_id)
-            lines.append((str(number), link(row.best.name, page), *row.cells))
+            lines.append((str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells))
         left -= len(lines)
         kind = [
             *filter(None, group[0].best.kind),
             *([f"the best: {text}"] if (text := found[group[0].best.kind]) else []),
         ]
         parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)] if lines else []
-    newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
-    page = run_page(experiment_id, newest.run_id, "leaderboard.html")
     more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
-    return "\n\n".join([*parts, escaped(f"{_total(rows)}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"])
+    return "\n\n".join(
+        [*parts, escaped(f"{_total(results)}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"]
+    )
 
 
-def _total(rows: Iterable[Row]) -> str:
-    found = [one for row in rows for one in row.results]
+def _total(found: Sequence[Result]) -> str:
     priced = sum(one.price is not None for one in found)
     partly = f" (price of {priced})" if 0 < priced < len(found) else ""
-    return f"{len(found)} run{'s' * (len(found) != 1)} with a result, together: {cost_of(found)}{partly}"
+    without = sum(not one.metric for one in found)
+    failed = f", {without} of them without a result" if without else ""
+    return f"{len(found)} ended run{'s' * (len(found) != 1)}{failed}, together: {cost_of(found)}{partly}"

@@ -20,7 +20,7 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
-from hpcdist.host.files import long_lock, read_json, write_json
+from hpcdist.host.files import long_lock, read_json, write_atomic, write_json
 from hpcdist.review.description import SweepFacts, describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger
@@ -365,6 +365,7 @@ class ParentRun:
         with _readable():
             # Links to the reports of the cells would be broken in MLflow.
             text = render_sweep(self._sweep, facts, with_links=False)
+            write_atomic(self._sweep.report, render_sweep(self._sweep, facts))
         with translated(opened.uri):
             opened.client.log_text(opened.run_id, text, "report.html")
 
@@ -444,24 +445,24 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     best, mode = [("train/loss", "min"), *((best_metric(key), mode) for key, mode in monitors.items())][-1]
     views = {
         "hpcdist-overview": _view(
-            *(state, _tag("hpcdist.best"), _DURATION, cost, *primary, loss, *throughput),
+            *(_tag("hpcdist.best"), state, cost, _DURATION, *primary, loss, *throughput),
             *(nodes, ranks, dataset),
             order_by=_metric(best),
             ascending=mode == "min",
-            widths=measured | _widths(best=260, cost=310) | {dataset: 300},
+            widths=measured | _widths(best=215, state=100, cost=250) | {dataset: 300},
         ),
         "hpcdist-failures": _view(
-            *(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),
+            *(interruptions, lost, attempts, state, nodes, _DURATION, _tag("hpcdist.reason")),
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
             search="tags.hpcdist.interruptions LIKE '%'",
-            widths=_widths(reason=400, interruptions=600),
+            widths=_widths(reason=400, interruptions=430, lost_steps=150),
         ),
         "hpcdist-cost": _view(
-            *(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),
+            *(cost, *causes, _metric("usage/energy_kwh"), _DURATION, allocated, _metric("usage/goodput")),
             order_by=allocated,
-            widths=_widths(cost=310),
+            widths=_widths(cost=250) | dict.fromkeys(causes, 160),
         ),
     }
     if keys := list(axes):

@@ -73,7 +73,7 @@ def test_first_line_has_the_rank_at_the_end_of_the_run(scene: Scene, end: End) -
     assert found.before_folder == str(first.path)
     assert "no comparable run in exp when it ended" in first_line(scene, other), "it has other data"
     worse = end("d", 0.9, 40.0)
-    assert ", -0.055 against the best before (clear, unpaired)" in first_line(scene, worse)
+    assert ", -0.055 against the best before (clear, 95 %: -0.081 to -0.029, unpaired)" in first_line(scene, worse)
     loss = end("e", 0.9, 50.0, monitor="eval/loss", monitor_mode="min")
     assert standing(loss).num_others == 4
     # A rank is that of the end of its run, also if the run is uploaded, or uploaded again, after later ones.
@@ -85,10 +85,14 @@ def test_first_line_has_the_rank_at_the_end_of_the_run(scene: Scene, end: End) -
 
 def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(scene: Scene, end: End) -> None:
     _, second, third = [end(f"r{time}", ones / 1000, time, ones=ones) for time, ones in ((1, 950), (2, 960), (3, 960))]
-    assert "+0.010 against the best before (clear, paired)" in first_line(scene, second)
+    assert "+0.010 against the best before (clear, 95 %: +0.003 to +0.018, paired)" in first_line(scene, second)
     assert "place 1 of 3 in exp when it ended, equal to the best before" in first_line(scene, third)
     note = note_of_experiment(scene).replace("\\", "")
-    assert "equal to the next one (r3) · 3 results" in note
+    assert "equal to the next one (r3) · 3 results: [A against B](#" in note
+    cell = r'<td title="95 %: (\S+ to \S+) \(paired, 1,000 samples\)"[^>]*>(.*?)<br>(.*?)<'
+    equal, *clear = re.findall(cell, third.leaderboard.read_text())
+    assert equal[1:] == ("0", "equal"), equal
+    assert clear == [("+0.002 to +0.019", "+0.010", "clear")] * 2, "of two comparisons"
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
 
 
@@ -109,7 +113,9 @@ def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
     assert own.endswith("0.004 with this seed** · setting tune lr=0.1: 0.96 ± 0.02 s.d. (n=3), place 2 of 2")
     parent = scene.client.get_run(found.run_id).data.tags["mlflow.parentRunId"]
     assert [one.path for one in scene.client.list_artifacts(parent)] == ["report.html"], "of the sweep"
-    assert mean.startswith("-0.01 against the best before (within noise, 1 run against 3 seeds)")
+    assert Path(scene.run.path.parent, "tune", "report.html").is_file()
+    assert f"<code>{parent}</code>" in runs[-1].leaderboard.read_text(), "as in the description"
+    assert mean.startswith("-0.01 against the best before (within noise, 95 %: -0.11 to +0.09, 1 run against 3 seeds)")
     assert "0.96 ± 0.02 s.d. (n=3)&nbsp;&nbsp;| 3&nbsp;&nbsp;|" in note_of_experiment(scene).replace("\\", "")
 
 
@@ -122,15 +128,15 @@ def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
     scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
-    above, best = f"ours: see the wiki\n\n{MARK}\n\n", "**Best eval/accuracy: 0.970 ± 0.005, &lt;b&gt;**"
-    beside = ", clear of the next one (first*) · 2 results\n"
-    assert text.replace("\\", "").startswith(above + best + beside)
+    above, best = f"ours: see the wiki\n\n{MARK}\n\n", "**Best eval/accuracy: 0.970 ± 0.005, [&lt;b&gt;](#"
+    assert text.replace("\\", "").startswith(above + best)
+    assert ")**, clear of the next one (first*) · 2 results: [A against B](#" in text.replace("\\", "")
     assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
     page = end("worse", 0.9, 30.0).leaderboard.read_text()
     text = note_of_experiment(scene)
     assert text.count("\n| ") == 4, "a head, its rule, and two rows"
     assert "\n\n1 more in [leaderboard" in text
-    assert (page.count("<tr>"), page.count("&lt;b&gt;</td>")) == (4, 1)
+    assert (page.count('<tr><td class="n">'), page.count("&lt;b&gt;</td>")) == (3, 1)
 
 
 def test_runs_that_end_at_once_are_all_on_the_leaderboard(scene: Scene, end: End) -> None:
@@ -149,7 +155,8 @@ def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
     assert (standing(run).number, standing(run).difference) == (2, 0.0)
 
 
-def test_failed_run_begins_with_cause_place_and_fix(scene: Scene) -> None:
+def test_failed_run_begins_with_cause_place_and_fix(scene: Scene, end: End) -> None:
+    end("a", 0.9, 1.0)
     attempt = scene.run.new_attempt()
     trace = ["Traceback", '  File "/home/ada/train.py", line 7, in train', "    raise ValueError"]
     outcome = {"outcome": "failed", "error": "ValueError: no", "traceback": [f"{one}\n" for one in trace], "time": 1.0}
@@ -157,6 +164,7 @@ def test_failed_run_begins_with_cause_place_and_fix(scene: Scene) -> None:
     write_json(attempt.failure, {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "ValueError: no"})
     scene.state(status="failed", reason="rank 1 on n1 failed with ValueError: no", ended=2.0)
     scene.shipper().ship_once()
+    assert "2 ended runs, 1 of them without a result, together: " in note_of_experiment(scene).replace("\\", "")
     found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
     assert found.startswith(
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"

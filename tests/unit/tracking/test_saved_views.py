@@ -84,10 +84,12 @@ def test_views_of_a_run(scene: Scene) -> None:
     assert set(tags(scene)) == {f"{TAG}hpcdist-{name}" for name in ("overview", "failures", "cost")}
     assert (read_json(scene.run.mlflow) or {})["views"] == ["hpcdist-overview", "hpcdist-failures", "hpcdist-cost"]
     overview = view(scene, "overview")
-    columns = overview["state"]["selectedColumns"]
+    columns, widths = (overview["state"][key] for key in ("selectedColumns", "columnWidths"))
     loss = "metrics.`train/loss`"
     assert (overview["name"], columns[3:5]) == ("Overview", ["metrics.`eval/accuracy`", loss])
-    assert overview["state"]["columnWidths"][loss] >= 180, "a float with all of its digits is not cut"
+    assert columns[:3] == [f"tags.`hpcdist.{name}`" for name in ("best", "state", "cost")]
+    assert sum(widths[column] for column in columns[:3]) < 600, "MLflow's page has no more space at 1,280 px"
+    assert widths[loss] >= 180, "a float with all of its digits is not cut"
 
 
 def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
