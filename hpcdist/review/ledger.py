@@ -13,6 +13,7 @@ from hpcdist.config.launch_schema import ClusterConfig, read_price
 from hpcdist.config.written import read_section
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import LARGEST, read_json_lines
+from hpcdist.review.facts import read_attempts, read_checkpoints
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.records import CAUSES, AttemptTimes, Cause, JobStart, NodeShare, all_job_starts, end_of, read_times
@@ -26,7 +27,8 @@ MEANINGS: dict[Cause, str] = {
     "communication": "waiting for other ranks in training steps",
     "checkpoint": "training blocked by saves",
     "evaluation": "evaluation",
-    "redone": "steps that were lost and done again",
+    "redone": "steps that were lost and done again, without the first one of an attempt, which is `compile`",
+    "lost": "steps after the newest checkpoint that are not done again",
     "finish": "after the last step: last save, export of the model, end of ranks and job",
     "idle": "GPUs or cores without a rank, ranks without steps",
     "down": "no running ranks after a failure",
@@ -59,6 +61,7 @@ class TimedAttempt:
     began: float
     ended: float  #: the recorded end, now for a live attempt, or the last sign of a killed one
     is_live: bool
+    lost: float = 0.0  #: part of the steps that no earlier attempt had done: they are lost, and not done again
 
     @property
     def nodes(self) -> dict[str, float]:
@@ -103,6 +106,9 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
     over = min(max(last, last_step), ended) if account.closed else last
     sums["idle"] = sums.get("idle", 0.0) + over - last
+    for cause in ("data", "compute", "communication") if timed.lost else ():
+        lost_s = timed.lost * sums.get(cause, 0.0)
+        sums[cause], sums["lost"] = sums.get(cause, 0.0) - lost_s, sums.get("lost", 0.0) + lost_s
     sums[after] = sums.get(after, 0.0) + ended - over
     return sums
 
@@ -293,6 +299,10 @@ class Ledger:
 def read_ledger(run: RunDir) -> Ledger:
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
+    lost = _lost_parts(run, attempts)
+    for index, one in enumerate(allocations):
+        own = [replace(timed, lost=lost.get(timed.attempt.number, 0.0)) for timed in one.attempts]
+        allocations[index] = replace(one, attempts=own)
     energy: dict[str, float] = {}  # joules by what was measured
     for allocation in allocations:
         if allocation.energy_j is not None:
@@ -326,6 +336,28 @@ def read_ledger(run: RunDir) -> Ledger:
         # Of a plain script it is known which time was useful only if it reports steps.
         is_measured=all(timed.times.measured or _known_account(timed) is not None for timed in attempts),
     )
+
+
+def _lost_parts(run: RunDir, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
+    """Return which part of the new steps of an attempt is lost: steps after the newest checkpoint, not done again.
+
+    A finished run has kept all steps. What the last attempt of a plain script has kept is unknown, so it counts.
+    """
+    checkpoints = read_checkpoints(run)
+    known = {one.number: one for one in read_attempts(run, run.read_state(), checkpoints)} if attempts else {}
+    last = known.get(attempts[-1].attempt.number) if attempts else None
+    if last is None or last.status == "finished":
+        return {}
+    kept = checkpoints[-1].step if checkpoints else 0
+    if attempts[-1].is_live or not attempts[-1].times.measured:
+        kept = max(kept, last.last_step or 0)
+    found = {}
+    for timed in attempts:
+        one = known[timed.attempt.number]
+        first, end = max(one.first_step or 0, timed.times.reached), one.last_step or 0
+        if end > max(first, kept):
+            found[one.number] = (end - max(first, kept)) / (end - first)
+    return found
 
 
 def amount(value: float) -> str:
@@ -467,4 +499,11 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     add(between, at, over)
     add("finish", over, last)
     add(_cause_after(timed, account), last, timed.ended)
+    lost_s = timed.lost * sum(one.ended - one.began for one in found if one.cause == "compute")
+    for index, one in reversed(list(enumerate(found))):  # the last steps
+        if one.cause == "compute" and lost_s > 0:
+            kept = max(one.began, one.ended - lost_s)
+            lost_s -= one.ended - kept
+            before = [replace(one, ended=kept)] if kept > one.began else []
+            found[index : index + 1] = [*before, replace(one, cause="lost", began=kept)]
     return found

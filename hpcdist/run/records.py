@@ -48,8 +48,8 @@ class Resources:
 
 #: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
 Cause = Literal[
-    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "finish", "idle",
-    "down", "unknown",
+    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "lost", "finish",
+    "idle", "down", "unknown",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

@@ -110,6 +110,8 @@ def add_attempt(
 ) -> None:
     """Add an attempt; times are relative to BEGAN."""
     attempt = run.new_attempt()
+    if ended is not None:
+        changes = {"status": "failed" if changes.get("failed") else "finished", **changes}
     times = AttemptTimes(
         supervised=BEGAN + (began - 1 if supervised is None else supervised),
         began=BEGAN + began,
