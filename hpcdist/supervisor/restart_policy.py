@@ -47,6 +47,7 @@ def first_failure(
     host_of: Callable[[int], str],
     *,
     sent_sigterm: bool = False,
+    num_ranks: int = 0,
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
 
@@ -58,6 +59,7 @@ def first_failure(
         outcomes: outcome files of the ranks. A rank that has reported a failure may still be ending.
         last_step: the last known step of a rank without an outcome.
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
+        num_ranks: number of all ranks, for the number of those that raised the same error.
     """
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
@@ -93,7 +95,9 @@ def first_failure(
     if first is None:
         return None
     hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
-    return replace(first, only_there=hosts <= {first.host})
+    same = sum((cause.kind, cause.error) == ("error", first.error) for cause in causes)
+    number = "both" if same == num_ranks == 2 else f"all {same}" if same == num_ranks else str(same)
+    return replace(first, only_there=hosts <= {first.host}, detail=f"{number} ranks raised it" if same > 1 else "")
 
 
 def error_text(error: Exception) -> str:

@@ -218,7 +218,10 @@ class Supervisor:
             return "cancelled", None
         sent_sigterm = watch.stops_script and not found
         last_step = watch.progress.last_step
-        failure = found or first_failure(exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm)
+        num_ranks = self.launcher.num_ranks
+        failure = found or first_failure(
+            exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm, num_ranks=num_ranks
+        )
         if sent_sigterm:
             return "stopped", failure
         ended = outcomes.get(0, {}).get("outcome")

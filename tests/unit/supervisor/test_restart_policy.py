@@ -141,10 +141,15 @@ def test_node_with_repeated_failures_is_suspected(history: list[Failure | None],
 
 
 def test_failure_is_only_there_unless_ranks_on_other_hosts_report_their_own() -> None:
-    for outcome, only_there in ((peer_lost(1), True), (failed(rank=1), False)):
-        found = first_failure({0: 1, 1: 1}, {0: failed(), 1: outcome}, lambda rank: None, lambda rank: "here")
+    """The sentence says how many ranks raised the error."""
+    for outcome, only_there, n, end in (
+        (peer_lost(1), True, 2, "7"),
+        *((failed(rank=1), False, n, end) for n, end in ((2, "7; both ranks raised it"), (3, "7; 2 ranks raised it"))),
+    ):
+        outcomes = {0: failed(), 1: outcome}
+        found = first_failure({0: 1, 1: 1}, outcomes, lambda rank: None, lambda rank: "here", num_ranks=n)
         assert found is not None
-        assert found.only_there == only_there
+        assert (found.only_there, found.sentence().partition(" after step ")[2]) == (only_there, end)
 
 
 # --- Straggler detection with simulated step timing.
