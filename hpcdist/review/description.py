@@ -179,7 +179,9 @@ def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, .
             ", ".join(one.nodes) if in_full else _nodes(one.nodes),
             ("not reported" if facts.is_script else "")
             if one.last_step is None
-            else f"{one.first_step or 0:,} to {one.last_step:,}",
+            else f"{(one.first_step or 0) + 1:,} to {one.last_step:,}"
+            if one.last_step > (one.first_step or 0)
+            else "none",
             "" if one.steps_lost is None else f"{one.steps_lost:,}",
             one.status,
             one.cause,

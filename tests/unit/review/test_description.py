@@ -95,10 +95,10 @@ def test_description_of_a_live_run() -> None:
         " [those of all runs](#/experiments/1/models?workflowType=machine_learning)\n",
         "The best checkpoint, step 100, eval/loss = 0.25, from its folder:\n\n```python\n",
         "- last values: train/loss 0.5, samples 358,176\n",
-        "| 1 | 1970-01-01 00:16 | 10 min | n1, n2 | 0 to 120 | 20 | failed |"
+        "| 1 | 1970-01-01 00:16 | 10 min | n1, n2 | 1 to 120 | 20 | failed |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001?workflowType=machine_learning) |",
-        "| 2 | 1970-01-01 00:33 |  |  | 100 to 200 |  | running |  |"
+        "| 2 | 1970-01-01 00:33 |  |  | 101 to 200 |  | running |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002?workflowType=machine_learning) |",
         "import load_weights\n\nfolder = '/runs/c/step-00000100'\nstate_dict = load_weights(folder)\n```",
         "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:\n\n```bash\n"
