@@ -134,6 +134,7 @@ class RunView:
         #: Time and step of the first progress in this attempt, from which the rate is measured.
         self._began: tuple[float, int] | None = None
         self._last_step = -1
+        self._last_line = (-1, "")  #: not printed yet: the evaluation at the last step follows it
         self._doing = ""
 
     def __enter__(self) -> Self:
@@ -141,6 +142,7 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._print_last_line()
         self._progress.stop()
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
@@ -149,6 +151,7 @@ class RunView:
         self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
 
     def note(self, text: str) -> None:
+        self._print_last_line()
         _print_line(self._console, text)
 
     def output(self, text: str) -> None:
@@ -161,6 +164,7 @@ class RunView:
 
     def failure(self, failure: Failure, log: Path) -> None:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
+        self._print_last_line()
         _print_line(self._console, failure.sentence(), "bold red")
         lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
         for line in lines:
@@ -169,9 +173,8 @@ class RunView:
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
-        step, total, numbers = beat["step"], beat["total_steps"], format_metrics(beat["metrics"])
-        if total is not None and step != self._last_step:
-            self._last_step = step
+        step, total, numbers = beat["step"], beat["total_steps"], format_metrics(beat)
+        if total is not None:
             if not self._console.is_terminal:
                 self._plain(step, total, numbers)
             elif self._task is None:
@@ -184,14 +187,23 @@ class RunView:
 
     def _plain(self, step: int, total: int, numbers: str) -> None:
         now = time.monotonic()
-        if now < self._next_plain and step < total:
+        if step == self._last_step or (step < total and now < self._next_plain):
             return
-        self._next_plain = now + PLAIN_INTERVAL_S
+        if step >= total:
+            self._last_line = (step, f"step {step}/{total}  {escape(numbers)}")
+            return
+        self._next_plain, self._last_step = now + PLAIN_INTERVAL_S, step
         began, first = self._began = self._began or (now, step)
         left = ""
-        if first < step < total:
+        if first < step:
             left = f"  ETA {timedelta(seconds=round((now - began) / (step - first) * (total - step)))}"
         self._console.print(f"step {step}/{total}  {escape(numbers)}{left}", highlight=False, soft_wrap=True)
+
+    def _print_last_line(self) -> None:
+        (step, line), self._last_line = self._last_line, (-1, "")
+        if line:
+            self._last_step = step
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 #: Metrics in a progress line, in this order, with their labels.
@@ -205,11 +217,16 @@ _LIVE = {
 }
 
 
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    shown = {name: metrics[key] for key, name in _LIVE.items() if key in metrics}
-    return "  ".join(
-        f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}" for name, value in shown.items()
-    )
+def format_metrics(beat: Mapping[str, Any]) -> str:
+    """Return the metrics of a heartbeat in words: those of its step, then older ones with their step."""
+    metrics, steps, groups = beat["metrics"], beat.get("metric_steps"), dict[int, list[str]]()
+    steps = {key: step for key, step in steps.items() if type(step) is int} if isinstance(steps, dict) else {}
+    for key, name in _LIVE.items():
+        if (value := metrics.get(key)) is not None:
+            text = f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}"
+            groups.setdefault(steps.get(key, beat["step"]), []).append(text)
+    shown = [(step, "  ".join(texts)) for step, texts in sorted(groups.items(), reverse=True)]
+    return "  ".join(text if step == beat["step"] else f"{text} (step {step})" for step, text in shown)
 
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
@@ -255,6 +272,8 @@ MAX_SHOWN_RANKS = 32
 MAX_SHOWN_ATTEMPTS = 5
 #: Checkpoints that `status` names.
 MAX_SHOWN_CHECKPOINTS = 10
+#: What `status` shows of a heartbeat.
+_BEAT = ("step", "total_steps", "time", "metrics", "metric_steps")
 
 
 def read_rows(
@@ -398,7 +417,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
     ranks = []
     for rank in range(min(state.world_size, MAX_SHOWN_RANKS) if attempt else 0):
         if attempt and (beat := attempt.read_beat(rank)) is not None:
-            ranks.append({"rank": rank} | {key: beat[key] for key in ("step", "total_steps", "time", "metrics")})
+            ranks.append({"rank": rank} | {key: beat.get(key) for key in _BEAT})
     mlflow = read_record(run.mlflow) or {}
     return {
         "run": f"{run.experiment}/{run.name}",
@@ -441,8 +460,7 @@ def show_status(console: Console, run: RunDir) -> None:
     for beat in found["ranks"]:
         total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
         age_s = max(0, int(time.time() - beat["time"]))
-        metrics = format_metrics(beat["metrics"])
-        rows[f"rank {beat['rank']}"] = f"step {beat['step']}{total}, {age_s} s ago  {metrics}"
+        rows[f"rank {beat['rank']}"] = f"step {beat['step']}{total}, {age_s} s ago  {format_metrics(beat)}"
     if found["attempt"] and found["world_size"] > MAX_SHOWN_RANKS:
         others = found["world_size"] - MAX_SHOWN_RANKS
         rows["more ranks"] = f"{others}, see {short_path(run.attempt(found['attempt']).path)}"

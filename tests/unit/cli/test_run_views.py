@@ -112,14 +112,23 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     now = 100.0
     monkeypatch.setattr(run_views, "time", SimpleNamespace(monotonic=lambda: now))
     shown = run_views.RunView(console)
+    older = dict.fromkeys(METRICS, 1)
     for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, run_views.PLAIN_INTERVAL_S), (4, 0.1), (100, 0.1)):
         now += later_s if step != 1 else 0.0
-        shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
+        shown.progress({"step": step, "total_steps": 100, "metrics": METRICS, "metric_steps": older})
+    evaluated = older | {"eval/accuracy": 100}  # after the last step
+    last = {"step": 100, "total_steps": 100, "metrics": METRICS, "metric_steps": evaluated, "doing": "saving"}
+    shown.progress(last)
+    shown.progress(last)
+    shown.note("ended")
     shown.progress({"step": 101, "total_steps": None, "metrics": {}})
     numbers = "loss 0.1235  accuracy 0.975"
     # At two steps in six seconds, 97 steps take a bit less than five minutes.
     eta = "ETA 0:04:51"
-    assert rows_of(console) == [f"step 1/100  {numbers}", f"step 3/100  {numbers}  {eta}", f"step 100/100  {numbers}"]
+    assert rows_of(console) == [
+        *(f"step 1/100  {numbers}", f"step 3/100  {numbers} (step 1)  {eta}"),
+        *("step 100/100  accuracy 0.975  loss 0.1235 (step 1)", "saving", "ended"),
+    ]
 
 
 def test_progress_on_a_terminal_is_a_bar_that_keeps_step_and_total_on_a_narrow_one() -> None:
