@@ -30,12 +30,12 @@ from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.host.files import read_json
 
-#: One form of image of each runtime, for `make test`.
-COUNTING = ("podman", "docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
+#: One form of image of each runtime: the others differ in starts and mounts, which `cells` and killed ranks show.
+ONE_FORM = ("podman", "docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
 #: The same as an ordinary user, on nodes with what a cluster gives its users: a /dev/fuse for all, subordinate ids for
 #: rootless podman, and a docker socket of the user's group.
 USER = ", user"
-every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
+every_runtime = pytest.mark.parametrize("runtime", ONE_FORM, indirect=True, scope="module")
 
 
 def cells(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -289,13 +289,12 @@ def boxed(request: pytest.FixtureRequest, runtime: RuntimeCase) -> Iterator[Faul
     owner = "user" if request.node.callspec.params["runtime"].endswith(USER) else "slurm"
     runs, control = (request.getfixturevalue(f"{owner}_{what}") for what in ("runs", "control"))
     yield FaultScene(runs, runtime_cases.subject_of(runtime), control, Cell(fault="", trainer=runtime.name))
-    if "grace_s" in request.fixturenames:
-        runs.cluster.set_grace_time(0)
+    runs.cluster.set_grace_time(0)
     runs.cluster.restore_nodes()
     runtime.restore()
 
 
-@pytest.mark.parametrize("runtime", COUNTING, indirect=True, scope="module")
+@every_runtime
 def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """Ranks that only count start in a third of the time."""
     boxed.submit("counting", *runtime.overrides, "trainer=counting:train", "params.until=20")
@@ -331,12 +330,12 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("grace_s", [0, 20])
 @every_runtime
-def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> None:
-    boxed.cluster.set_grace_time(grace_s)
+def test_preemption(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    """With a grace time; without one the signals are those of a requeue."""
+    boxed.cluster.set_grace_time(20)
     with boxed.cluster.setting("KillWait", 30):
-        boxed.submit_held(f"preemption, grace {grace_s}")
+        boxed.submit_held("preemption")
         high = boxed.cluster.start_high_priority_job("--nodes=4")
         boxed.runs.wait_stop_request(boxed.name)
         boxed.release()
@@ -377,7 +376,8 @@ def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.assert_recovered(max_lost_steps=0)
 
 
-@cells(slow=())
+@pytest.mark.faults
+@pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("killed rank")
     boxed.runs.rank_processes(boxed.name)[3].kill()
