@@ -79,7 +79,9 @@ def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:
 
     95 % is the probability that the intervals of all `num_pairs` pairs are right (Bonferroni).
     """
-    delta, one, other = second.mean - first.mean, len(first.values), len(second.values)
+    # A mean of seeds and the value of a run may differ by the rounding of floats alone.
+    delta = 0.0 if math.isclose(first.mean, second.mean, rel_tol=1e-12) else second.mean - first.mean
+    one, other = len(first.values), len(second.values)
     if is_other_data(first.data, second.data):
         return Verdict(delta=delta, word=OTHER_DATA)
     interval, method = None, f"{one} against {other} seeds"

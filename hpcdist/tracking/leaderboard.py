@@ -95,7 +95,8 @@ class Row:
 
     @property
     def order(self) -> tuple[float, float, str]:
-        return self.measured.mean * (1 if self.best.mode == "min" else -1), self.best.ended, self.best.run_id
+        value = float(f"{self.measured.mean:.12g}") * (1 if self.best.mode == "min" else -1)
+        return value, self.best.ended, self.best.run_id
 
     @property
     def cells(self) -> tuple[str, ...]:

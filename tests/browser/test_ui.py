@@ -129,7 +129,7 @@ def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable
     for run, state in (("baseline", "finished"), ("failing", "failed"), ("stopped", "stopped"), ("tune", "finished")):
         expect(cell(page, run, "tags.`hpcdist.state`")).to_have_text(state)
     metrics = ("eval/accuracy", "train/loss", "train/samples_per_s")
-    summary = ("hpcdist.state", "hpcdist.best", "Duration", "hpcdist.cost")
+    summary = ("hpcdist.best", "hpcdist.state", "hpcdist.cost", "Duration")
     expect_columns(page, *summary, *metrics, "hpcdist.nodes", "hpcdist.world_size", "Dataset")
     best = max(site.series("baseline", "eval/accuracy"))
     expect(cell(page, "baseline", "tags.`hpcdist.best`")).to_have_text(re.compile(rf"{best:.2f}.* ± .* at step \d+"))
@@ -150,8 +150,8 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
     for group in ("failed", "stopped"):
         expect(page.get_by_text(f"Group: {group}", exact=True)).to_be_visible()
     expect(listed(page, "baseline")).to_have_count(0)
-    causes = ("hpcdist.interruptions", "hpcdist.attempts", "hpcdist.lost_steps", "hpcdist.nodes")
-    expect_columns(page, "hpcdist.state", *causes, "Duration", "hpcdist.reason")
+    causes = ("hpcdist.interruptions", "hpcdist.lost_steps", "hpcdist.attempts", "hpcdist.state")
+    expect_columns(page, *causes, "hpcdist.nodes", "Duration", "hpcdist.reason")
     mistake = "a mistake in the user's own code after step"
     expect(cell(page, "failing", "tags.`hpcdist.interruptions`")).to_have_text(re.compile(f"1: rank .*{mistake}"))
     expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text(mistake)
@@ -163,9 +163,9 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
 def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
     open_view(page, site, "Cost")
     expect(listed(page, "baseline")).to_be_visible()
-    names = ["usage/allocated_hours", "usage/goodput", *(f"usage/{name}_hours" for name in (*CAUSES, "queue"))]
-    expect_columns(page, "hpcdist.cost", *names, "Duration")
-    for name in names:
+    causes = [f"usage/{name}_hours" for name in (*CAUSES, "queue")]
+    expect_columns(page, "hpcdist.cost", *causes, "Duration", *(rest := ["usage/allocated_hours", "usage/goodput"]))
+    for name in (*causes, *rest):
         expect_metric(page, site, "baseline", name)
 
 

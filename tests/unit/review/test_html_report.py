@@ -144,6 +144,7 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
         one.write_config({"name": one.run.name, "optim": {"lr": lr}})
         one.log({"eval/accuracy": values})
         one.log({"eval/accuracy": [0.7]}, attempt=2, first=4)
+        one.attempt_file("training.json", {"first_step": 2, "began": 5.0}, attempt=2)
         one.state(attempt=2)
         checkpoint = one.run.checkpoints / "step-00000002"
         checkpoint.mkdir(parents=True)
@@ -164,7 +165,10 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     assert page.count("<h3>eval/accuracy</h3>") == 1, "it is not repeated among the other metrics"
     chart = page[: page.index("</svg>")]
     assert re.findall(r'<polyline class="line" style="stroke:var\(--(\w+)\)"', chart) == ["muted", "c0"]
-    assert chart.count('class="band"') == 1, "the second attempt"
+    left = 62 + (2 - 1) / (4 - 1) * (628 - 62)
+    assert f'class="band" d="M{left:.1f} 10H628.0V' in chart, (
+        "the second attempt from its first step, not its first value"
+    )
     assert 'class="dot"' in chart
     assert "eval/accuracy compared run: before best checkpoint: 0.8 at step 2" in text, "the legend"
     assert "<b>eval/accuracy 0.8 · place 1 of 2 in digits when it ended, +0.10 against the best before (clear" in page

@@ -94,6 +94,19 @@ def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(s
     assert equal[1:] == ("0", "equal"), equal
     assert clear == [("+0.002 to +0.019", "+0.010", "clear")] * 2, "of two comparisons"
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
+    raw = {
+        "metric": "m",
+        "mode": "max",
+        "data": "",
+        "num_samples": None,
+        "ended": 1.0,
+        "allocated_s": 1.0,
+        "unit": "core",
+    }
+    seeds = [leaderboard.Result(**raw, value=value, setting="s") for value in (0.1, 0.2)]
+    rows = leaderboard.make_rows([*seeds, leaderboard.Result(**raw, value=0.15)])
+    assert [number for number, _ in leaderboard.placed(rows)] == [1, 1], "0.15 and 0.15000000000000002"
+    assert leaderboard.beside_next(rows, lambda row: row.measured).startswith("equal to")
 
 
 def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
