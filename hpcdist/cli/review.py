@@ -1,7 +1,5 @@
 """Commands for the review of runs: `ui`, `report`, `sync`, `cost`, `compare`, `export`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -121,7 +119,7 @@ def sync(
     return code
 
 
-def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = False) -> tuple[int, Counter[str]]:
+def _upload(runs: Sequence["RunDir"], *, verbose: bool = False, quick: bool = False) -> tuple[int, Counter[str]]:
     """Upload the records that MLflow does not have, and print a line for each run that has some.
 
     Args:
@@ -202,7 +200,7 @@ def compare(
         say("the runs do not differ")
 
 
-def _compare_settings(sweep: SweepDir, *, as_json: bool) -> None:
+def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
     from hpcdist.review.comparison import compare_settings
     from hpcdist.review.description import read_sweep_facts
 
@@ -222,7 +220,7 @@ def _compare_settings(sweep: SweepDir, *, as_json: bool) -> None:
             )
 
 
-def _print_results(title: str, kind: str, base: str, results: Sequence[ComparedValue]) -> None:
+def _print_results(title: str, kind: str, base: str, results: Sequence["ComparedValue"]) -> None:
     from hpcdist.review.uncertainty import LEGEND
 
     head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
@@ -284,7 +282,7 @@ def cost(
         say(line, error=True)
 
 
-def _print_causes(title: str, one: Ledger) -> None:
+def _print_causes(title: str, one: "Ledger") -> None:
     from hpcdist.review.ledger import SHORT_RUN, hours_text, percent
     from hpcdist.review.text import duration
 
@@ -298,7 +296,7 @@ def _print_causes(title: str, one: Ledger) -> None:
         say(f"{SHORT_RUN} ({duration(one.running_s)}): its start and end dominate the shares")
 
 
-def _print_costs(found: Mapping[str, Ledger]) -> None:
+def _print_costs(found: Mapping[str, "Ledger"]) -> None:
     from hpcdist.review.ledger import amount, cost_of, hours_text, percent
 
     rows = []

@@ -112,6 +112,7 @@ class Attempt:
         self.request = path / "request.json"
         self.failure = path / "failure.json"
         self.preflight = path / "preflight.json"
+        self.preflight_text = path / "preflight.txt"
         self.times = path / "times.json"
         self.phases = path / "phases.jsonl"
         self.network = path / "network.json"

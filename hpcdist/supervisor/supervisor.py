@@ -265,7 +265,7 @@ class Supervisor:
         records.write_times(attempt, replace(times, status="failed", reason=why))
         log = attempt.log(failure.rank)
         if failure.kind == "unfit":
-            log = attempt.preflight.with_suffix(".txt")
+            log = attempt.preflight_text
         elif failure.kind == "not_started" and (srun := attempt.path / "srun.log").exists():  # on Slurm only
             log = srun
         self.report.failure(failure, log)

@@ -122,7 +122,7 @@ class Preflight:
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
-        more = f" (and {len(failures) - 1} more in {_text_file(attempt)})" if len(failures) > 1 else ""
+        more = f" (and {len(failures) - 1} more in {attempt.preflight_text})" if len(failures) > 1 else ""
         sentence = f"preflight: {failures[0].sentence()}{more}"
         if self.config.preflight.on_failure == "stop":
             return sentence
@@ -155,7 +155,7 @@ class Preflight:
         lines += [f"{check.level:<8} {check.sentence()}" for check in checks]
         try:
             write_json(attempt.preflight, report)
-            write_atomic(_text_file(attempt), "\n".join([*lines, ""]))
+            write_atomic(attempt.preflight_text, "\n".join([*lines, ""]))
         except OSError as error:
             log.warning("cannot write the result of the preflight check: %s", error)
 
@@ -174,10 +174,6 @@ def _find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) 
         else check
         for check in checks
     ]
-
-
-def _text_file(attempt: Attempt) -> Path:
-    return attempt.preflight.with_suffix(".txt")
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:
