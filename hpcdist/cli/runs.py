@@ -126,7 +126,7 @@ def follow(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
 
     found = resolve_run(named(run, runs_dir), runs_dir)
     if status_of(found).name == "created":
-        raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
+        raise UserMistake(f"run {found.name} was never started: `{found.resume_command}` starts it")
     # The config of another user must not receive the caller's secrets.
     env = {**kept(found), **os.environ} if is_mine(found.path) else {}
     config = load_run_config(found.config, [], env, require_secrets=False)

@@ -14,7 +14,7 @@ import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, ends_by_slurm, read_attempts, read_checkpoints
-from hpcdist.review.text import one_line
+from hpcdist.review.text import one_line, text_of
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
@@ -197,8 +197,9 @@ def quote(line: str) -> str:
     return one_line(line, QUOTE_CHARS)
 
 
-#: Attempts of a finished run that are listed.
+#: Attempts of a finished run that are listed, and failures of a report.
 MAX_ATTEMPTS = 4
+MAX_ROWS = 200
 #: Lines searched at the end of a log, and number of logs searched.
 MAX_LINES = 20_000
 MAX_LOGS = 64
@@ -229,7 +230,12 @@ class Explanation(Finding):
     def lines(self) -> list[str]:
         named = {"cause": self.cause, "evidence": self.evidence, "fix": self.fix, "slurm": self.slurm}
         rows = [("status" if self.cause else "", self.sentence), *(named.items() if self.cause else ())]
-        rows += [(str(one["attempt"]), quote(sentence_of(one["status"], one["cause"]))) for one in self.ended_attempts]
+        for one in self.ended_attempts:
+            lost = f"; {number:,} step{'s' * (number != 1)} lost" if (number := one["steps_lost"]) else ""
+            rows.append((str(one["attempt"]), quote(sentence_of(one["status"], one["cause"])) + lost))
+            finding = one["finding"] or {}
+            found = [(name, finding.get(name, "")) for name in ("cause", "fix")]
+            rows += [row for row in found if row not in rows and row[1] not in one["cause"]]
         rows += [*(("slow", text) for text in self.stragglers), *(("gpu", text) for text in self.xids)]
         return [f"{name + ':':<10}{text}" if name else text for name, text in rows if text]
 
@@ -255,11 +261,16 @@ def _explain(run: RunDir, now: RunStatus) -> Explanation:
     if now.name == "finished":
         times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
         earlier = [one for one in read_attempts(run, state, read_checkpoints(run)) if one.status != "finished"]
-        ended = [{"attempt": one.number, "status": one.status, "cause": one.cause} for one in earlier[-MAX_ATTEMPTS:]]
+        faults = {fault.attempt: asdict(fault.finding) for fault in read_faults(run)}
+        ended = [
+            {"attempt": one.number, "status": one.status, "cause": one.cause, "steps_lost": one.steps_lost}
+            | {"finding": faults.get(one.number)}
+            for one in earlier[-MAX_ATTEMPTS:]
+        ]
         sentence = f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier)
         return Explanation(status=now.name, sentence=sentence, ended_attempts=tuple(ended))
     if now.name == "created":
-        sentence = f"created, but never started; `hpcdist resume {run.name}` starts it"
+        sentence = f"created, but never started; `{run.resume_command}` starts it"
         return Explanation(status=now.name, sentence=sentence)
     finding = _finding(run, now)
     if finding is None:
@@ -373,6 +384,41 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     return _of_outcome(run, attempt, *failed[0]) if failed else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    attempt: int
+    where: str  #: rank, node and step, or the failed nodes
+    error: str
+    finding: Finding
+
+
+def read_faults(run: RunDir) -> list[Fault]:
+    """Return the newest failures of the attempts of a run, oldest first."""
+    found = []
+    ends, attempts = ends_by_slurm(run), run.attempts()
+    for attempt in attempts:
+        failure = read_json(attempt.failure)
+        if failure is None:
+            start = ends.get(attempt.number)
+            if start is not None and start.state in JOB_ENDS and start.state not in ("PREEMPTED", "CANCELLED"):
+                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
+                cause, fix = JOB_ENDS[start.state]
+                finding, error = Finding(cause=cause, fix=fix), f"Slurm ended the job: {start.state}"
+                found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
+            continue
+        error, kind = text_of(failure.get("error")), failure.get("kind")
+        host, step = text_of(failure.get("host")), failure.get("step")
+        where = f"rank {failure.get('rank')} on {host}" if host else ""
+        if where and isinstance(step, int) and step:
+            # The rank may have done more steps.
+            where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
+        is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
+        finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)
+        error += f"; {failure['detail']}" if kind == "error" and failure.get("detail") else ""
+        found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
+    return found[-MAX_ROWS:]
+
+
 def first_failed_rank(attempt: Attempt) -> int | None:
     rank = (read_json(attempt.failure) or {}).get("rank")
     if isinstance(rank, int):
@@ -395,7 +441,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
         return _known(pattern, line, _cite_line(run, attempt, rank, line))
     evidence = _cite_line(run, attempt, rank, error)
     if outcome["outcome"] == "rejected" and not trace:
-        fix = f"correct the key, then `hpcdist resume {run.name} key=value …`"
+        fix = f"correct the key, then `{run.resume_command} key=value …`"
         return Finding(cause="the configuration cannot run on these nodes", evidence=evidence, fix=fix)
     frame = None  # the innermost one in the user's code
     for text in trace:
@@ -410,7 +456,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     cause = quote(f"an exception in the training code{f', at {where}' if where else ''}")
     if place and re.search(r"\b(Syntax|Indentation|Tab)Error: ", error):
         cause = f"a syntax error in {place}"
-    fix = f"fix {place or 'the code'}, then `hpcdist resume {run.name} --with-current-code`"
+    fix = f"fix {place or 'the code'}, then `{run.resume_command} --with-current-code`"
     return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
 
 

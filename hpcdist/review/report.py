@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +19,10 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, read_regular, write_atomic
 from hpcdist.review import charts, description
 from hpcdist.review.comparison import compare, compare_results
-from hpcdist.review.explain import Finding, explain_attempt, explain_failure
+from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import (
-    JOB_ENDS,
     RunFacts,
     Series,
-    ends_by_slurm,
     flat_texts,
     is_hidden,
     read_environment,
@@ -42,42 +40,6 @@ from hpcdist.run.sweeps import text_of as config_text
 
 ReadSeries = Callable[[RunDir], Mapping[str, Series]]
 T = TypeVar("T")
-
-#: Limits of the rows of a table.
-MAX_ROWS = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    attempt: int
-    where: str  #: rank, node and step, or the failed nodes
-    error: str
-    finding: Finding
-
-
-def read_faults(run: RunDir) -> list[Fault]:
-    found = []
-    ends, attempts = ends_by_slurm(run), run.attempts()
-    for attempt in attempts:
-        failure = read_json(attempt.failure)
-        if failure is None:
-            start = ends.get(attempt.number)
-            if start is not None and start.state in JOB_ENDS and start.state not in ("PREEMPTED", "CANCELLED"):
-                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
-                cause, fix = JOB_ENDS[start.state]
-                finding, error = Finding(cause=cause, fix=fix), f"Slurm ended the job: {start.state}"
-                found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
-            continue
-        error, kind = text_of(failure.get("error")), failure.get("kind")
-        host, step = text_of(failure.get("host")), failure.get("step")
-        where = f"rank {failure.get('rank')} on {host}" if host else ""
-        if where and isinstance(step, int) and step:
-            # The rank may have done more steps.
-            where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
-        is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
-        finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)
-        found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
-    return found[-MAX_ROWS:]
 
 
 @functools.cache

@@ -56,6 +56,7 @@ import hashlib
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -346,6 +347,12 @@ class RunDir:
         self.leaderboard = path / "leaderboard.html"
         self.standing = path / "standing.json"
         self.artifacts = path / "artifacts"
+
+    @property
+    def resume_command(self) -> str:
+        """The command for a shell in the current folder: with the name of a run in its `runs`, else with the path."""
+        path = files.short_path(self.path)
+        return f"hpcdist resume {self.name if Path(path).parts[:-2] == ('runs',) else shlex.quote(path)}"
 
     def snapshot_of(self, path: Path) -> Path | None:
         root = self._copied_root()

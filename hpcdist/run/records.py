@@ -349,8 +349,8 @@ def script_of(run: RunDir) -> str:
 
 def continuation(run: RunDir) -> str:
     if not (script := script_of(run)):
-        return f"`hpcdist resume {run.name}` continues from the newest checkpoint"
-    return f"`hpcdist resume {run.name}` {_start(script, script_files(run))}"
+        return f"`{run.resume_command}` continues from the newest checkpoint"
+    return f"`{run.resume_command}` {_start(script, script_files(run))}"
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:

@@ -362,4 +362,4 @@ def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | 
     # The lease of a dead job is void.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
-    return f"job {job.id} of {run.name} was taken out of the queue; `hpcdist resume {run.name}` submits it again"
+    return f"job {job.id} of {run.name} was taken out of the queue; `{run.resume_command}` submits it again"

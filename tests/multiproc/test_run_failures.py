@@ -69,7 +69,7 @@ def test_error_in_a_script_is_fixed_in_the_original_and_data_is_found_from_the_c
     code, output = runs.command("explain", name)
     assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume broken --with-current-code`" in output
 
-    (project / "broken_part.py").write_text("def begin():\n    print('fixed')\n")
+    assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume {run.path} --with-current-code`" in output
     code, output = runs.command("resume", name)
     assert code == 1, output
     assert "changed since the run copied the code: broken_part.py; this resume runs the copy" in output
@@ -280,7 +280,8 @@ def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: R
     assert [attempt.cause for attempt in facts.attempts[:1]] == [killed]
     explained = runs.command("explain", name)[1].splitlines()
     assert explained[0] == "finished after 1 restart: restarting.py ended with exit status 0"
-    assert explained[1:] == [f"1:        failed: {killed}"]
+    assert explained[1] == f"1:        failed: {killed}; 35 steps lost"
+    assert [line.partition(":")[0] for line in explained[2:]] == ["cause", "fix"]
     # Steps 11 to 45 were done twice.
     found = [(attempt.first_step, attempt.last_step, attempt.steps_lost) for attempt in facts.attempts]
     assert found == [(0, 45, 35), (10, 60, 0)]

@@ -26,7 +26,8 @@ GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by
 
 
 @pytest.fixture
-def run(runs_dir: Path) -> RunDir:
+def run(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(runs_dir.parent)
     run = RunDir.create(runs_dir / "exp" / "first")
     run.new_attempt()
     run.write_state(replace(run.read_state(), status="failed", attempt=1, reason="rank 0 failed"))
@@ -82,7 +83,9 @@ def test_healthy_run_has_one_line(run: RunDir) -> None:
             " attempts/001/silence.txt)"
         ]
     change_state(run, status="created", attempt=0)
-    assert explain(run).lines == ["created, but never started; `hpcdist resume first` starts it"]
+    for folder, named in ((".", "first"), ("runs", "exp/first"), ("/usr", str(run.path))):
+        os.chdir(folder)
+        assert explain(run).lines == [f"created, but never started; `hpcdist resume {named}` starts it"]
 
 
 def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
@@ -91,6 +94,7 @@ def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run
     times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0)
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
+    write_json(run.attempt(1).failure, {"kind": "killed", "rank": 1, "host": "n1", "error": "was killed by SIGKILL"})
     write_times(run.attempt(1), replace(times, failed=True, status="failed", reason=killed))
     write_times(run.new_attempt(), replace(times, failed=False))
     run.new_attempt()
@@ -102,7 +106,10 @@ def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run
     for number in (2, 3):
         write_times(run.attempt(number), replace(times, status="finished", reason="trained 9 steps"))
     change_state(run, status="finished", reason="trained 9 steps")
-    assert explain(run).lines == ["finished after 1 restart: trained 9 steps", f"1:        failed: {killed}"]
+    assert explain(run).lines == [
+        *("finished after 1 restart: trained 9 steps", f"1:        failed: {killed}; 5 steps lost"),
+        *(f"{name + ':':<10}{found[name]}" for name in ("cause", "fix")),
+    ]
     write_json(run.attempt(3).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": EARLY})
     change_state(run, status="failed", reason=f"rank 1 on n1 {EARLY} after step 5")
     found = explained(run)

@@ -13,6 +13,7 @@ from report_scene import ReportScene
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.host.files import write_json
+from hpcdist.review.explain import read_faults
 from hpcdist.review.facts import (
     MAX_POINTS,
     NUM_BINS,
@@ -26,7 +27,6 @@ from hpcdist.review.facts import (
     with_speeds,
 )
 from hpcdist.review.ledger import timed_attempts
-from hpcdist.review.report import read_faults
 from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.records import (
     AttemptTimes,
