@@ -76,6 +76,12 @@ def versions() -> dict[str, str]:
     return facts
 
 
+def cpu_name() -> str:
+    """Return model and number of this machine's cores, such as `AMD EPYC 7B13, 8 cores`."""
+    model = re.search(r"^model name\s*: *(.+)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} cores"
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 

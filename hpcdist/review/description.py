@@ -101,6 +101,8 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
     others = f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})" if earlier else ""
     job = f", Slurm job {facts.job_id}" if facts.job_id else ""
     yield "Ranks", [f"{facts.state.world_size}{device}{where}{others}{job}"]
+    if facts.cpu:
+        yield "CPU", [facts.cpu]
     if versions := _versions(facts):
         yield "Versions", [versions]
     started = facts.attempts[0].started if facts.attempts else None

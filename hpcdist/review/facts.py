@@ -290,6 +290,7 @@ class RunFacts:
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
     devices: str = ""  #: of the ranks, see `TrainingRecord`
+    cpu: str = ""  #: of rank 0, see `TrainingRecord`
     datasets: tuple[records.DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
@@ -354,6 +355,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     known = [one for attempt in reversed(run.attempts()) if (one := records.read_training(attempt)) is not None]
     training = next((one for one in known if one.datasets or one.num_parameters is not None), records.TrainingRecord())
     # Of rank 0; a resumed attempt may not have logged all metrics yet.
+    devices, cpu = records.devices_of(run)
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
     for attempt in run.attempts():
@@ -364,7 +366,8 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         _setup(run, state, stored),
         parameters=records.parameters(run, stored),
         num_parameters=training.num_parameters,
-        devices=records.devices_of(run),
+        devices=devices,
+        cpu=cpu,
         datasets=training.datasets,
         monitor=monitor.monitor,
         monitor_mode=monitor.monitor_mode,

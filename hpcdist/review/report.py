@@ -67,7 +67,7 @@ def marked_code(text: str) -> Markup:
 
 
 #: Rows of `setup_rows` that are shown as environment.
-_ENVIRONMENT = ("Ranks", "Versions", "Image")
+_ENVIRONMENT = ("Ranks", "CPU", "Versions", "Image")
 
 
 def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) -> list[tuple[str, list[str]]]:
@@ -78,7 +78,8 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
         total = sum(share.allocated for share in shares)
         rows.append(("Allocated", [f"{times[-1].unit}s: {charts.number(total)}, nodes: {len(shares)}"]))
     cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
-    return [*rows, ("Created on", [", ".join(filter(None, (facts.host, recorded.get("platform"), cores)))])]
+    about = facts.host, recorded.get("platform"), recorded.get("cpu", cores)
+    return [*rows, ("Created on", [", ".join(filter(None, about))])]
 
 
 def run_beside(run: RunDir, folder: str, run_id: str) -> RunDir | None:

@@ -20,6 +20,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host import files as host_files
 from hpcdist.host import retry
 from hpcdist.host.files import fill, read_if_valid, read_json, write_atomic, write_json, write_private
+from hpcdist.host.machine import cpu_name
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_record
 
 log = logging.getLogger(__name__)
@@ -234,6 +235,7 @@ class TrainingRecord:
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
+    cpu: str = ""  #: of the node of rank 0: `AMD EPYC 7B13, 8 cores`
     devices: str = ""  #: `2 × NVIDIA H100 80GB HBM3`, or `CPU`: of all ranks; of a script those that rank 0 sees
 
 
@@ -254,9 +256,10 @@ def read_training(attempt: Attempt) -> TrainingRecord | None:
         return None
 
 
-def devices_of(run: RunDir) -> str:
+def devices_of(run: RunDir) -> tuple[str, str]:
+    """Return the devices of the ranks, and the CPU of rank 0; empty if they are unknown."""
     records = map(read_training, reversed(run.attempts()))
-    return next((record.devices for record in records if record is not None and record.devices), "")
+    return next(((one.devices, one.cpu) for one in records if one is not None and one.devices), ("", ""))
 
 
 class TrainingNotes:
@@ -278,7 +281,7 @@ class TrainingNotes:
         self._write(replace(self._record, num_parameters=num_parameters))
 
     def set_devices(self, devices: str) -> None:
-        self._write(replace(self._record, devices=devices))
+        self._write(replace(self._record, devices=devices, cpu=cpu_name()))
 
     def _write(self, record: TrainingRecord) -> None:
         if not self._is_main or record == self._record:

@@ -443,6 +443,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "cores": machine.num_cores(),
+        "cpu": machine.cpu_name(),
         "python": platform.python_version(),
         "versions": versions,
         "source_digest": installed["source"],

@@ -132,8 +132,8 @@ def state_tags(run: RunDir, state: State) -> dict[str, str]:
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
-    if devices := records.devices_of(run):
-        tags["hpcdist.devices"] = devices
+    known = zip(("hpcdist.devices", "hpcdist.cpu"), records.devices_of(run), strict=True)
+    tags |= {name: text for name, text in known if text}
     job, starts = read_json(run.path / "slurm.json") or {}, records.job_starts(run)
     # The same tag for runs with and without Slurm, for a column in the list of runs.
     if not job.get("job_id"):

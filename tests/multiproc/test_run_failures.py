@@ -67,9 +67,9 @@ def test_error_in_a_script_is_fixed_in_the_original_and_data_is_found_from_the_c
     assert output.splitlines()[-2].startswith("fix broken_part.py:2, then: ")
     assert output.splitlines()[-2].endswith(f"resume {run.path} --with-current-code")
     code, output = runs.command("explain", name)
-    assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume broken --with-current-code`" in output
-
     assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume {run.path} --with-current-code`" in output
+
+    (project / "broken_part.py").write_text("def begin():\n    print('fixed')\n")
     code, output = runs.command("resume", name)
     assert code == 1, output
     assert "changed since the run copied the code: broken_part.py; this resume runs the copy" in output

@@ -17,7 +17,7 @@ from hpcdist.config.schema import Config, StopConfig
 from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.host.files import read_if_valid
-from hpcdist.host.machine import visible_devices
+from hpcdist.host.machine import cpu_name, visible_devices
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
@@ -207,7 +207,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     logging_script = RunningScript(CONFIG, run, attempt, ALONE)
     logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
     logging_script.note({"loss": 1.0}, 0)
-    assert read_training(attempt) == TrainingRecord(devices=visible_devices(os.environ)), "it has not begun"
+    assert read_training(attempt) == TrainingRecord(devices=visible_devices(os.environ), cpu=cpu_name()), "not begun"
     logging_script.note({"loss": 1.0}, 11)
     logging_script.close()
     recorded = read_training(attempt)

@@ -36,12 +36,12 @@ from hpcdist.run.records import (
     Resources,
     TrainingRecord,
     begin,
-    devices_of,
     load_origin,
     write_origin,
     write_times,
     write_training,
 )
+from hpcdist.tracking.pages import state_tags
 from hpcdist.tracking.points import read_series
 
 
@@ -231,8 +231,10 @@ def test_overrides_model_and_datasets_are_read(folder: Folder) -> None:
     folder.attempt(first_step=None, step=0)
     facts = folder.facts()
     assert (facts.num_parameters, facts.datasets, facts.devices) == (12, data, "")
-    write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, devices="2 × NVIDIA A100"))
-    assert (folder.facts().devices, devices_of(folder.run)) == ("2 × NVIDIA A100", "2 × NVIDIA A100")
+    machine = {"devices": "2 × NVIDIA A100", "cpu": "AMD EPYC 7B13, 8 cores"}
+    write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, **machine))
+    facts, tags = folder.facts(), state_tags(folder.run, folder.run.read_state())
+    assert machine == {key: tags[f"hpcdist.{key}"] for key in machine} == {"devices": facts.devices, "cpu": facts.cpu}
 
 
 def test_damaged_files_give_empty_values(folder: Folder) -> None:
