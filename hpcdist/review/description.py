@@ -306,9 +306,9 @@ def _place(standing: Standing, experiment: str) -> str:
         first = "no comparable run" if standing.num_others else "first result"
         return f"{whose}{first} in {experiment} when it ended"
     place = f"place {standing.place} of {standing.number}" + " newest results" * standing.is_partial
-    interval = [f"95 %: {uncertainty.ends(standing.interval)}", uncertainty.short(standing.method)]
-    how = [standing.verdict, *(interval if standing.interval else [])]
-    delta = f"{uncertainty.signed(standing.difference, standing.interval)} against the best before ({', '.join(how)})"
+    between = f", 95 %: {uncertainty.ends(standing.interval)}, {uncertainty.short(standing.method)}"
+    how = standing.verdict + between * bool(standing.interval)
+    delta = f"{uncertainty.signed(standing.difference, standing.interval)} against the best before ({how})"
     compared = delta if standing.difference else "equal to the best before"
     return f"{whose}{place} in {experiment} when it ended, {compared}"
 

@@ -70,8 +70,7 @@ class Verdict:
     @property
     def difference(self) -> str:
         """Return `+0.003 (paired)`."""
-        how = short(self.method) if self.interval else ""
-        return self.text + (f" ({how})" if how else "")
+        return self.text + (f" ({short(self.method)})" if self.interval and self.method else "")
 
 
 def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:

@@ -229,9 +229,7 @@ def beside_next(rows: Sequence[Row], measure: Measure) -> str:
 def pairs(rows: Sequence[Row], measure: Measure) -> list[list[Verdict]]:
     """Return each of the best rows minus those that follow it; the intervals of a row's pairs are right together."""
     best = [measure(row) for row in rows[:_MAX_PAIRED]]
-    return [
-        [judge(other, own, len(rows) - 1) for other in best[index:]] for index, own in enumerate(best[:-1], start=1)
-    ]
+    return [[judge(other, own, len(rows) - 1) for other in best[index:]] for index, own in enumerate(best[:-1], 1)]
 
 
 def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: bool) -> Standing | None:
@@ -279,22 +277,17 @@ def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experime
     newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
     page = run_page(experiment_id, newest.run_id, "leaderboard.html")
     title = link(best.short_name, run_page(experiment_id, best.run_id))
-    compared = f": {link('A against B', page)}" if rows[1:] else ""
-    parts = [
-        f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{beside}"
-        f" · {len(rows)} result{plural}{compared}"
-    ]
+    total = f"{len(rows)} result{plural}" + (f": {link('A against B', page)}" if rows[1:] else "")
+    parts = [f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{beside} · {total}"]
     left = _MAX_ROWS
     for group in groups:
         lines = []
         for number, row in placed(group)[: max(0, left)]:
             lines.append((str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells))
         left -= len(lines)
-        kind = [
-            *filter(None, group[0].best.kind),
-            *([f"the best: {text}"] if (text := found[group[0].best.kind]) else []),
-        ]
-        parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)] if lines else []
+        text = f"the best: {text}" if (text := found[group[0].best.kind]) else ""
+        kind = escaped(" · ".join(filter(None, (*group[0].best.kind, text))), 600)
+        parts += [f"**{kind}**", table(_COLUMNS, lines)] if lines else []
     more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
     return "\n\n".join(
         [*parts, escaped(f"{_total(results)}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"]
@@ -304,6 +297,5 @@ def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experime
 def _total(found: Sequence[Result]) -> str:
     priced = sum(one.price is not None for one in found)
     partly = f" (price of {priced})" if 0 < priced < len(found) else ""
-    without = sum(not one.metric for one in found)
-    failed = f", {without} of them without a result" if without else ""
+    failed = f", {without} of them without a result" if (without := sum(not one.metric for one in found)) else ""
     return f"{len(found)} ended run{'s' * (len(found) != 1)}{failed}, together: {cost_of(found)}{partly}"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,8 @@ def test_first_line_has_the_rank_at_the_end_of_the_run(scene: Scene, end: End) -
     assert first_line(scene, first).startswith("**eval/accuracy 0.950 ± 0.007** · first result in exp when it ended")
     second, other = end("b", 0.955, 20.0), end("c", 0.99, 30.0, size=50)
     assert "· place 1 of 2 in exp when it ended, +0.005 against the best before (within" in first_line(scene, second)
-    found = standing(second)
-    assert (found.before, found.before_run_id, found.before_value) == ("a", standing(first).run_id, 0.95)
-    assert found.before_folder == str(first.path)
+    found, known = standing(second), (standing(first).run_id, 0.95, str(first.path))
+    assert (found.before_run_id, found.before_value, found.before_folder) == known
     assert "no comparable run in exp when it ended" in first_line(scene, other), "it has other data"
     worse = end("d", 0.9, 40.0)
     assert ", -0.055 against the best before (clear, 95 %: -0.081 to -0.029, unpaired)" in first_line(scene, worse)
@@ -94,17 +94,10 @@ def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(s
     assert equal[1:] == ("0", "equal"), equal
     assert clear == [("+0.002 to +0.019", "+0.010", "clear")] * 2, "of two comparisons"
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
-    raw = {
-        "metric": "m",
-        "mode": "max",
-        "data": "",
-        "num_samples": None,
-        "ended": 1.0,
-        "allocated_s": 1.0,
-        "unit": "core",
-    }
-    seeds = [leaderboard.Result(**raw, value=value, setting="s") for value in (0.1, 0.2)]
-    rows = leaderboard.make_rows([*seeds, leaderboard.Result(**raw, value=0.15)])
+    raw = leaderboard.Result(
+        metric="m", mode="max", value=0.15, data="", num_samples=None, ended=1, allocated_s=1, unit=""
+    )
+    rows = leaderboard.make_rows([raw, *(replace(raw, value=value, setting="s") for value in (0.1, 0.2))])
     assert [number for number, _ in leaderboard.placed(rows)] == [1, 1], "0.15 and 0.15000000000000002"
     assert leaderboard.beside_next(rows, lambda row: row.measured).startswith("equal to")
 
@@ -116,10 +109,7 @@ def test_seeds_of_a_setting_do_not_compete(scene: Scene, end: End) -> None:
     Path(scene.run.path.parent, "tune").mkdir()
     write_json(scene.run.path.parent / "tune" / "sweep.json", sweep)
     end("single", 0.97, 5.0)
-    runs = [
-        end(name, value, seed, seed=seed)
-        for name, value, seed in zip(names, (0.94, 0.96, 0.98), (6, 7, 8), strict=True)
-    ]
+    runs = [end(names[index], 0.94 + index / 50, 6 + index, seed=6 + index) for index in range(3)]
     found = standing(runs[-1])
     assert (found.setting, found.value, found.place, found.number) == ("tune lr=0.1", pytest.approx(0.96), 2, 2)
     own, mean = first_line(scene, runs[-1]).split(" in exp when it ended, ")
@@ -141,8 +131,8 @@ def test_description_of_the_experiment_is_a_leaderboard_below_text_of_the_user(
     scene.client.set_experiment_tag(experiment, NOTE_TAG, "ours: see the wiki")
     end("<b>", 0.97, 20.0)
     text = note_of_experiment(scene)
-    above, best = f"ours: see the wiki\n\n{MARK}\n\n", "**Best eval/accuracy: 0.970 ± 0.005, [&lt;b&gt;](#"
-    assert text.replace("\\", "").startswith(above + best)
+    best = "**Best eval/accuracy: 0.970 ± 0.005, [&lt;b&gt;](#"
+    assert text.replace("\\", "").startswith(f"ours: see the wiki\n\n{MARK}\n\n{best}")
     assert ")**, clear of the next one (first*) · 2 results: [A against B](#" in text.replace("\\", "")
     assert text.index("[&lt;b&gt;]") < text.index(r"[first\*]")
     page = end("worse", 0.9, 30.0).leaderboard.read_text()
