@@ -56,15 +56,15 @@ def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
     result = hpcdist("cost", "second")
     assert (result.code, result.err) == (0, "")
     assert "core-hours" in result.out
-    assert "goodput: 40 %" in result.out
+    assert "goodput: 0 %" in result.out, "the run failed without a checkpoint"
     assert "short run" not in result.out
     cells = [re.findall(r"[\w.%]+", line) for line in result.out.splitlines()]
     assert ["down", "4", "40", "%"] in cells
-    assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "data", "compute", "idle", "down"]
+    assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "lost", "idle", "down"]
     result = hpcdist("cost", "exp")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
-    assert "down 40 %, idle 20 %" in result.out, "the largest losses"
+    assert "lost 40 %, down 40 %" in result.out, "the largest losses"
     assert "together: 15 core-hours, 2 GPU-hours\n" in result.out
     make_sweep(runs[0].path.parent, "first", "gpu")
     assert "together: 5 core-hours, 2 GPU-hours\n" in hpcdist("cost", "grid").out, "of its cells"
