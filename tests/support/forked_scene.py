@@ -16,6 +16,7 @@ import hpcdist
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import to_yaml
+from hpcdist.rank.parent import TRAINER_MODULES
 from hpcdist.rank.processes import PARENT_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.supervisor.children import Guard
@@ -56,7 +57,7 @@ HELD = "pipe = open({pipe!r}, 'w', buffering=1); pipe.write('up\\n'); import tim
 
 
 def write_package(folder: Path, torch: str = "", worker: str = WORKER) -> None:
-    """Write replacements of the worker and of torch to a folder, which must come first in PYTHONPATH."""
+    """Write replacements of the worker, and of torch with what needs it, to a folder that must come first in PYTHONPATH."""
     real = Path(hpcdist.__file__).parent
     for name in ("", "rank"):
         package = folder / "hpcdist" / name
@@ -64,14 +65,15 @@ def write_package(folder: Path, torch: str = "", worker: str = WORKER) -> None:
         (package / "__init__.py").write_text(SHADOW.format(real=str(real / name)))
     (folder / "hpcdist" / "rank" / "worker.py").write_text(worker)
     if torch:
-        (folder / "torch.py").write_text(f"{torch}\n__path__ = [{str(folder)!r}]  # for torch._dynamo")
-        (folder / "_dynamo.py").touch()
+        (folder / "torch.py").write_text(torch)
+        for name in TRAINER_MODULES:  # they need the real torch
+            (folder / f"{name.replace('.', '/')}.py").touch()
 
 
 def new_run(runs_dir: Path) -> RunDir:
     """Create a run whose parent imports torch only."""
     run = RunDir.create(runs_dir / "exp" / "first")
-    run.config.write_text(to_yaml(Config(trainer=TrainerConfig(script=["train.py"]))))
+    run.config.write_text(to_yaml(Config(trainer=TrainerConfig(target="train:train"))))
     return run
 
 
