@@ -57,7 +57,7 @@ HELD = "pipe = open({pipe!r}, 'w', buffering=1); pipe.write('up\\n'); import tim
 
 
 def write_package(folder: Path, torch: str = "", worker: str = WORKER) -> None:
-    """Write replacements of the worker, and of torch with what needs it, to a folder that must come first in PYTHONPATH."""
+    """Write replacements of the worker, and of torch with what needs it, to a folder, the first one in PYTHONPATH."""
     real = Path(hpcdist.__file__).parent
     for name in ("", "rank"):
         package = folder / "hpcdist" / name
