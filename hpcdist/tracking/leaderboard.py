@@ -298,4 +298,5 @@ def _total(found: Sequence[Result]) -> str:
     priced = sum(one.price is not None for one in found)
     partly = f" (price of {priced})" if 0 < priced < len(found) else ""
     failed = f", {without} of them without a result" if (without := sum(not one.metric for one in found)) else ""
-    return f"{len(found)} ended run{'s' * (len(found) != 1)}{failed}, together: {cost_of(found)}{partly}"
+    together = f", together: {cost}{partly}" if (cost := cost_of(found)) else ""
+    return f"{len(found)} ended run{'s' * (len(found) != 1)}{failed}{together}"

@@ -167,7 +167,7 @@ def test_failed_run_begins_with_cause_place_and_fix(scene: Scene, end: End) -> N
     write_json(attempt.failure, {"kind": "error", "rank": 1, "host": "n1", "step": 3, "error": "ValueError: no"})
     scene.state(status="failed", reason="rank 1 on n1 failed with ValueError: no", ended=2.0)
     scene.shipper().ship_once()
-    assert "2 ended runs, 1 of them without a result, together: " in note_of_experiment(scene).replace("\\", "")
+    assert "2 ended runs, 1 of them without a result. " in note_of_experiment(scene).replace("\\", "")
     found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
     assert found.startswith(
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
