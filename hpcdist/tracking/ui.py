@@ -188,6 +188,7 @@ def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
         "MLFLOW_REGISTRY_STORE_URI": store,
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "PYTHONWARNINGS": "ignore",
+        "PYTHONSAFEPATH": "1",  # a click.py in the current folder is not the one that MLflow imports
         TOKEN_FILE: str(token_file),
         LINK: link,
     }

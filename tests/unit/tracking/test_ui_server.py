@@ -180,6 +180,15 @@ def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
     assert not any(secret in command for secret in (store, file.read_text()))
 
 
+@pytest.mark.processes
+def test_server_does_not_import_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit('the wrong module')")
+    env = {**os.environ, **ui.variables("sqlite://", tmp_path, "")}
+    command = [*ui.command(5000)[:3], "--version"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert "mlflow, version " in done.stdout
+
+
 def test_used_port_is_refused() -> None:
     with socket.create_server((ui.HOST, 0)) as taken:
         port = taken.getsockname()[1]
