@@ -102,8 +102,8 @@ def test_stop_and_cancel_remove_a_pending_job_without_accounting(
         code, output = slurm_runs.command("status", name, **env)
         assert f"job {job} waits (BeginTime), expected to start at " in output
         code, output = slurm_runs.command(action, name, **env)
-        message = f"job {job} of {name} was taken out of the queue; `hpcdist resume {name}` submits it again\n"
-        assert (code, output) == (0, message)
+        again = f"`hpcdist resume {slurm_runs.run_dir(name).path}` submits it again"
+        assert (code, output) == (0, f"job {job} of {name} was taken out of the queue; {again}\n")
         assert devcluster.job(job)["JobState"] == "CANCELLED"
         assert slurm_runs.state(name).status == status
     code, output = slurm_runs.command("runs", **env)
