@@ -399,6 +399,7 @@ class LaunchConfig(ConfigSection):
 
     @property
     def hang_s(self) -> float:
+        """`hang_timeout_s`, or its default."""
         return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
 
     @property

@@ -77,9 +77,9 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return model and number of this machine's cores, such as `AMD EPYC 7B13, 8 cores`."""
+    """Return model and number of this machine's processors, such as `AMD EPYC 7B13, 8 logical CPUs`."""
     model = re.search(r"^model name\s*: *(.+)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
-    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} cores"
+    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} logical CPUs"
 
 
 def num_cores() -> int:

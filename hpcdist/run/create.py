@@ -40,7 +40,7 @@ def plain_name(text: str) -> str:
 
 
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
-    """Raise ConfigError if a new run cannot start; with `own_python`, another Python checks the syntax."""
+    """Raise ConfigError if a new run cannot start. `own_python`: another Python runs it, so no syntax is checked."""
     if problems := new_run_problems(config):
         raise ConfigError(*problems)
     check_code(config, cwd, own_python=own_python)

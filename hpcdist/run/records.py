@@ -235,7 +235,7 @@ class TrainingRecord:
     began: float | None = None  #: when training began, in seconds since the epoch
     num_parameters: int | None = None  #: trainable parameters of the whole model
     datasets: tuple[DatasetRecord, ...] = ()
-    cpu: str = ""  #: of the node of rank 0: `AMD EPYC 7B13, 8 cores`
+    cpu: str = ""  #: of the node of rank 0: `AMD EPYC 7B13, 8 logical CPUs`
     devices: str = ""  #: `2 × NVIDIA H100 80GB HBM3`, or `CPU`: of all ranks; of a script those that rank 0 sees
 
 

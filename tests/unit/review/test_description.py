@@ -204,7 +204,7 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
          ["no commit, since it was not in a git repository; the run folder has a copy in code/"]),
         ({"attempts": (FIRST, replace(SECOND, nodes=("n2", "n3"))), "job_id": "4"}, "Ranks",
          ["4 on n2, n3 (earlier attempts: n1), Slurm job 4"]),
-        ({"cpu": "AMD EPYC 7B13, 8 cores"}, "CPU", ["AMD EPYC 7B13, 8 cores"]),
+        ({"cpu": "AMD EPYC 7B13, 8 logical CPUs"}, "CPU", ["AMD EPYC 7B13, 8 logical CPUs"]),
         (ON_LOGIN, "Versions", ["hpcdist 1, torch 2.15.0, Python 3.11.7"]),
         (ON_LOGIN | {"rank_python": "container", "rank_versions": {"torch": "2.14.0", "python": "3.12.2"}}, "Versions",
          ["torch 2.14.0, Python 3.12.2 in the container; hpcdist 1, torch 2.15.0, Python 3.11.7 on login1"]),

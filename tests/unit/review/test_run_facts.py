@@ -231,7 +231,7 @@ def test_overrides_model_and_datasets_are_read(folder: Folder) -> None:
     folder.attempt(first_step=None, step=0)
     facts = folder.facts()
     assert (facts.num_parameters, facts.datasets, facts.devices) == (12, data, "")
-    machine = {"devices": "2 × NVIDIA A100", "cpu": "AMD EPYC 7B13, 8 cores"}
+    machine = {"devices": "2 × NVIDIA A100", "cpu": "AMD EPYC 7B13, 8 logical CPUs"}
     write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, **machine))
     facts, tags = folder.facts(), state_tags(folder.run, folder.run.read_state())
     assert machine == {key: tags[f"hpcdist.{key}"] for key in machine} == {"devices": facts.devices, "cpu": facts.cpu}
