@@ -46,6 +46,17 @@ for group in groups:
 _REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
 
 
+@contextmanager
+def _output(path: Path) -> Iterator[int]:
+    """Open a file for the output of a child. An error at its close must not lose the child: nothing is written here."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            os.close(file)
+
+
 class Guard:
     """Starts children as leaders of process groups, which it kills when this process dies."""
 
@@ -71,7 +82,7 @@ class Guard:
         stdout: socket.socket | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a child in a new session; `output` gets its standard output, unless `stdout` does, and its errors."""
-        with open(output, "ab") as file:
+        with _output(output) as file:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
                 env=env,
@@ -212,7 +223,7 @@ class ShipperProcess:
 
     def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
         flags = ["--through-queue"] if through_queue else []
-        with open(run.path / "shipper.log", "ab") as file:
+        with _output(run.path / "shipper.log") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path), *flags],
                 env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},

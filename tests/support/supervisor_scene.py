@@ -237,7 +237,7 @@ class NamedPipe:
 #: Actions of the ranks: finish, fail once and then finish, or stop at a signal or a request.
 STOP_ON_SIGNAL: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
 SCRIPTS: dict[str, dict[str, Any]] = {
-    "done": {"first": [[["beat", 1], ["sleep", 0.1], *DONE], []]},
+    "done": {"first": [[["print", "started"], ["beat", 1], ["sleep", 0.1], *DONE], []]},
     "restart": {"first": [fails("RuntimeError: broken"), []], "second": [[*DONE], []]},
     "slow": {"first": [[["beat", 1], ["sleep", 3.0], *DONE], [["beat", 1], ["sleep", 3.0]]]},
     "stop by signal": {"first": [STOP_ON_SIGNAL, STOP_ON_SIGNAL[:-1]]},
