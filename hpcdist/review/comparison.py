@@ -38,8 +38,12 @@ def compare(
     for title in compared[0]:
         names = keys if title == "config" else dict.fromkeys(name for one in compared for name in one[title])
         rows = {name: tuple(one[title].get(name, MISSING) for one in compared) for name in names}
-        if differing := {name: values for name, values in rows.items() if len(set(values)) > 1}:
-            found[title] = differing
+        differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+        # An empty mapping has a row of its own: the keys in the other run say more.
+        if shown := {
+            name: pair for name, pair in differing.items() if not any(one.startswith(f"{name}.") for one in differing)
+        }:
+            found[title] = shown
     return found
 
 

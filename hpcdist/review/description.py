@@ -8,7 +8,7 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -227,6 +227,12 @@ def rerun_command(facts: RunFacts) -> str:
     return _in_folder(facts, shlex.join(words))
 
 
+def resume_command(facts: RunFacts) -> str:
+    """Return the command that continues a run that was stopped, from any folder; empty for other runs."""
+    is_stopped = facts.state.status in ("stopped", "cancelled")
+    return f"hpcdist resume {shlex.quote(str(facts.folder))}" if is_stopped else ""
+
+
 def wrapped(command: str) -> str:
     if len(command) <= MAX_LINE:
         return command
@@ -307,9 +313,13 @@ def _place(standing: Standing, experiment: str) -> str:
         return f"{whose}{first} in {experiment} when it ended"
     place = f"place {standing.place} of {standing.number}" + " newest results" * standing.is_partial
     between = f", 95 %: {uncertainty.ends(standing.interval)}, {uncertainty.short(standing.method)}"
+    between += uncertainty.among(standing.number - 1)
     how = standing.verdict + between * bool(standing.interval)
-    delta = f"{uncertainty.signed(standing.difference, standing.interval)} against the best before ({how})"
-    compared = delta if standing.difference else "equal to the best before"
+    delta = uncertainty.signed(standing.difference, standing.interval)
+    compared = f"{delta} against the best before ({how})"
+    if not standing.difference:
+        is_equal = standing.verdict == uncertainty.EQUAL
+        compared = "equal to the best before" if is_equal else f"the same value as the best before ({how})"
     return f"{whose}{place} in {experiment} when it ended, {compared}"
 
 
@@ -324,17 +334,15 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
     status = [_status(facts.state)]
     if finding and finding.fix:  # the fix of an exception names the line of the code, and its cause is the status
         status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
+    if command := resume_command(facts):
+        status.append(with_code(f"`{command}` continues it", 1000))
     yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)
     elif facts.is_live:
         is_running = facts.state.status == "running"
         yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
-    rows = [
-        (Markdown(f"**{name}**"), Markdown("<br>".join(escaped(line, 600) for line in lines)))
-        for name, lines in setup_rows(facts)
-    ]
-    yield "### Setup\n\n" + table(("", ""), rows)
+    yield "### Setup\n\n" + _setup_table(setup_rows(facts))
     if facts.has_patch:
         yield link("uncommitted changes", _artifact(facts, PATCH))
     if result := list(_result(facts)):
@@ -355,6 +363,13 @@ def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_atte
             "With the code of this run, uncommitted changes included, and a comparison of the logged values:\n\n"
             + _block(command, "bash")
         )
+
+
+def _setup_table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    cells = [
+        (Markdown(f"**{name}**"), Markdown("<br>".join(escaped(one, 600) for one in lines))) for name, lines in rows
+    ]
+    return table(("", ""), cells)
 
 
 def _artifact(facts: RunFacts, path: str) -> str:
@@ -580,7 +595,9 @@ class SweepFacts:
     def judged(self, first: SettingFacts, second: SettingFacts) -> Verdict:
         """Return the verdict on two settings, or on two cells of a sweep without seeds."""
         known = sum(bool(one.values) for one in self.by_setting.values())
-        one, other = (self.measured.get(of.label) or Measured(values=of.values) for of in (first, second))
+        one, other = (
+            self.measured.get(of.label) or Measured(values=of.values, metric=self.monitor) for of in (first, second)
+        )
         # The best one is chosen among all: each pair could have been the compared one.
         found = judge(one, other, math.comb(known, 2))
         is_other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*self.keys})
@@ -647,9 +664,40 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
     return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
 
 
-def describe_sweep(facts: SweepFacts, *, cost: str = "", report: str = "", max_chars: int) -> str:
-    """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first."""
-    return _shortened(lambda num_kept: _sweep_sections(facts, cost, report, num_kept), _KEPT_CELLS, max_chars)
+#: Rows of `setup_rows` that the cells of a sweep have in common.
+_OF_SWEEP = ("Config", "Trainer", "Model", "Data", "Code", "Image", "CPU", "Versions")
+
+
+def sweep_setup(facts: SweepFacts, sweep: SweepDir) -> list[tuple[str, list[str]]]:
+    """Return what the cells of a sweep have in common, as the first one has recorded it; empty if it is unreadable."""
+    cell = readable(lambda: read_facts(RunDir(sweep.path.parent / facts.cells[0].name)))
+    return [row for row in setup_rows(cell) if row[0] in _OF_SWEEP] if cell is not None else []
+
+
+def describe_sweep(
+    facts: SweepFacts,
+    ledger: Ledger,
+    setup: Sequence[tuple[str, Sequence[str]]] = (),
+    *,
+    cost: str = "",
+    report: str = "",
+    max_chars: int,
+) -> str:
+    """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first.
+
+    Args:
+        ledger: of all cells together.
+        setup: what the cells have in common.
+    """
+
+    def sections(num_kept: int) -> Iterator[str]:
+        yield from _sweep_sections(facts, cost, report, num_kept)
+        if setup:
+            yield "### Setup\n\n" + _setup_table(setup)
+        if ledger.entries:
+            yield "### Cost\n\n" + _cost(ledger)
+
+    return _shortened(sections, _KEPT_CELLS, max_chars)
 
 
 def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) -> Iterator[str]:

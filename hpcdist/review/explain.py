@@ -410,8 +410,8 @@ def read_faults(run: RunDir) -> list[Fault]:
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
         if where and isinstance(step, int) and step:
-            # The rank may have done more steps.
-            where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
+            is_reported = kind not in ("killed", "vanished", "lost")
+            where += f" after step {step}" if is_reported else f", last heartbeat at step {step}"
         is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
         finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)
         error += f"; {failure['detail']}" if kind == "error" and failure.get("detail") else ""

@@ -336,7 +336,7 @@ class RunFacts:
         with suppress(OSError, ValueError):
             samples = parse_npy(retry(lambda: read_regular(path, 4 * MAX_RESULTS + 128), path), value)
         known = samples if samples and data is not None and len(samples) == data.num_samples else ()
-        return Measured(values=(value,), data=data, num_samples=num, samples=known)
+        return Measured(values=(value,), metric=self.monitor, data=data, num_samples=num, samples=known)
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ MEANINGS: dict[Cause, str] = {
     "checkpoint": "training blocked by saves",
     "evaluation": "evaluation",
     "redone": "steps that were lost and done again, without the first one of an attempt, which is `compile`",
-    "lost": "steps after the newest checkpoint that are not done again",
+    "discarded": "steps after the newest checkpoint that are not done again",
     "finish": "after the last step: last save, export of the model, end of ranks and job",
     "idle": "GPUs or cores without a rank, ranks without steps",
     "down": "no running ranks after a failure",
@@ -108,7 +108,7 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     sums["idle"] = sums.get("idle", 0.0) + over - last
     for cause in ("data", "compute", "communication") if timed.lost else ():
         lost_s = timed.lost * sums.get(cause, 0.0)
-        sums[cause], sums["lost"] = sums.get(cause, 0.0) - lost_s, sums.get("lost", 0.0) + lost_s
+        sums[cause], sums["discarded"] = sums.get(cause, 0.0) - lost_s, sums.get("discarded", 0.0) + lost_s
     sums[after] = sums.get(after, 0.0) + ended - over
     return sums
 
@@ -338,6 +338,20 @@ def read_ledger(run: RunDir) -> Ledger:
     )
 
 
+def together(ledgers: Collection[Ledger]) -> Ledger:
+    """Return the time of several runs by cause, without intervals and prices; empty if they have different units."""
+    units = {one.unit for one in ledgers if one.entries}
+    if len(units) != 1:
+        return Ledger()
+    return Ledger(
+        unit=units.pop(),
+        entries=tuple(entry for one in ledgers for entry in one.entries),
+        queue_s=sum(one.queue_s for one in ledgers),
+        running_s=sum(one.running_s for one in ledgers),
+        is_measured=all(one.is_measured for one in ledgers),
+    )
+
+
 def _lost_parts(run: RunDir, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
     """Return which part of the new steps of an attempt is lost: steps after the newest checkpoint, not done again.
 
@@ -505,5 +519,5 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
             kept = max(one.began, one.ended - lost_s)
             lost_s -= one.ended - kept
             before = [replace(one, ended=kept)] if kept > one.began else []
-            found[index : index + 1] = [*before, replace(one, cause="lost", began=kept)]
+            found[index : index + 1] = [*before, replace(one, cause="discarded", began=kept)]
     return found

@@ -30,9 +30,9 @@ from hpcdist.review.facts import (
     readable,
 )
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.text import duration, text_of
-from hpcdist.review.uncertainty import LEGEND
+from hpcdist.review.uncertainty import LEGEND, among, ends
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
@@ -53,7 +53,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
-    found.globals.update(charts=charts, description=description, cost_of=cost_of, legend=LEGEND)
+    found.globals.update(charts=charts, description=description, cost_of=cost_of, legend=LEGEND, ends=ends)
     found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
 
@@ -106,7 +106,7 @@ def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, S
         if standing is not None and is_result and standing.before_value == both[before.name].best_value:
             interval = (standing.interval[0], standing.interval[1]) if standing.interval else None
             one = replace(one, interval=interval, verdict=standing.verdict)
-            how = standing.method.partition(";")[0] + f"; for {standing.number - 1} comparisons" * (standing.number > 2)
+            how = standing.method.partition(";")[0] + among(standing.number - 1)
         metric, _, text, delta, between, verdict = one.row
         between += f" ({how})" * bool(between)
         rows.append((metric, earlier[metric], text, ", ".join(filter(None, (f"Δ {delta}", between, verdict)))))
@@ -137,6 +137,7 @@ def render_sweep(sweep: SweepDir, facts: description.SweepFacts | None = None, *
         return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
 
     content = {"facts": facts, "spent": spent, "pages": pages, "cost": cost, "verdicts": facts.minus_best}
+    content |= {"ledger": together(spent.values()), "setup": description.sweep_setup(facts, sweep)}
     page = environment().get_template("sweep.html")
     return page.render(content, run=sweep, heat_map=heat_map(facts), repetition=REPETITION)
 

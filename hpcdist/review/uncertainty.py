@@ -23,9 +23,17 @@ MAX_RESULTS = 1_000_000
 LARGEST_VALUE = 1e75
 LEGEND = "± alone: standard error, from the number of test samples; ± with s.d.: standard deviation over n seeds"
 
-CLEAR, NOISE, EQUAL = "clear", "within noise", "equal"
+CLEAR, NOISE, EQUAL, FEW = "clear", "within noise", "equal", "too few seeds"
 OTHER_DATA, NO_ERROR = "not comparable (other data)", "error unknown"
-_BESIDE = {CLEAR: "clear of", EQUAL: "equal to", OTHER_DATA: "not comparable with", NO_ERROR: "error unknown against"}
+_BESIDE = {
+    CLEAR: "clear of",
+    EQUAL: "equal to",
+    FEW: "too few seeds to tell from",
+    OTHER_DATA: "not comparable with",
+    NO_ERROR: "error unknown against",
+}
+#: Seeds on a side from which a difference that is not clear is noise: two have a standard deviation by chance.
+MIN_SEEDS = 3
 UNPAIRED = "unpaired; without per-sample results, a small difference on the same data counts as noise"
 _MISSING = "error unknown without per-sample results, the number of test samples, or several seeds that differ"
 
@@ -35,6 +43,7 @@ class Measured:
     """The best value of a run, or those of the seeds of a setting, and what is known about their errors."""
 
     values: Sequence[float]
+    metric: str = ""  #: of the values
     data: DatasetRecord | None = None  #: of the evaluation
     num_samples: int | None = None  #: of which the value of a run is a proportion
     samples: Sequence[float] = ()  #: per-sample results of a run
@@ -42,6 +51,11 @@ class Measured:
     @property
     def mean(self) -> float:
         return statistics.fmean(self.values)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the values are proportions."""
+        return _PROPORTION.fullmatch(self.metric) is not None and all(0 <= value <= 1 for value in self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,7 @@ class Verdict:
     word: str
     interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
     method: str = ""  #: of the interval, or what is missing for one
+    num_pairs: int = 1  #: see `judge`
 
     def beside(self, other: str) -> str:
         """Return `within noise of B`."""
@@ -60,7 +75,7 @@ class Verdict:
     @property
     def between(self) -> str:
         """Return `95 %: -0.014 to +0.024 (paired, 364 samples)`, or why there is no interval."""
-        return f"95 %: {ends(self.interval)} ({self.method})" if self.interval else self.method
+        return f"95 %: {ends(self.interval)} ({self.method}{among(self.num_pairs)})" if self.interval else self.method
 
     @property
     def text(self) -> str:
@@ -97,13 +112,28 @@ def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:
     elif first.num_samples and second.num_samples:
         sizes, method = (first.num_samples, second.num_samples), UNPAIRED
         interval = difference_interval(first.mean, sizes[0], second.mean, sizes[1], num_pairs)
-    word = NO_ERROR if interval is None else NOISE if interval[0] <= 0 <= interval[1] else CLEAR
+    if interval is not None and first.is_share and second.is_share:
+        interval = max(-1.0, interval[0]), min(1.0, interval[1])
+    if not delta and (interval is None or (one == other == 1 and first.samples and first.samples == second.samples)):
+        word = EQUAL
+    elif interval is None:
+        word = NO_ERROR
+    elif not interval[0] <= 0 <= interval[1]:
+        word = CLEAR
+    else:
+        word = NOISE if max(one, other) == 1 or min({one, other} - {1}) >= MIN_SEEDS else FEW
     return Verdict(
         delta=delta,
-        word=word if delta else EQUAL,
+        word=word,
         interval=interval,
         method=_MISSING if interval is None else method,
+        num_pairs=num_pairs,
     )
+
+
+def among(num_pairs: int) -> str:
+    """Return `, for 9 comparisons`: an interval is wider if several are to be right at once."""
+    return f", for {num_pairs} comparisons" if num_pairs > 1 else ""
 
 
 def short(method: str) -> str:

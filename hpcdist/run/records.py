@@ -49,7 +49,7 @@ class Resources:
 
 #: What the time of a GPU or core is spent on, in the order of the ledger (`review/ledger.py`).
 Cause = Literal[
-    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "lost", "finish",
+    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "discarded", "finish",
     "idle", "down", "unknown",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)

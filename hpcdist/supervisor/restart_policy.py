@@ -28,9 +28,9 @@ class Failure:
         if not self.host:  # no rank was started
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
-        at = f" after step {self.step}" if self.step else ""
-        # The other ranks may have done more steps; they exchange gradients before a heartbeat is due.
-        at += " (last heartbeat)" if at and self.kind in ("killed", "vanished", "lost") else ""
+        # A rank that could not report its end may have done more steps: a heartbeat is due once a second.
+        is_reported = self.kind not in ("killed", "vanished", "lost")
+        at = (f" after step {self.step}" if is_reported else f", last heartbeat at step {self.step}") * bool(self.step)
         failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
         # To errors of CUDA, torch adds lines of advice.
         error = self.error.partition("\n")[0] if self.kind == "error" else self.error

@@ -37,8 +37,8 @@ _PAGE = 500
 #: Rows in the description of the experiment.
 _MAX_ROWS = 20
 #: The best rows, which `leaderboard.html` compares with each other.
-_MAX_PAIRED = 10
-_COLUMNS = ("Place", "Run or setting", "Value", "Seeds", "Cost", "Started (UTC)")
+_MAX_PAIRED = 6
+_COLUMNS = ("Place", "Run or setting", "Value", "At step", "Seeds", "Ranks", "State", "Cost", "Started (UTC)")
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
@@ -47,13 +47,16 @@ _MAX_WRITES = 10
 class Result:
     metric: str  #: empty without a result, as of a run that failed early: only its cost counts
     mode: str  #: `max` or `min`
-    value: float
+    value: float = 0.0
     data: str  #: of the evaluation, see `dataset_text`; empty if unknown
     num_samples: int | None  #: of which the value is a proportion
     ended: float  #: seconds since the epoch
     allocated_s: float
     unit: str
     price_per_hour: str = ""
+    step: int = 0  #: of the value; 0 if it is not recorded, as the next two
+    ranks: int = 0
+    status: str = ""  #: with which the run ended
     name: str = ""  #: of the run, or its setting
     run_id: str = ""
     started: float = 0.0
@@ -100,14 +103,25 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The value with its error, the number of seeds, the cost, and the start of the first run."""
+        """The value with its error and step, the number of seeds, ranks, state, cost, start of the first run."""
         value = self.best.value
         text = uncertainty.with_error(value, uncertainty.share_error(value, self.best.num_samples), f"{value:.6g}")
         if len(self.results) > 1:
             text = uncertainty.mean_text(self.measured.values)
         seeds = str(len(self.results)) if self.best.setting else ""
         started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
-        return text, seeds, cost_of(self.results), started
+        step, ranks = (_span([getattr(one, name) for one in self.results]) for name in ("step", "ranks"))
+        return text, step, seeds, ranks, self.state, cost_of(self.results), started
+
+    @property
+    def state(self) -> str:
+        return ", ".join(sorted({one.status for one in self.results if one.status}))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return `138`, or `90 to 138` for several numbers; empty if none is recorded."""
+    known = sorted({number for number in numbers if number})
+    return " to ".join(f"{number:,}" for number in dict.fromkeys((*known[:1], *known[-1:])))
 
 
 _kind = attrgetter("best.kind")
@@ -123,7 +137,7 @@ def _measure(run: RunDir, row: Row) -> Measured:
 
 
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
-    """Write `standing.json` and `leaderboard.html` of an ended run with a result, and the experiment's description.
+    """Write `leaderboard.html` of an ended run, `standing.json` if it has a result, the experiment's description.
 
     Several runs may end at once, and MLflow has no compare-and-set. Each process writes its own result first, then
     searches and writes the description, and repeats both until the description needs no change.
@@ -137,7 +151,10 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     result = Result(
         metric=facts.monitor if facts.best is not None else "",
         mode=facts.monitor_mode,
-        value=facts.best_value if facts.best is not None else 0.0,
+        value=0.0 if facts.best is None else facts.best_value,
+        step=0 if facts.best is None else facts.best.step,
+        ranks=state.world_size,
+        status=state.status,
         data="" if data is None else dataset_text(data),
         num_samples=None if facts.best is None else facts.measured().num_samples,
         ended=state.ended,
@@ -145,7 +162,8 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
         unit=ledger.unit,
         price_per_hour=ledger.price_per_hour,
     )
-    opened.set_tags({RESULT_TAG: json.dumps({key: value for key, value in asdict(result).items() if value != ""})})
+    own = {key: value for key, value in asdict(result).items() if value != "" and (result.metric or key != "value")}
+    opened.set_tags({RESULT_TAG: json.dumps(own)})
     measure = cache(partial(_measure, run))
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
@@ -159,8 +177,6 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             if new == note:
                 break
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    if facts.best is None:
-        return
     content = {"experiment": run.experiment, "ended": clock(state.ended), "columns": _COLUMNS, "total": _total(found)}
     tables = [(placed(group), beside_next(group, measure), pairs(group, measure)) for group in _groups(rows)]
     write_atomic(run.leaderboard, environment().get_template("leaderboard.html").render(content, tables=tables))
@@ -203,7 +219,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     for group in groups.values():
         group.sort(key=lambda one: (one.value * (1 if one.mode == "min" else -1), one.ended, one.run_id))
         num = group[0].num_samples if len(group) == 1 else None
-        measured = Measured(values=tuple(one.value for one in group), num_samples=num)
+        measured = Measured(values=tuple(one.value for one in group), metric=group[0].metric, num_samples=num)
         rows.append(Row(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
@@ -274,11 +290,12 @@ def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experime
     best, plural, groups = rows[0], "s" * (len(rows) != 1), _groups(rows)
     found = {group[0].best.kind: beside_next(group, measure) for group in groups}
     beside = f", {escaped(text)}" if (text := found[best.best.kind]) else ""
-    newest = max((one for row in rows for one in row.results), key=lambda one: (one.ended, one.run_id))
+    newest = max(results, key=lambda one: (one.ended, one.run_id))
     page = run_page(experiment_id, newest.run_id, "leaderboard.html")
     title = link(best.short_name, run_page(experiment_id, best.run_id))
     total = f"{len(rows)} result{plural}" + (f": {link('A against B', page)}" if rows[1:] else "")
-    parts = [f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{beside} · {total}"]
+    early = f" ({best.state})" if best.state not in ("", "finished") else ""
+    parts = [f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{early}{beside} · {total}"]
     left = _MAX_ROWS
     for group in groups:
         lines = []

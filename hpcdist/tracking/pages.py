@@ -21,9 +21,9 @@ from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import long_lock, read_json, write_atomic, write_json
-from hpcdist.review.description import SweepFacts, describe, describe_sweep, read_sweep_facts
+from hpcdist.review.description import SweepFacts, describe, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
-from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.text import run_page
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
@@ -338,13 +338,18 @@ class ParentRun:
         while True:
             with _readable():
                 facts = read_sweep_facts(self._sweep, state)
-                tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason} | self._cost()
+                setup = sweep_setup(facts, self._sweep)
+                tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
+                ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell)))]
+                if spent := cost_of(ledgers):
+                    tags["hpcdist.cost"] = spent
             report = ""
             if state.status in ENDED:
                 report = run_page(opened.experiment_id, opened.run_id, "report.html")
                 self._upload_report(opened, facts)
             cost = f"{tags.get('hpcdist.cost', '')}; `hpcdist cost {self._sweep.name}` lists it by run".strip("; ")
-            set_note(opened, describe_sweep(facts, cost=cost, report=report, max_chars=MAX_DESCRIPTION))
+            options = {"cost": cost, "report": report}
+            set_note(opened, describe_sweep(facts, together(ledgers), setup, **options, max_chars=MAX_DESCRIPTION))
             if facts.is_best and facts.best is not None:
                 beside = f", {facts.beside_next}" if facts.beside_next else ""
                 tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}{beside}"
@@ -368,10 +373,6 @@ class ParentRun:
             write_atomic(self._sweep.report, render_sweep(self._sweep, facts))
         with translated(opened.uri):
             opened.client.log_text(opened.run_id, text, "report.html")
-
-    def _cost(self) -> dict[str, str]:
-        ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell))) is not None]
-        return {"hpcdist.cost": text} if (text := cost_of(ledgers)) else {}
 
 
 # Prepared views of an experiment, stored like views that users save in MLflow's UI.
@@ -445,8 +446,8 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     best, mode = [("train/loss", "min"), *((best_metric(key), mode) for key, mode in monitors.items())][-1]
     views = {
         "hpcdist-overview": _view(
-            *(_tag("hpcdist.best"), state, cost, _DURATION, *primary, loss, *throughput),
-            *(nodes, ranks, dataset),
+            *(_tag("hpcdist.best"), *bests, state, cost, _DURATION, loss, *throughput),
+            *(nodes, ranks, dataset, *primary),
             order_by=_metric(best),
             ascending=mode == "min",
             widths=measured | _widths(best=215, state=100, cost=250) | {dataset: 300},

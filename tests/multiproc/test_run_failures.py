@@ -272,7 +272,7 @@ def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: R
     script = ["trainer.script=[restarting.py]", "tracking.system_interval_s=0.2", "launch.num_ranks=2"]
     code, output = runs.command("run", *runs.config(name, *script, *NO_WAIT))
     assert code == 0, output
-    killed = f"rank 1 on {os.uname().nodename} was killed by SIGKILL after step 45 (last heartbeat)"
+    killed = f"rank 1 on {os.uname().nodename} was killed by SIGKILL, last heartbeat at step 45"
     run = runs.run_dir(name)
     facts, ledger = read_facts(run), read_ledger(run)
     # The same cause everywhere.

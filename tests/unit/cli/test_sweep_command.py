@@ -23,6 +23,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.machine import num_cores
 from hpcdist.review.description import describe_sweep, read_sweep_facts
+from hpcdist.review.ledger import Ledger
 from hpcdist.run import snapshot
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import parameters, read_rerun
@@ -124,7 +125,9 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cel
 
     sweep = SweepDir(Path("runs/hpcdist", name))
     facts = read_sweep_facts(sweep, sweep.read_state())
-    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(facts, max_chars=8000)
+    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** (lowest is best)" in describe_sweep(
+        facts, Ledger(), max_chars=8000
+    )
 
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")
@@ -163,9 +166,9 @@ def test_repeat_is_short_for_seeds_and_settings_are_compared_by_their_means(hpcd
     assert [(one["label"], one["text"]) for one in document["settings"]] == [
         ("lr=0.1", "0.92 ± 0.01 s.d. (n=3)"), ("lr=0.2", "0.92 ± 0.01 s.d. (n=3)"),
     ]  # fmt: skip
-    assert re.search(r"lr=0.2 .* equal", hpcdist("compare", "tune").out)
+    assert re.search(r"lr=0.2 .* within noise", hpcdist("compare", "tune").out)
     found = json.loads(hpcdist("compare", "tune", "--json").out)
-    assert (found["best"], found["results"][1]["verdict"]) == ("lr=0.1", "equal")
+    assert (found["best"], found["results"][1]["verdict"]) == ("lr=0.1", "within noise")
     for word in ("--sweep seed=4", "seed=5"):
         message = one_line(hpcdist(*swept, *word.split()))
         assert message == f"--repeat 3 and {word} both set the seed: remove one of them", message

@@ -341,7 +341,7 @@ def test_a_sweep_over_seeds_has_a_best_setting_and_no_best_cell() -> None:
     state = State(status="finished", reason="9 cells")
     keys = ("seed", "optim.lr")
     facts = SweepFacts(state=state, keys=keys, monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    text = plain(describe_sweep(facts, max_chars=8000))
+    text = plain(describe_sweep(facts, Ledger(), max_chars=8000))
     assert text.startswith(
         "**finished**: 9 cells\n\nBest setting: lr=0.2 with **eval/acc = 0.95 ± 0.01 s.d. (n=3)** (highest is best), "
         "within noise of lr=0.1\n\n| Setting | eval/acc: mean ± s.d. (n seeds) | Cells |\n| --- | --- | --- |\n"
@@ -378,7 +378,7 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     ]
     state = State(status="failed", reason="3 cells: 1 failed, 2 finished")
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    assert plain(describe_sweep(facts, max_chars=8000)) == (
+    assert plain(describe_sweep(facts, Ledger(), max_chars=8000)) == (
         "**failed**: 3 cells: 1 failed, 2 finished\n\n"
         "Best cell: [lr=0.3](#/b) with **eval/acc = 0.75** (highest is best), error unknown against lr=0.2\n\n"
         "| Run | optim.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
@@ -386,12 +386,12 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
         "| [lr=0.2](#/a) | 0.2 | 0.5 | 10 | finished |\n"
         "| lr=0.1 | 0.1 |  |  | failed |"
     )
-    lowest = describe_sweep(replace(facts, monitor_mode="min"), max_chars=8000)
+    lowest = describe_sweep(replace(facts, monitor_mode="min"), Ledger(), max_chars=8000)
     assert "Best cell: [lr\\=0\\.2](#/a)" in lowest
     stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
-    assert describe_sweep(stopped, max_chars=8000).startswith("**stopped**: everything saved\n")
+    assert describe_sweep(stopped, Ledger(), max_chars=8000).startswith("**stopped**: everything saved\n")
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
-    text = describe_sweep(many, cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
+    text = describe_sweep(many, Ledger(), cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
     assert "Cost: 2 core\\-hours; `hpcdist cost tune` lists" in text
     assert len(text) <= 4000
     assert "| 499&nbsp;&nbsp;| 10&nbsp;&nbsp;|" in text

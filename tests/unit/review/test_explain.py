@@ -90,7 +90,7 @@ def test_healthy_run_has_one_line(run: RunDir) -> None:
 
 def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
     """The killed rank has written no outcome; its peer has. The attempt after it ended with a requeue."""
-    killed = "rank 1 on n1 was killed by SIGKILL after step 161 (last heartbeat)"
+    killed = "rank 1 on n1 was killed by SIGKILL, last heartbeat at step 161"
     times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0)
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")

@@ -78,7 +78,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
     assert "Repeat and compare" + "hpcdist rerun 0a1b --runs-dir " in found.text
-    assert "rank 1 on n2 after step 40 (last heartbeat): was killed by SIGKILL" in found.text
+    assert "rank 1 on n2, last heartbeat at step 40: was killed by SIGKILL" in found.text
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}
@@ -199,7 +199,7 @@ def test_each_cause_has_one_colour_and_only_lost_time_is_red(full: ReportScene) 
         rgb = {cause: [int(found[i : i + 2], 16) for i in (1, 3, 5)] for cause, (found,) in colours.items()}
         assert len(set(map(tuple, rgb.values()))) == len(colours)
         is_red = {cause for cause, (red, green, blue) in rgb.items() if red > 1.6 * max(green, blue)}
-        assert is_red == {"redone", "lost", "down"}
+        assert is_red == {"redone", "discarded", "down"}
     assert set(re.findall(r"fill:var\(--([a-z]+)\)", page)) == {"queue", *CAUSES}
     assert re.search(r'background:var\(--redone\)"></i>redone', page), "the ledger is the legend"
 
@@ -225,9 +225,9 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     assert write_report(sweep, read_series)
     page = sweep.report.read_text()
     text = re.sub(r"(<[^>]*>|\s)+", " ", page)
-    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Settings", "Heat map", "Runs"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Settings", "Heat map", "Runs", "Setup", "Cost"]
     assert re.search(r"★ (\S+ \S+) 0.85 ± 0.07 s.d. \(n=2\) 2 [\d.]+ core-hours", text)
-    assert " 0.5 (n=1) -0.4, within noise 1 " in text, "one run against two seeds"
+    assert " 0.5 (n=1) -0.4, too few seeds 1 " in text, "one run against two seeds"
     assert '<td class="n h8">★ 0.85 ± 0.07 s.d. (n=2)</td><td class="n h0">0.5 (n=1)</td>' in page
     assert "no value" in page
     links = [attributes["href"] for tag, attributes in Elements(page).found if tag == "a"]

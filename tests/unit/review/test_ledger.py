@@ -48,7 +48,7 @@ def test_seconds_of_an_attempt_by_cause(tmp_path: Path) -> None:
     on_gpus = Resources(unit="GPU", nodes={"g1": Share(allocated=4, share=1, ranks=[0, 1])})
     failed: dict[str, Any] = {"failed": True}
     for name, accounts, options, expected in (
-        ("killed", [killed] * 3, failed, {"start": 90, "lost": 90, "down": 60, "idle": 60}),
+        ("killed", [killed] * 3, failed, {"start": 90, "discarded": 90, "down": 60, "idle": 60}),
         ("clocks", clocks, {}, {"start": 90, "data": 60.731, "compute": 59.269, "idle": 90}),
         ("damaged", [full | changes for changes in damaged], {}, {"start": 240, "idle": 60}),
         ("plain script", [None], {"measured": False}, {"unknown": 240, "idle": 60}),
@@ -123,7 +123,7 @@ def test_recorded_phases_are_intervals(run: RunDir) -> None:
     ]
     write_json(run.attempt(1).times, (read_json(run.attempt(1).times) or {}) | {"status": "failed"})
     found = [(i.cause, i.began - BEGAN, i.ended - BEGAN) for i in read_ledger(run).intervals if i.attempt == 1]
-    assert found[-2:] == [("lost", 14, 29), ("finish", 29, 31)], "it has no checkpoint"
+    assert found[-2:] == [("discarded", 14, 29), ("finish", 29, 31)], "it has no checkpoint"
     run.attempt(1).phases.write_text(lines[0] + "\n")
     for measured, after in ((True, ("start", 1, 29)), (False, ("redone", 5, 10))):
         write_json(run.attempt(1).times, (read_json(run.attempt(1).times) or {}) | {"measured": measured})
@@ -150,7 +150,8 @@ def test_end_of_an_attempt_is_finish_and_a_rank_that_ended_before_the_others_is_
     add_attempt(run, 1001, 1061, [account(1001, 1051, closed=False), *[account(1001, 1021)] * 3], failed=True)
     kept = 3 / 7  # of seven steps
     assert sums(read_ledger(run), 2) == pytest.approx(
-        {"data": 4 * kept, "compute": 106 * kept, "lost": 110 * (1 - kept), "idle": 120 + unused, "down": 10}, abs=1e-3
+        {"data": 4 * kept, "compute": 106 * kept, "discarded": 110 * (1 - kept), "idle": 120 + unused, "down": 10},
+        abs=1e-3,
     )
 
 

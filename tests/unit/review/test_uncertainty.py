@@ -1,6 +1,7 @@
 """The error of a figure, and the verdict on a difference."""
 
 import io
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -154,6 +155,29 @@ def test_interval_of_means_is_that_of_welch() -> None:
 def is_clear(first: float, second: float, num: int) -> bool:
     low, high = difference_interval(first, num, second, num)
     return not low <= 0 <= high
+
+
+def test_few_seeds_are_called_so_and_proportions_differ_by_at_most_one() -> None:
+    low = Measured(values=(0.5, 0.6), metric="eval/accuracy")
+    high = Measured(values=(0.8, 0.95), metric="eval/accuracy")
+    found = judge(low, high)
+    assert found.word == "too few seeds"
+    assert found.interval is not None
+    assert found.interval[1] == 1.0
+    assert found.beside("b") == "too few seeds to tell from b"
+    loss = replace(high, metric="eval/loss")
+    assert max(judge(replace(low, metric="eval/loss"), loss).interval or ()) > 1
+    assert judge(Measured(values=(0.5, 0.6, 0.7)), Measured(values=(0.6, 0.7, 0.5))).word == "within noise"
+    assert judge(Measured(values=(0.5,)), Measured(values=(0.6, 0.4))).word == "too few seeds"
+
+
+def test_equal_values_are_within_noise_unless_all_samples_are_equal() -> None:
+    data = DatasetRecord(name="d", split="test", num_samples=4, digest="1")
+    one, other = (
+        Measured(values=(0.5,), data=data, num_samples=4, samples=samples) for samples in ((1, 1, 0, 0), (1, 0, 1, 0))
+    )
+    assert [judge(one, one).word, judge(one, other).word] == ["equal", "within noise"]
+    assert judge(Measured(values=(0.5,)), Measured(values=(0.5,))).word == "equal", "the error is unknown"
 
 
 def test_interval_of_a_difference_is_that_of_newcombe() -> None:
