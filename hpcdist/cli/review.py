@@ -202,7 +202,7 @@ def compare(
 
 def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
     from hpcdist.review.comparison import compare_settings
-    from hpcdist.review.description import read_sweep_facts
+    from hpcdist.review.sweep import read_sweep_facts
 
     facts = read_sweep_facts(sweep, sweep.read_state())
     settings = compare_settings(facts)

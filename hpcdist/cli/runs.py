@@ -69,7 +69,7 @@ def status(
     found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import show_cells
-        from hpcdist.review.description import read_sweep_facts
+        from hpcdist.review.sweep import read_sweep_facts
 
         if as_json:
             facts = read_sweep_facts(found, found.read_state())

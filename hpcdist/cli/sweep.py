@@ -52,8 +52,8 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
 
     Returns the statuses. By default all cells are shown, else those with the names in `only`.
     """
-    from hpcdist.review.description import read_sweep_facts
     from hpcdist.review.facts import last_beat
+    from hpcdist.review.sweep import read_sweep_facts
 
     facts = read_sweep_facts(sweep, sweep.read_state())
     value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"

@@ -99,7 +99,7 @@ class Topology:
     master_addr: str
     """Host name or address of rank 0."""
     master_port: int
-    """TCP port of the store, used for the rendezvous of the process group and RPC."""
+    """TCP port of the store, for the rendezvous of ranks on several machines."""
     launcher: Literal["hpcdist", "slurm"]
     """Whose variables were used."""
     job_id: str

@@ -559,9 +559,9 @@ class Context:
     def restore(self) -> Restored | None:
         """Load the newest valid checkpoint. Call it on every rank, directly before the training loop.
 
-        The call restores the random number generators, or seeds them anew for another number of ranks. The trainer
-        itself loads model and optimizer from the result, which is None at the first start of the run. Raises
-        CheckpointError if the checkpoint cannot be read.
+        The call restores the random number generators; other numbers of ranks than before seed them anew. The trainer
+        itself loads model and optimizer from the result, which is None without a checkpoint. Raises CheckpointError
+        if the checkpoint cannot be read.
         """
         path = ""
         if self.is_main:

@@ -176,7 +176,7 @@ class _Rank:
 
 @dataclass(eq=False)
 class ForkServer:
-    """Forks a rank for each connection until the process that started this one ends."""
+    """Forks a rank for each request until the process that started this one ends."""
 
     source: socket.socket  #: passes connections on, or accepts them if `listens`
     env: Mapping[str, str]  #: environment before the imports, which may set variables

@@ -36,7 +36,7 @@ class Groups:
 
     control: dist.ProcessGroup | None
     """A gloo group; None for a single rank."""
-    store: Store  #: of the rendezvous, which only ranks can access
+    store: Store  #: of the rendezvous, closed to other users
 
     def barrier(self) -> None:
         if self.control is not None:
@@ -148,10 +148,11 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
 
 
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
-    """Return the store of all ranks, which only processes that know the attempt's key can access.
+    """Return the store of all ranks.
 
-    Ranks on one machine meet in `folder`, and no port is open. Raises RendezvousError if the port is in use, no process
-    listens on it, or the listener is not rank 0 of this attempt.
+    Ranks on one machine meet in `folder`, which only its user can enter: no port is open, and no key is needed. Others
+    need the attempt's key. Raises RendezvousError if the port is in use, no process listens on it, or the listener is
+    not rank 0 of this attempt.
     """
     if topology.world_size == 1:
         return HashStore()

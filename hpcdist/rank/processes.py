@@ -65,7 +65,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopFlag:
-    """A flag that the stop signals set. The handler does nothing else, because the current step must finish first."""
+    """A flag that the stop signals set. The handler ends nothing, because the current step must finish first."""
 
     def __init__(self) -> None:
         self.is_raised = False

@@ -1,4 +1,4 @@
-"""The process of one rank, `python -m hpcdist.rank.worker RUN_FOLDER`, and its end.
+"""The process of one rank, forked by its parent or `python -m hpcdist.rank.worker RUN_FOLDER`, and its end.
 
 Exit codes:
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpcdist.rank.device import Device
     from hpcdist.rank.process_group import Groups
 
-#: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
+#: Named explicitly because this module may run as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
 #: Maximum soft limit of open files: old programs close all descriptors below the limit, which may be 2**30.
 MAX_OPEN_FILES = 2**20

@@ -14,9 +14,10 @@ from typing import Any
 from hpcdist.host.retry import retry
 from hpcdist.review import uncertainty
 from hpcdist.review.charts import number
-from hpcdist.review.description import SweepFacts, setup_rows
+from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
+from hpcdist.review.sweep import SweepFacts
 from hpcdist.review.text import clock, duration, text_of
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord

@@ -31,6 +31,7 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
+from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.text import duration, text_of
 from hpcdist.review.uncertainty import LEGEND, among, ends
 from hpcdist.run.folder import RunDir
@@ -53,7 +54,9 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
-    found.globals.update(charts=charts, description=description, cost_of=cost_of, legend=LEGEND, ends=ends)
+    found.globals.update(
+        charts=charts, description=description, setting_of=setting_of, cost_of=cost_of, legend=LEGEND, ends=ends
+    )
     found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
 
@@ -127,8 +130,8 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     return True
 
 
-def render_sweep(sweep: SweepDir, facts: description.SweepFacts | None = None, *, with_links: bool = True) -> str:
-    facts, runs = facts or description.read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+def render_sweep(sweep: SweepDir, facts: SweepFacts | None = None, *, with_links: bool = True) -> str:
+    facts, runs = facts or read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
     facts = facts.with_samples(sweep, MAX_ROWS)
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
@@ -137,16 +140,16 @@ def render_sweep(sweep: SweepDir, facts: description.SweepFacts | None = None, *
         return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
 
     content = {"facts": facts, "spent": spent, "pages": pages, "cost": cost, "verdicts": facts.minus_best}
-    content |= {"ledger": together(spent.values()), "setup": description.sweep_setup(facts, sweep)}
+    content |= {"ledger": together(spent.values()), "setup": sweep_setup(facts, sweep)}
     page = environment().get_template("sweep.html")
     return page.render(content, run=sweep, heat_map=heat_map(facts), repetition=REPETITION)
 
 
-def heat_map(facts: description.SweepFacts) -> dict[str, dict[str, tuple[description.SettingFacts, str]]]:
+def heat_map(facts: SweepFacts) -> dict[str, dict[str, tuple[SettingFacts, str]]]:
     """Return the settings of a sweep over two keys with their shades, by their values; empty for other sweeps."""
     keys, settings = [key for key in facts.keys if key != REPETITION], facts.by_setting
     known = [one.mean for one in settings.values() if one.mean is not None]
-    found: dict[str, dict[str, tuple[description.SettingFacts, str]]] = {}
+    found: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
     for cell in facts.cells if len(keys) == 2 and known else ():
         one, (row, column) = settings[setting_of(cell.values)], [config_text(cell.values.get(key)) for key in keys]
         share = 0.0 if one.mean is None else (one.mean - min(known)) / (max(known) - min(known) or 1.0)

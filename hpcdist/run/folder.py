@@ -28,7 +28,7 @@
         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
         attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
         attempts/001/                            one per start of the ranks
-            key                                  32 random bytes, which authenticate the processes of the attempt
+            key                                  32 random bytes, which authenticate ranks on several machines
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json
             request.json                         the request to stop or cancel the attempt
             failure.json                         the first failure
@@ -47,8 +47,8 @@
             silence.txt                          stack traces of a run that makes no progress, but was not ended
             stragglers.jsonl                     straggler events
 
-Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.
-`host/files.py` describes the format number in the JSON files.
+Supervisor, ranks and shipper are separate processes, possibly on separate hosts, where they share only these
+files. `host/files.py` describes the format number in the JSON files.
 """
 
 import errno
@@ -376,7 +376,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make the folder and its subfolders, mode 0700 because logs and configs are private."""
+        """Make the folder, mode 0700 because logs and configs are private, and its subfolders."""
         run = cls(path)
         try:
             claim_experiment(path.parent)

@@ -4,10 +4,10 @@ The lease file contains host, process id, a random owner id and the time of the 
 process table shows whether the holder is alive; on other hosts, and in other containers with their own process
 tables, the renewals do.
 
-Clocks of hosts differ. Therefore a lease of another host is taken over only after it has not changed for one minute of
-the observer's clock, unless it is very old. A stalled holder finds another owner id at its next renewal, or before it
-writes the run's state, and stops (`Held.check`). Its ranks publish no checkpoint once a newer attempt exists
-(`Context._before_publish`).
+Clocks of hosts differ. Therefore a lease of another host and Slurm job is taken over only after it has not changed for
+one minute of the observer's clock, unless it is very old. A stalled holder finds another owner id at its next renewal,
+or before it writes the run's state, and stops (`Held.check`). Its ranks publish no checkpoint once a newer attempt
+exists (`Context._before_publish`).
 """
 
 import getpass

@@ -324,8 +324,8 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalRequests:
     """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) stop a run; a second Ctrl-C cancels it.
 
-    The handler only records the signal; `Watch` writes the request, because file operations do not belong in a signal
-    handler.
+    The handler records the signal; `Watch` or the supervisor writes the request, because file operations do not belong
+    in a signal handler.
 
     Args:
         in_job: whether SIGTERM means that Slurm ends the job.

@@ -21,9 +21,10 @@ from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import long_lock, read_json, write_atomic, write_json
-from hpcdist.review.description import SweepFacts, describe, describe_sweep, read_sweep_facts, sweep_setup
+from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
+from hpcdist.review.sweep import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
 from hpcdist.review.text import run_page
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State

@@ -52,7 +52,8 @@ def ship_run(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = Fa
     """Upload until the run has ended and MLflow has all records. Returns whether MLflow has all records.
 
     A requeued run counts as ended: its next job has its own shipper. SIGTERM and SIGINT only end a wait early. If the
-    supervisor, process `parent_pid`, exits before the run has ended, the run is marked as failed in MLflow once.
+    supervisor, process `parent_pid`, exits before the run has ended, the run is marked as failed in MLflow once, unless
+    another supervisor has taken it over.
 
     With `through_queue` the parent is a command that follows a Slurm run. It reports the end of the run on standard
     input; its own exit has no effect on the run.

@@ -76,6 +76,8 @@ class DockerNodes:
         for left in (at.with_suffix(".sock"), at.with_suffix(".pid")):
             left.unlink(missing_ok=True)
         self._unmount(at)
+        # As /run after a reboot: its containerd.pid may be that of a zombie, for which dockerd would wait.
+        shutil.rmtree(at / "exec", ignore_errors=True)
         daemon = [
             "dockerd", f"--host=unix://{at}.sock", f"--group={self.group}", f"--pidfile={at}.pid",
             f"--data-root={self.data(node)}",

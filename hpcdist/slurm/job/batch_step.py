@@ -211,13 +211,14 @@ def _stop_cause(run: RunDir, state: State) -> StopCause | None:
 
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
-    """Return whether a run has ended by itself or at a user's request, and not with its allocation.
+    """Return whether a run has ended and must not be continued by this start of the job.
 
-    It is not over if it is queued, or `running` in the files of a supervisor that was killed.
+    After a requeue, a failed or stopped run without a user's request is not over: Slurm may have ended it. Nor is one
+    that is queued, or `running` in the files of a supervisor that was killed.
     """
     may_continue = job.restart_count > 0 and state.status in ("stopped", "failed")
     if may_continue and _stop_cause(run, state) in ("preemption", "time_limit", None):
-        return False  # Slurm has ended it
+        return False
     return state.status in ENDED
 
 

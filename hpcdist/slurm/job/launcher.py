@@ -255,10 +255,7 @@ class SlurmLauncher:
 
 @dataclass(eq=False)
 class RankStep:
-    """The ranks of one attempt, as one srun process.
-
-    Outcome files are searched only after the attempt's folder has changed.
-    """
+    """The ranks of one attempt, as one srun process; outcome files are searched when the attempt's folder changes."""
 
     command: Sequence[str]
     env: Mapping[str, str]

@@ -50,7 +50,7 @@ def train(ctx: Context, cfg: Config) -> None:
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
     # Its first call initialises it. In an elastic run a rank may have no samples in a step, and so make no call.
     scaler.scale(torch.zeros((), device=ctx.device))
-    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
+    saved = ctx.restore()  # the newest valid checkpoint, None without one; restores random number generators
     if saved is not None:
         model.module.load_state_dict(saved.model)
         load_optimizer(optimizer, saved.trainer["optimizer"])

@@ -60,7 +60,7 @@ def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
     assert "short run" not in result.out
     cells = [re.findall(r"[\w.%]+", line) for line in result.out.splitlines()]
     assert ["down", "4", "40", "%"] in cells
-    assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "lost", "idle", "down"]
+    assert [row[0] for row in cells if row and row[0] in CAUSES] == ["start", "discarded", "idle", "down"]
     result = hpcdist("cost", "exp")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]

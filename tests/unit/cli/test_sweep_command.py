@@ -22,8 +22,8 @@ from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.machine import num_cores
-from hpcdist.review.description import describe_sweep, read_sweep_facts
 from hpcdist.review.ledger import Ledger
+from hpcdist.review.sweep import describe_sweep, read_sweep_facts
 from hpcdist.run import snapshot
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import parameters, read_rerun

@@ -1,0 +1,253 @@
+"""The cells and settings of a sweep, the best of them, and the description of a sweep in Markdown for MLflow's UI."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeGuard
+
+from hpcdist.host.files import read_json
+from hpcdist.review import uncertainty
+from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, status_line
+from hpcdist.review.facts import (
+    best_checkpoint,
+    is_hidden,
+    is_read,
+    last_beat,
+    ranked,
+    read_checkpoints,
+    read_facts,
+    readable,
+)
+from hpcdist.review.ledger import Ledger
+from hpcdist.review.text import escaped, link, run_page, table, with_code
+from hpcdist.review.uncertainty import LARGEST_VALUE, Measured, Verdict, judge, mean_text
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
+
+#: Rows of cells that are tried until a description fits.
+_KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellFacts:
+    name: str = ""  #: of the run
+    values: dict[str, Any]  #: by swept key
+    label: str
+    status: str  #: that of its state file; `missing` or `unreadable` without one
+    metric: float | None = None  #: best value of the monitored metric, or last value of another one
+    step: int | None = None  #: step of that value
+    page: str = ""  #: address in MLflow's UI; empty before the cell is uploaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingFacts:
+    """The cells of a sweep that differ by their seed only."""
+
+    label: str
+    values: tuple[float, ...]  #: of the metric, one for each cell that has it
+    num_cells: int
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def text(self) -> str:
+        return mean_text(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFacts:
+    """A sweep and its cells in the order of `sweep.json`."""
+
+    state: State
+    keys: tuple[str, ...]
+    monitor: str  #: the metric of the cells; empty if they have logged none
+    monitor_mode: str  #: max, min, or empty if it is unknown which values are better
+    cells: tuple[CellFacts, ...]
+    is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
+    #: The best cells of a sweep without seeds, by label; two, or those of `with_samples`.
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+
+    @property
+    def by_setting(self) -> dict[str, SettingFacts]:
+        """The settings by label; without seeds, each cell is a setting."""
+        groups: dict[str, list[float | None]] = {}
+        for cell in self.cells:
+            groups.setdefault(setting_of(cell.values), []).append(cell.metric)
+        return {
+            label: SettingFacts(label=label, values=tuple(filter(_is_usable, own)), num_cells=len(own))
+            for label, own in groups.items()
+        }
+
+    @property
+    def settings(self) -> tuple[SettingFacts, ...]:
+        """The settings, the best one first; empty without seeds."""
+        if REPETITION not in self.keys:
+            return ()
+        found = self.by_setting.values()
+        return tuple(sorted(found, key=lambda one: (one.mean is None, self.sign * (one.mean or 0.0))))
+
+    @property
+    def ranked_cells(self) -> list[CellFacts]:
+        """The cells from the best to the worst if that is known, those without a value last."""
+        return sorted(self.cells, key=lambda cell: (cell.metric is None, self.sign * (cell.metric or 0.0)))
+
+    @property
+    def best(self) -> SettingFacts | None:
+        """The best setting, without seeds the best cell; None if it is unknown."""
+        known = [one for one in self.by_setting.values() if one.mean is not None]
+        return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
+
+    def with_samples(self, sweep: SweepDir, number: int) -> "SweepFacts":
+        """Return the facts with the per-sample results of so many of the best cells of a sweep without seeds."""
+        first = [] if REPETITION in self.keys or not self.is_best else self.ranked_cells[:number]
+        facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
+        measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
+        return replace(self, measured=measured)
+
+    @property
+    def minus_best(self) -> dict[str, Verdict]:
+        """The verdicts on the other settings, without seeds the cells, minus the best one."""
+        best = self.best
+        others = {label: one for label, one in self.by_setting.items() if one.values and one != best}
+        return {label: self.judged(best, one) for label, one in others.items()} if best is not None else {}
+
+    def judged(self, first: SettingFacts, second: SettingFacts) -> Verdict:
+        """Return the verdict on two settings, or on two cells of a sweep without seeds."""
+        known = sum(bool(one.values) for one in self.by_setting.values())
+        one, other = (
+            self.measured.get(of.label) or Measured(values=of.values, metric=self.monitor) for of in (first, second)
+        )
+        # The best one is chosen among all: each pair could have been the compared one.
+        found = judge(one, other, math.comb(known, 2))
+        is_other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*self.keys})
+        return replace(found, word=uncertainty.OTHER_DATA, interval=None, method="") if is_other_data else found
+
+    @property
+    def beside_next(self) -> str:
+        """`within noise of lr=0.2`: the best setting or cell against the next one; empty if there is none."""
+        known = sorted(
+            (one for one in self.by_setting.values() if one.values), key=lambda one: self.sign * (one.mean or 0.0)
+        )
+        return self.judged(known[0], known[1]).beside(known[1].label) if self.sign and known[1:] else ""
+
+    @property
+    def sign(self) -> float:
+        """The factor by which lower values are better; 0 if that is unknown."""
+        return {"min": 1.0, "max": -1.0}.get(self.monitor_mode, 0.0)
+
+
+def _is_usable(value: float | None) -> TypeGuard[float]:
+    return value is not None and abs(value) <= LARGEST_VALUE  # not NaN
+
+
+def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
+    """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
+    content = sweep.read()
+    runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
+    monitor = checkpoint_config(runs)
+    cells = []
+    for run, cell in zip(runs, content["cells"], strict=True):
+        best = best_checkpoint(read_checkpoints(run), monitor)
+        ids, own_state = readable(lambda run=run: read_json(run.mlflow)) or {}, readable(run.read_state)  # type: ignore[misc]
+        known = "unreadable" if (run.path / "state.json").exists() else "missing"
+        cells.append(
+            CellFacts(
+                name=run.name,
+                values=cell["values"],
+                label=cell["label"],
+                status=known if own_state is None else own_state.status,
+                metric=None if best is None else best.metrics[monitor.monitor],
+                step=None if best is None else best.step,
+                page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
+            )
+        )
+    metric, mode = monitor.monitor, str(monitor.monitor_mode)
+    is_best = any(cell.metric is not None for cell in cells)
+    if not is_best:  # no evaluated checkpoints, as in runs of scripts
+        beats = [last_beat(run) for run in runs]
+        metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.monitor)
+        mode = mode if metric == monitor.monitor else "min" if "loss" in metric else ""
+        cells = [
+            replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
+            for cell, beat in zip(cells, beats, strict=True)
+        ]
+    keys = tuple(content["keys"])
+    found = SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
+    return found.with_samples(sweep, 2)
+
+
+def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
+    """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged."""
+    counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
+    most = [key for key, count in counts.items() if count == max(counts.values())]
+    return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
+
+
+#: Rows of `setup_rows` that the cells of a sweep have in common.
+_OF_SWEEP = ("Config", "Trainer", "Model", "Data", "Code", "Image", "CPU", "Versions")
+
+
+def sweep_setup(facts: SweepFacts, sweep: SweepDir) -> list[tuple[str, list[str]]]:
+    """Return what the cells of a sweep have in common, as the first one has recorded it; empty if it is unreadable."""
+    cell = readable(lambda: read_facts(RunDir(sweep.path.parent / facts.cells[0].name)))
+    return [row for row in setup_rows(cell) if row[0] in _OF_SWEEP] if cell is not None else []
+
+
+def describe_sweep(
+    facts: SweepFacts,
+    ledger: Ledger,
+    setup: Sequence[tuple[str, Sequence[str]]] = (),
+    *,
+    cost: str = "",
+    report: str = "",
+    max_chars: int,
+) -> str:
+    """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first.
+
+    Args:
+        ledger: of all cells together.
+        setup: what the cells have in common.
+    """
+
+    def sections(num_kept: int) -> Iterator[str]:
+        yield from _sweep_sections(facts, cost, report, num_kept)
+        if setup:
+            yield "### Setup\n\n" + setup_table(setup)
+        if ledger.entries:
+            yield "### Cost\n\n" + cost_text(ledger)
+
+    return fitted(sections, _KEPT_CELLS, max_chars)
+
+
+def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) -> Iterator[str]:
+    yield status_line(facts.state)
+    cells = facts.ranked_cells
+    titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
+    settings = facts.settings if facts.monitor else ()
+    if facts.best is not None:
+        kind, text = "setting" if settings else "cell", facts.best.text.removesuffix("" if settings else " (n=1)")
+        page = next((cell.page for cell in cells if cell.label == facts.best.label), "")
+        direction = "lowest" if facts.monitor_mode == "min" else "highest"
+        yield (
+            f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
+            f" ({direction} is best)" + (f", {escaped(facts.beside_next)}" if facts.beside_next else "")
+        )
+    parts = [f"Cost: {with_code(cost, 300)}"] if cost else []
+    if parts := [*parts, *([link("report.html", report)] if report else [])]:
+        yield " · ".join(parts)
+    if settings and settings[0].values:
+        columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Cells")
+        yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])
+    rows = []
+    for cell, title in list(zip(cells, titles, strict=True))[:num_kept]:
+        numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
+        values = [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
+        rows.append([title, *values, *(numbers if facts.monitor else []), cell.status])
+    head = ("Run", *facts.keys, *([facts.monitor, "Step"] if facts.monitor else []), "State")
+    left_out = len(cells) - num_kept
+    yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
