@@ -64,7 +64,7 @@ def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
     result = hpcdist("cost", "exp")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
-    assert "discarded 40 %, down 40 %" in result.out, "the largest losses"
+    assert "down 40 %, discarded 40 %" in result.out, "the largest losses"
     assert "together: 15 core-hours, 2 GPU-hours\n" in result.out
     make_sweep(runs[0].path.parent, "first", "gpu")
     assert "together: 5 core-hours, 2 GPU-hours\n" in hpcdist("cost", "grid").out, "of its cells"
