@@ -52,6 +52,8 @@ class ProgressMonitor:
         self._report = report
         self._is_script = bool(config.trainer.script)
         self._timeout_s = config.launch.hang_s
+        #: Before its first heartbeat a rank imports torch and connects, for which a short timeout is too short.
+        self._first_timeout_s = max(self._timeout_s, config.launch.init_timeout_s)
         self._num_ranks = len(ranks.remaining) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, now)] * self._num_ranks
         roles = Roles.of(config.roles, self._num_ranks)
@@ -141,7 +143,8 @@ class ProgressMonitor:
         try:
             timing_due = not self._is_script and self._stragglers.is_due(rank, now)
             sign = self._read_timing(rank, now) if timing_due else self._sign(rank)
-            if sign == known and now - max(since, self.unavailable_until) >= self._timeout_s:
+            limit_s = self._timeout_s if known is not None else self._first_timeout_s
+            if sign == known and now - max(since, self.unavailable_until) >= limit_s:
                 if self.silent_s(now) >= self._timeout_s:
                     return True
                 # A trainer that has begun to report each step must go on.
