@@ -169,14 +169,15 @@ def line_chart(
 
 
 def _bands(frame: _Frame, starts: Mapping[float, str]) -> list[Markup]:
-    """Return the attempts as bands, every second one shaded, with the names of those that are wide enough."""
+    """Return the attempts as bands between dashed lines, with the names of those that are wide enough."""
     shown = {x: name for x, name in starts.items() if frame.x[0] < x <= frame.x[1]}
     first = max(((x, name) for x, name in starts.items() if x <= frame.x[0]), default=(0, "attempt 1"))[1]
     ends = [*map(frame.left, shown), _RIGHT] if shown or first != "attempt 1" else []
     bands = list(zip((first, *shown.values()), [_LEFT, *ends], ends, strict=False))
     shaded = "".join(f"M{a:.1f} {_TOP}H{b:.1f}V{_BOTTOM}H{a:.1f}Z" for _, a, b in bands[1::2])
     names = [_text("tick mid", name, (a + b) / 2, _TOP - 2) for name, a, b in bands if b - a > 80]
-    return [_tag("path", class_="band", d=shaded), *names] if bands else []
+    lines = "".join(f"M{a:.1f} {_TOP}V{_BOTTOM}" for _, a, _ in bands[1:])
+    return [_tag("path", class_="band", d=shaded), _tag("path", class_="mark", d=lines), *names] if bands else []
 
 
 def shade(share: float) -> str:

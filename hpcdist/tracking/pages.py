@@ -447,7 +447,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict
     best, mode = [("train/loss", "min"), *((best_metric(key), mode) for key, mode in monitors.items())][-1]
     views = {
         "hpcdist-overview": _view(
-            *(_tag("hpcdist.best"), *bests, state, cost, _DURATION, loss, *throughput),
+            *(_tag("hpcdist.best"), state, cost, _DURATION, *bests, loss, *throughput),
             *(nodes, ranks, dataset, *primary),
             order_by=_metric(best),
             ascending=mode == "min",
