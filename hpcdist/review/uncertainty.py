@@ -108,16 +108,16 @@ def judge(first: Measured, second: Measured, num_pairs: int = 1) -> Verdict:
         )
     elif first.samples and second.samples and _same_samples(first.data, second.data):
         method = f"paired, {len(first.samples):,} samples"
+        if first.samples == second.samples:
+            return Verdict(delta=0.0, word=EQUAL, method=method)
         interval = paired_interval(first.samples, second.samples, num_pairs)
     elif first.num_samples and second.num_samples:
         sizes, method = (first.num_samples, second.num_samples), UNPAIRED
         interval = difference_interval(first.mean, sizes[0], second.mean, sizes[1], num_pairs)
     if interval is not None and first.is_share and second.is_share:
         interval = max(-1.0, interval[0]), min(1.0, interval[1])
-    if not delta and (interval is None or (one == other == 1 and first.samples and first.samples == second.samples)):
-        word = EQUAL
-    elif interval is None:
-        word = NO_ERROR
+    if interval is None:
+        word = NO_ERROR if delta else EQUAL
     elif not interval[0] <= 0 <= interval[1]:
         word = CLEAR
     else:
