@@ -383,7 +383,7 @@ class LaunchConfig(ConfigSection):
     fork: bool = True
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     private_network: bool = True
-    """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if no data is downloaded."""
+    """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if they cannot download data."""
     init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)
