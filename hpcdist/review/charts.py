@@ -1,7 +1,5 @@
 """Charts of metrics and of ranks as SVG, for the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

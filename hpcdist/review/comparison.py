@@ -1,7 +1,5 @@
 """The comparison of runs: results, configs, code, environments, and the values that a rerun repeats."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

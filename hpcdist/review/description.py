@@ -1,7 +1,5 @@
 """The setup of a run in words, and its description in Markdown for MLflow's UI."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import time
@@ -257,7 +255,7 @@ _SILENT_S = 120.0
 
 
 def describe(
-    facts: RunFacts, ledger: Ledger, finding: Finding | None = None, *, max_chars: int, now: float | None = None
+    facts: RunFacts, ledger: Ledger, finding: "Finding | None" = None, *, max_chars: int, now: float | None = None
 ) -> str:
     """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first."""
     when = time.time() if now is None else now
@@ -313,7 +311,9 @@ def status_line(state: State) -> str:
     return with_code(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
 
 
-def _sections(facts: RunFacts, ledger: Ledger, finding: Finding | None, num_attempts: int, now: float) -> Iterator[str]:
+def _sections(
+    facts: RunFacts, ledger: Ledger, finding: "Finding | None", num_attempts: int, now: float
+) -> Iterator[str]:
     # MLflow shows only the first lines until a click: the result, or the cause of a bad end.
     first, _, rest = headline(facts, ledger).partition(" · ")
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []

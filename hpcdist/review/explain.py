@@ -1,7 +1,5 @@
 """Causes of a failed or waiting run (`hpcdist explain`), with the patterns of known failures."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence

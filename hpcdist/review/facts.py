@@ -1,7 +1,5 @@
 """Facts about a run, read from its folder: attempts, checkpoints, metric series and results."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Figures that a trainer writes with `Context.figure`: small JSON files that the report draws beside its metrics."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

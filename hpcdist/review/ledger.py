@@ -1,7 +1,5 @@
 """The ledger, in which every second of every allocated GPU or core has one cause, and the cost of a run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The report of a run: one self-contained HTML file."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Text of reports: Markdown for MLflow's UI, addresses in it, and durations."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """The error of a figure, and whether two figures differ by more than chance; methods: docs/how-to/compare-runs.md."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -3,8 +3,6 @@
 Each run carries its result as the tag `hpcdist.result`, and one search finds all of them.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections import Counter
