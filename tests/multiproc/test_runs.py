@@ -74,7 +74,7 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     code, output = finish(process)
     assert code == 0, output
     assert "rank 1 on " in output
-    assert "was killed by SIGKILL after step " in output
+    assert "was killed by SIGKILL, last heartbeat at step " in output
     assert "restart 1 of 3\n" in output
     assert "\nresuming at step 45" in output
     state = runs.run_dir(name).read_state()

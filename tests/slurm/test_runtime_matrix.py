@@ -383,7 +383,7 @@ def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.runs.rank_processes(boxed.name)[3].kill()
     boxed.release()
     boxed.assert_recovered_from_checkpoint()
-    assert "rank 3 on n2 was killed by SIGKILL after step " in boxed.runs.job_log(boxed.name)
+    assert "rank 3 on n2 was killed by SIGKILL, last heartbeat at step " in boxed.runs.job_log(boxed.name)
     assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (1, 2, 1)
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 

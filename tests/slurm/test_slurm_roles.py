@@ -131,7 +131,7 @@ def test_killed_rank_of_the_second_component_restarts_in_place(
     assert_recovered(slurm_runs, name, job, control, SAVED_AT)
     assert devcluster.job(job)["Restarts"] == "0"
     # srun numbers the tasks of each component from 0: it reports task 2 for this rank.
-    assert "rank 3 (worker:2) on n2 was killed by SIGKILL after step " in slurm_runs.job_log(name)
+    assert "rank 3 (worker:2) on n2 was killed by SIGKILL, last heartbeat at step " in slurm_runs.job_log(name)
     for attempt in (1, 2):
         assert placement(slurm_runs, name, attempt) == expected_placement("n4", "n1", "n2")
 

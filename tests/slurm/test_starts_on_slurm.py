@@ -187,7 +187,7 @@ def test_parents_fork_the_ranks_of_the_next_attempt(scene: FaultScene) -> None:
     os.kill(scene.pid_of(3), signal.SIGKILL)
     scene.release()
     scene.assert_recovered_from_checkpoint()
-    assert "rank 3 on n2 was killed by SIGKILL after step " in scene.runs.job_log(scene.name)
+    assert "rank 3 on n2 was killed by SIGKILL, last heartbeat at step " in scene.runs.job_log(scene.name)
     assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (1, 2, 1)
     for node, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
         log = (scene.runs.attempt(scene.name).path.parent / f"rank-parent-{node}.log").read_text()

@@ -34,7 +34,8 @@ _GENERAL = ("checkpoint", "cluster", "container", "elastic", "launch", "notify",
 def content_of(runs: Runs, name: str) -> str:
     """Return the names of what a run has left in MLflow and of the files in its folder, one a line.
 
-    Left out is what depends on the machine: the commit and the changes of the checkout, and GPUs.
+    Left out is what depends on the machine or on other runs: the commit and the changes of the checkout, GPUs, and the
+    leaderboard, which runs without a result have only if others have one.
     """
     names = {
         "tag": runs.tags(name),
@@ -44,7 +45,7 @@ def content_of(runs: Runs, name: str) -> str:
         "file": files_of(runs, name),
     }
     lines = (f"{kind:7}{one}" for kind, found in names.items() for one in sorted(set(found)))
-    return "\n".join(line for line in lines if not re.search(r"git[._]|code\.patch|gpu_", line))
+    return "\n".join(line for line in lines if not re.search(r"git[._]|code\.patch|gpu_|leaderboard", line))
 
 
 def compared(text: str, name: str) -> str:
@@ -63,11 +64,11 @@ def files_of(runs: Runs, name: str) -> set[str]:
 def check_files(runs: Runs, name: str, ending: str) -> None:
     """Compare the files in the folder of a run that has just ended.
 
-    Left out are the files of the shipper and the supervisor, which may still work, those of ranks that fail because
-    another one has, those by which a test holds ranks, and what heartbeats write.
+    Left out are the leaderboard, the files of the shipper and the supervisor, which may still work, those of ranks that
+    fail because another one has, those by which a test holds ranks, and what heartbeats write.
     """
     unsteady = re.compile(
-        r"lease$|artifacts/|journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch"
+        r"lease$|artifacts/|leaderboard|journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch"
         r"|.*/(rank-\d+\.(beat|outcome)\.|phases\.jsonl|held-|release$)"
     )
     steady = sorted(file for file in files_of(runs, name) if not unsteady.match(file))

@@ -188,7 +188,7 @@ def test_rejected_config_refers_to_its_key_and_a_known_error_has_its_cause(run: 
 
 
 def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
-    change_state(run, reason="rank 3 on n2 was killed by SIGKILL after step 9")
+    change_state(run, reason="rank 3 on n2 was killed by SIGKILL, last heartbeat at step 9")
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
     found = explained(run)
@@ -328,8 +328,8 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
     for name, line in (
         ("time-limit", "slurmstepd-n1: error: *** STEP 27.0 ON n1 CANCELLED AT 2026-11-20T08:21:04 DUE TO TIME LIMIT"),
         ("preempted", "slurmstepd-n2: error: *** JOB 28 ON n2 CANCELLED AT 2026-11-20T08:20:35 DUE TO PREEMPTION ***"),
-        ("node-failure", "rank 2 on n2 was killed by SIGKILL after step 46; lost n2"),
-        ("crashed", "rank 1 on n1 was killed by SIGSEGV after step 3"),
+        ("node-failure", "rank 2 on n2 was killed by SIGKILL, last heartbeat at step 46; lost n2"),
+        ("crashed", "rank 1 on n1 was killed by SIGSEGV, last heartbeat at step 3"),
         ("missing-module", "ModuleNotFoundError: No module named 'nosuch'"),
         ("port-taken", "DistNetworkError: The server socket has failed to listen on any address. name: EADDRINUSE"),
         ("port-taken", "the program at 10.0.0.1:21000 is not rank 0 of this attempt (hpcdist/7/1): timed out"),
@@ -338,7 +338,7 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("collective-timeout", "[/gloo/transport/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to"),
         ("not-started", "srun: error: Unable to create step for job 1: Requested nodes are busy"),
         ("not-started", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun"),
-        ("not-started", "rank 3 on n2 was killed by SIGKILL after step 50; step 2.1 (attempt-001) does not end"),
+        ("not-started", "rank 3 was killed by SIGKILL, last heartbeat at step 5; step 2.1 (attempt-001) does not end"),
         ("unreachable", "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to"),
         # https://www.osc.edu/documentation/knowledge_base/out_of_memory_oom_or_excessive_memory_usage
         ("out-of-memory", "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some"),
