@@ -32,7 +32,6 @@ QUERY_TIMEOUT_S = 15.0
 JOB_TIMEOUT_S = 60.0
 #: How long a job repeats a query that it cannot go on without.
 JOB_RETRY_S = 300.0
-_RETRY_EVERY_S = 0.2
 
 
 class SlurmError(HpcdistError):
@@ -45,16 +44,16 @@ class SlurmError(HpcdistError):
         self.stderr = stderr
 
 
-def run(*command: str, timeout_s: float | None = None, retry_s: float = 0.0) -> str:
+def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0) -> str:
     """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know."""
     until = time.monotonic() + retry_s
     while True:
         try:
-            return _run_once(command, QUERY_TIMEOUT_S if timeout_s is None else timeout_s).stdout
+            return _run_once(command, timeout_s).stdout
         except SlurmError as error:
             if not error.installed or time.monotonic() > until:
                 raise
-        time.sleep(_RETRY_EVERY_S)
+        time.sleep(0.2)
 
 
 def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> CompletedProcess[str]:
@@ -92,10 +91,8 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     with suppress(SlurmError):  # a cluster without accounting: only the controller's answer counts
         text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
         past = output.parse_sacct(text, job_id)
-    if current is not None and past is not None:
-        return replace(current, max_rss=past.max_rss, step_states=past.step_states)
     if current is not None:
-        return current
+        return current if past is None else replace(current, max_rss=past.max_rss, step_states=past.step_states)
     if past is None and controller_error is not None:
         raise controller_error
     # A job that the controller does not know has ended, even if accounting has not received its end.
@@ -202,10 +199,9 @@ def srun_option_error(name: str, value: str | bool) -> str | None:
         # --help ends the program after the options before it are parsed; it does not contact the controller.
         run("srun", f"--{name}" if value is True else f"--{name}={value}", "--help")
     except SlurmError as error:
-        if not error.stderr or error.timed_out:
-            return None
-        lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
-        return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines)
+        if error.stderr and not error.timed_out:
+            lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
+            return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines)
     return None
 
 
@@ -387,8 +383,6 @@ def signal_steps(step_ids: Sequence[str], signal_name: str) -> None:
 END_S = 10.0
 #: Processes that wait for a device or a file system take longer. Slurm's UnkillableStepTimeout is 60 s as well.
 UNKILLABLE_S = 60.0
-_POLL_EVERY_S = 0.2
-_KILL_EVERY_S = 2.0
 
 
 class UnkillableSteps(NamedTuple):
@@ -430,5 +424,5 @@ def _end(names: tuple[str, ...], limit_s: float, abandoned: Collection[str]) -> 
             return steps
         if now >= kill_at:
             signal_steps(sorted(steps), "KILL")
-            kill_at = now + _KILL_EVERY_S
-        time.sleep(_POLL_EVERY_S)  # Slurm has no notification for the end of a step
+            kill_at = now + 2.0
+        time.sleep(0.2)  # Slurm has no notification for the end of a step

@@ -18,8 +18,6 @@ from hpcdist.slurm.output import parse_memory_mb
 
 #: Settings that a role inherits from the section `cluster`.
 _INHERITED = ("gpus_per_node", "gpu_type", "cpus_per_task", "mem", "partition", "constraint")
-#: With more nodes than this the rank table shows the first and the last node of a component only.
-NODES_IN_TABLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +149,12 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
     """Return one allocation for all components: the sum of the nodes, each with the maximum of the requests."""
     if len(parts) == 1:
         return parts[0]
-    for name in ("partition", "constraint", "sbatch"):
-        if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
+    gpu_types = {part.gpu_type for part in parts if part.gpus_per_node}
+    for name in ("partition", "constraint", "sbatch", "gpu_type"):
+        values = gpu_types if name == "gpu_type" else [getattr(part, name) for part in parts]
+        if any(value != next(iter(values)) for value in values):
             problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
             raise ConfigError(problem)
-    gpu_types = {part.gpu_type for part in parts if part.gpus_per_node}
-    if len(gpu_types) > 1:
-        problem = "cluster.roles: gpu_type differs between roles, which needs a heterogeneous job (cluster.het)"
-        raise ConfigError(problem)
     memories = {part.mem: parse_memory_mb(part.mem) for part in parts if part.mem is not None}
     return replace(
         parts[0],
@@ -204,7 +200,8 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
         for role in part.roles:
             device = role_device(config, role)
             devices[role] = device if device != "auto" else config.launch.gpu_type if part.gpus_per_node else "cpu"
-        if nodes is not None and num_nodes <= NODES_IN_TABLE:
+        # With more nodes, the table shows the first and the last node of a component only.
+        if nodes is not None and num_nodes <= 16:
             for node in nodes[index]:
                 groups.append((range(first, first + part.tasks_per_node), node))
                 first += part.tasks_per_node

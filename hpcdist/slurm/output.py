@@ -8,13 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-_MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)B?", re.IGNORECASE)
-_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-#: The name of a job may contain anything; the key after it is the same in all releases.
-_JOB_NAME = re.compile(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)")
-#: Texts that Slurm prints for an empty value.
-_EMPTY = ("", "(null)", "None", "None assigned", "N/A", "Unknown")
-
 
 def parse_record(line: str) -> dict[str, str]:
     """Return the `Key=value` words that `scontrol --oneliner` prints; a value is cut at its first space.
@@ -22,7 +15,8 @@ def parse_record(line: str) -> dict[str, str]:
     A job's name, and the free text at the end of a record, may contain such words: the first value of a key counts.
     """
     before, name, after = line, {}, ""
-    if match := _JOB_NAME.match(line):
+    # The name of a job may contain anything; the key after it is the same in all releases.
+    if match := re.match(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)", line):
         before, after = match[1], match[3]
         name = {"JobName": match[2]}
     text, _, command = f"{before}{after}".partition(" Command=")
@@ -42,7 +36,7 @@ def parse_settings(text: str) -> dict[str, str]:
 
 def parse_text(text: str | None) -> str:
     """Return a value; empty if Slurm prints `(null)`, `N/A` and the like."""
-    return "" if text is None or text in _EMPTY else text
+    return "" if text is None or text in ("(null)", "None", "None assigned", "N/A", "Unknown") else text
 
 
 def parse_count(text: str) -> int | None:
@@ -80,8 +74,9 @@ def parse_seconds(text: str) -> int | None:
 
 def parse_memory_mb(text: str) -> float | None:
     """Return a memory size of sbatch or sacct (`64G`, `2000`, `1.5M`) in MiB; None for anything else."""
-    match = _MEMORY.fullmatch(text.strip())
-    return float(match[1]) * _MB[match[2].upper()] if match else None
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    factors = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+    return float(match[1]) * factors[match[2].upper()] if match else None
 
 
 def parse_gpus(text: str) -> tuple[str | None, int]:
@@ -95,7 +90,6 @@ def parse_gpus(text: str) -> tuple[str | None, int]:
 
 #: States in which a node takes no jobs (`sinfo`'s long names).
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future", "not_responding", "reboot")
-_GRES_GPUS = re.compile(r"\bgpu(?::([^:,()]+))?(?::[^:,()]+)*:([0-9]{1,9})")
 #: Formats of `sinfo` for the nodes of all partitions, and for single nodes.
 PARTITION_FORMAT = "%R|%D|%c|%m|%G|%T|%N"
 NODE_FORMAT = "%N|%T|%f|%G|%c|%m|%H|%u|%E"
@@ -171,7 +165,7 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
             continue
         num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
         gpus: Counter[str] = Counter()
-        for kind, number in _GRES_GPUS.findall(gres):
+        for kind, number in re.findall(r"\bgpu(?::([^:,()]+))?(?::[^:,()]+)*:([0-9]{1,9})", gres):
             gpus[kind] += int(number)
         groups.append(
             NodeGroup(
@@ -369,7 +363,6 @@ def _job_info(job_id: str, facts: Mapping[str, str], **more: Any) -> JobInfo:
 
 #: Output fields requested of sacct.
 START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw,State"
-_TRES_GPUS = re.compile(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +412,7 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
     cores = parse_count(row["AllocCPUS"]) or 0
     if began is None or not cores:
         return None
-    gpus = _TRES_GPUS.search(row["AllocTRES"])
+    gpus = re.search(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)", row["AllocTRES"])
     # Slurm without an energy plugin reports 0.
     energy = parse_count(row["ConsumedEnergyRaw"]) or None
     return AccountedStart(

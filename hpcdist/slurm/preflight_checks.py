@@ -156,12 +156,6 @@ def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
 #: A node is slow if others are better by this factor and it is worse than the absolute value, because differences
 #: between sufficient values do not matter.
 SLOW, SLOW_BYTES_S = 4, 125 * MB
-#: Slow enough to be a failure.
-CRAWLING = 10
-#: Two nodes have no others to compare with: the rate of a 100 Mbit/s link.
-SLOW_PAIR_BYTES_S = 12.5 * MB
-#: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
-FATAL_SKEW_S = 30.0
 _SHOWN = 4
 
 
@@ -191,8 +185,7 @@ def _blame(pairs: Collection[Pair], bad: Collection[Pair]) -> tuple[list[str], l
 
 def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for node, answer in answers.items():
-        found = answer["network"]
-        if problem := found.get("port_problem"):
+        if problem := answer["network"].get("port_problem"):
             yield Check(
                 name="port",
                 # Only rank 0 listens on it.
@@ -258,13 +251,14 @@ def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
         own = median(rates[pair] for pair in slow if node in pair)
         yield Check(
             name="network",
-            level="failure" if own * CRAWLING <= usual else "warning",
+            level="failure" if own * 10 <= usual else "warning",
             text=f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes",
             fix="check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`),"
             f" or exclude it (cluster.exclude={node})",
             node=node,
         )
-    if len(rates) == 1 and usual < SLOW_PAIR_BYTES_S:
+    # Two nodes have no others to compare with: the rate of a 100 Mbit/s link.
+    if len(rates) == 1 and usual < 12.5 * MB:
         ((one, other),) = rates
         fix = (
             "check their cables, ports and speeds (`ethtool`), and the MTUs along the path (`ping -M do -s 1472 NODE`)"
@@ -295,7 +289,7 @@ def _skewed(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
         # With two nodes, the wrong clock is unknown; only one of them is reported.
         if abs(skew) < machine.SKEW_S or (len(skews) == 2 and node == next(iter(skews))):
             continue
-        fatal = abs(skew) >= FATAL_SKEW_S
+        fatal = abs(skew) >= 30.0  # a lease is renewed every 10 s and stale after 60 s by the reader's clock
         why = "a live run could be considered dead" if fatal else "logs and metrics of the nodes cannot be aligned"
         yield Check(
             name="clock",

@@ -29,8 +29,6 @@ from hpcdist.host.commands import done_within, start
 from hpcdist.host.network import tournament
 from hpcdist.slurm.on_nodes import node_name, print_answer
 
-#: Time until another machine's file is visible on a network file system.
-WITNESS_S = 3.0
 #: Limit of a file system's answer.
 FOLDER_S = 5.0
 #: Limit of a name lookup; torch makes several before ranks have met.
@@ -93,7 +91,7 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     names = () if request.addresses else (node, request.nodes[0])
     lookups = {name: start(partial(machine.look_up, name)) for name in names}
     machine_facts = start(partial(read_machine, env))
-    witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
+    witness = start(lambda: storage.sees(Path(request.witness), request.token, 3.0))
     found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
     found["network"] = test_network(request, node)
     # After the network test, which it would slow down.
@@ -312,15 +310,10 @@ ALL_PAIRS = 64
 #: Time to connect to a node that listens. TCP repeats a lost first packet after one and three seconds.
 GRACE_S = 4.0
 CONNECT_S = 3.5
-RETRY_S = 0.1
 #: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS` nodes connect at once.
 MAX_UNKNOWN = 2 * ALL_PAIRS
 #: Data that each node sends in one exchange, to all peers together.
 EXCHANGE_BYTES = 2**20
-#: … but at least this much to each, since the processor time of many small transfers would count as a slow network.
-LEAST_BYTES = 2**17
-#: Number of exchanges; of each peer the shortest counts, because other load and TCP's slow start only prolong it.
-EXCHANGES = 5
 #: Limit of one transfer, and of all exchanges.
 STALL_S, EXCHANGES_S = 8.0, 20.0
 
@@ -336,8 +329,9 @@ class Mesh:
         me = nodes.index(node)
         partners = {own for turn in tournament(len(nodes), ALL_PAIRS - 1) if (own := turn[me]) is not None}
         self.peers = {nodes[number]: Peer(nodes[number]) for number in sorted(partners)}
-        #: Bytes that this node sends to each peer in one exchange.
-        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES // max(1, len(self.peers)))
+        #: Bytes that this node sends to each peer in one exchange: at least 128 KiB, since the processor time of many
+        #: small transfers would count as a slow network.
+        self.exchange_bytes = max(2**17, EXCHANGE_BYTES // max(1, len(self.peers)))
         #: Error of listening on the port; empty without one.
         self.port_problem = ""
         #: This node's addresses on its connections.
@@ -421,7 +415,7 @@ class Mesh:
                 if peer.status == "refused" and is_unheard:
                     peer.status, peer.detail = other
                 return None
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(0.1)
 
     async def address_of(self, name: str) -> str:
         """Return the address of a node. Raises OSError."""
@@ -456,7 +450,7 @@ class Mesh:
             for peer, trip_s, offset_s in await self._requests(0):
                 if trip_s < shortest_s.get(peer.name, STALL_S):
                     shortest_s[peer.name], peer.offset_s = trip_s, offset_s
-        for _ in range(EXCHANGES):
+        for _ in range(5):  # the shortest counts, because other load and TCP's slow start only prolong it
             for peer, taken_s, _ in await self._requests(self.exchange_bytes):
                 peer.exchange_s = min(taken_s, peer.exchange_s or taken_s)
 

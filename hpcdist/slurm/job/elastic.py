@@ -118,16 +118,10 @@ class NodePool:
 
 #: Shortest time between two connections to a node; with many nodes it is longer.
 PROBE_EVERY_S = 1.0
-#: Number of connections per second to all nodes together.
-PROBES_PER_S = 200.0
-#: A connection without an answer is given up after this time.
-ANSWER_S = 1.5
-#: A node that has not answered for this time is lost; at least this many intervals.
+#: A node that has not answered for this time, and for three intervals, is lost.
 SILENT_S = 4.0
-SILENT_INTERVALS = 3
 #: After a pause between two calls of `silent`, as of a suspended process, no more than this counts.
 PAUSE_S = 1.0
-_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 @dataclass
@@ -150,7 +144,7 @@ class _Node:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
-        if code in _ANSWERS:
+        if code in (0, errno.ECONNREFUSED, errno.ECONNRESET):
             self.answered = now
 
 
@@ -163,14 +157,14 @@ class HostProbe:
     def __init__(self, addresses: Mapping[str, str], port: int) -> None:
         self._nodes = {name: _Node(address) for name, address in addresses.items()}
         self._port = port
-        self._every_s = max(PROBE_EVERY_S, len(self._nodes) / PROBES_PER_S)
+        self._every_s = max(PROBE_EVERY_S, len(self._nodes) / 200)  # 200 connections a second to all nodes together
         self._last_call = time.monotonic()
 
     def silent(self, for_s: float = SILENT_S) -> list[str]:
         """Return the nodes that have not answered for some time. Call it several times a second."""
         now = time.monotonic()
         pause_s, self._last_call = max(0.0, now - self._last_call - PAUSE_S), now
-        limit_s = max(for_s, SILENT_INTERVALS * self._every_s)
+        limit_s = max(for_s, 3 * self._every_s)
         poll = select.poll()
         for node in self._nodes.values():
             if node.connection is not None:
@@ -181,7 +175,7 @@ class HostProbe:
             if node.connection is not None:
                 if node.connection.fileno() in ready:
                     node.end(node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
-                elif now - node.began > ANSWER_S:
+                elif now - node.began > 1.5:  # without an answer
                     node.end(errno.ETIMEDOUT, now)
             if node.connection is None and now - node.began >= self._every_s:
                 node.connect(self._port, now)
@@ -211,8 +205,6 @@ def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
 # and the next step overlaps it on the other nodes.
 
 log = logging.getLogger(__name__)
-#: With too few other nodes the run goes back into the queue, so a node is given more time to answer.
-SILENT_BEFORE_REQUEUE_S = 30.0
 #: Interval of checks for a new checkpoint and for lost nodes that answer again.
 CHECK_EVERY_S = 5.0
 
@@ -350,8 +342,9 @@ class ElasticNodes(FixedNodes):
             self._lost_idle -= back
             self.pool.keep_idle(back)
         lost = [node for node in self.pool.used if node in silent]
-        # Nodes that were lost long ago say nothing about these.
-        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(SILENT_BEFORE_REQUEUE_S))):
+        # With too few other nodes the run goes back into the queue, so a node is given more time to answer. Nodes that
+        # were lost long ago say nothing about these.
+        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(30.0))):
             return None
         self._lost = tuple(lost)
         return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]

@@ -40,21 +40,10 @@ from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.plan import code_env
 
 log = logging.getLogger(__name__)
-#: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
-NODE_ANSWER_S = 20.0
-#: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
-REGISTRATION_S = 120.0
-
-#: Time for srun to end after its tasks are killed.
-END_STEP_S = 20.0
 #: Time for srun to end after rank 0 has written its outcome; then the nodes are asked for running ranks. The
 #: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
 REPORTED_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
-#: Number of lines to search backwards for one that is not empty.
-_LAST_LINES = 10
-#: A file of a rank in the attempt's folder: its log, which Slurm opens when it starts the rank, or one that it wrote.
-_FILE_OF_RANK = re.compile(r"\.?rank-(\d+)\.")
 #: Pause after a search through the attempt's folder, as a multiple of the search's duration.
 SEARCH_PAUSE = 50.0
 #: Coarsest resolution of a file system's time stamps.
@@ -230,9 +219,10 @@ class SlurmLauncher:
 
     def _lost_nodes(self) -> list[str]:
         names, step = self.nodes.used.names, nodes_command(self.nodes.used, announced(["true"]))
-        until = time.monotonic() + REGISTRATION_S
+        until = time.monotonic() + 120.0  # until a restarted controller has reached its nodes, it starts no step there
         # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
-        while not (alive := ask(step, names, NODE_ANSWER_S, env=self._env).started) and time.monotonic() < until:
+        # A node that does not answer within 20 s counts as failed: Slurm's messages time out after 10 s.
+        while not (alive := ask(step, names, 20.0, env=self._env).started) and time.monotonic() < until:
             time.sleep(1.0)
         return [node for node in names if node not in alive]
 
@@ -321,12 +311,13 @@ class RankStep:
             return []
         # Listing the folder refreshes a network file system's cache; opening a single file does not.
         names = retry(lambda: os.listdir(self.attempt.path), self.attempt.path)
-        matches = (_FILE_OF_RANK.match(name) for name in names)
+        # Its log, which Slurm opens when it starts the rank, or a file that the rank wrote.
+        matches = (re.match(r"\.?rank-(\d+)\.", name) for name in names)
         started = {int(match[1]) for match in matches if match}
         return [rank for rank in range(self._num_ranks) if rank not in started]
 
     def last_message(self) -> str:
-        lines = retry(lambda: last_lines(self._log, _LAST_LINES), self._log)
+        lines = retry(lambda: last_lines(self._log, 10), self._log)  # the last ones may be empty
         return last_line("\n".join(text for _, text in lines)) or "no output of srun"
 
     def _poll(self, *, ended: bool) -> None:
@@ -381,7 +372,7 @@ class RankStep:
             elif not signal_named_steps(step_name(self.attempt), "KILL"):
                 self._process.terminate()  # the step has not been created, or the controller does not answer
             try:
-                self._process.wait(END_STEP_S)
+                self._process.wait(20.0)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()

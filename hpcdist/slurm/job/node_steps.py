@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 #: Time for a new parent to listen: until Slurm has started its step, and Python has been loaded.
 CONNECT_S = 20.0
-#: Time for the step to end after srun was asked to end it.
-_END_S = 5.0
 #: Options of srun that concern tasks of ranks only, and hold for forked ranks as well.
 _PASSED_ON = {"cpu-bind", "distribution", "hint", "label", "mpi", "quiet", "unbuffered", "wait"}
 #: Variables of the job by which srun would bind tasks or limit the processors of the step.
@@ -190,7 +188,7 @@ class ParentSteps:
         if step.process.poll() is None:
             step.process.terminate()  # srun then also ends its tasks
             try:
-                step.process.wait(_END_S)
+                step.process.wait(5.0)
             except subprocess.TimeoutExpired:
                 signal_named_steps(PARENTS_STEP, "KILL")
         elif step.process.returncode < 0:  # the step outlives a killed srun
@@ -216,9 +214,6 @@ class ParentSteps:
 #
 # Both were seen with 22.05. The supervisor cannot request the requeue, because it ran on the failed node.
 
-#: Low load for a controller, and short compared with the minutes after which it declares a node down.
-POLL_EVERY_S = 20.0
-
 
 def is_partly_requeued(records: Sequence[Mapping[str, str]]) -> bool:
     states = [facts.get("JobState") for facts in records]
@@ -234,7 +229,7 @@ def has_lost_batch_host(records: Sequence[Mapping[str, str]]) -> bool:
 
 def watch(job_id: str) -> None:
     while True:
-        time.sleep(POLL_EVERY_S)
+        time.sleep(20.0)  # low load for a controller, and short compared with the minutes until it declares a node down
         try:
             records = client.job_records(job_id)
             if is_partly_requeued(records):
@@ -288,11 +283,8 @@ class WatchdogStep:
 # their slurmstepd. The answer has the ranks that run, after `kill` those that have survived SIGKILL, and also tasks
 # that wait for their forked rank.
 
-#: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
-RANKS_ON_NODES_S = 60.0
 #: A killed process ends within this time, unless it waits for a device or a file system.
 KILL_S = 5.0
-_POLL_EVERY_S = 0.05
 
 
 def ranks_on_nodes(
@@ -303,7 +295,8 @@ def ranks_on_nodes(
         return {}
     command = [sys.executable, "-P", "-m", NODE_STEPS, action, str(run.path)]
     step = nodes_command(nodes, command if patient else announced(command))
-    found = ask(step, nodes.names, RANKS_ON_NODES_S, env=env, patient=patient)
+    # It starts Python on each node, perhaps from a slow file system.
+    found = ask(step, nodes.names, 60.0, env=env, patient=patient)
     return {node: list(answer["ranks"]) for node, answer in found.by_node.items()}
 
 
@@ -315,7 +308,7 @@ def kill_ranks(run: Path, node: str) -> list[int]:
             for pid in family(process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_EVERY_S)
+        time.sleep(0.05)
     return [process.rank for process in found]
 
 

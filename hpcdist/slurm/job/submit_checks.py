@@ -204,10 +204,6 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-#: An entry of `--gres` that requests GPUs.
-_GPU_ENTRY = re.compile(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)")
-
-
 def gpu_conflicts(cluster: ClusterConfig, env: Mapping[str, str]) -> list[str]:
     """Return a problem for each option or variable with which Slurm 26.05 refuses --gpus-per-node."""
     asked = f"cluster.gpus_per_node={cluster.gpu_request}" if cluster.gpus_per_node else "SBATCH_GPUS_PER_NODE"
@@ -219,7 +215,7 @@ def gpu_conflicts(cluster: ClusterConfig, env: Mapping[str, str]) -> list[str]:
         f"{place} ({value}) requests GPUs beside {asked}, which Slurm refuses:"
         " remove it; cluster.gpus_per_node: a100:4 requests a type"
         for place, value in given.items()
-        if _GPU_ENTRY.search(value)
+        if re.search(r"(^|,)\s*(gres[:/])?gpu(?=[:=,]|$)", value)  # an entry of --gres
     ]
 
 
