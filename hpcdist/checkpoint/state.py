@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hpcdist.checkpoint.store import MODEL_FILE, FileRecord, load_file, save_file, shard_name, verified
+from hpcdist.checkpoint.store import MODEL_FILE, TRAINER_FILE, FileRecord, load_file, save_file, shard_name, verified
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
@@ -122,10 +122,6 @@ class Shard:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     trainer: Any = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.model and self.trainer is None
-
     def content(self) -> dict[str, Any]:
         rows = {name: list(span) for name, span in self.rows.items()}
         return {"model": self.model, "rows": rows, "trainer": self.trainer}
@@ -216,5 +212,5 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     folder = Path(path)
     manifest = verified(folder)
     weights = load_file(folder / MODEL_FILE)
-    shards = [load_file(folder / name) for name in sorted(manifest.shards)]
+    shards = [load_file(folder / name) for name in sorted(manifest.files.keys() - {MODEL_FILE, TRAINER_FILE})]
     return weights | merge(shards, str(folder))

@@ -61,10 +61,6 @@ class FileRecord:
     sha256: str
 
 
-#: Moves the shards of other ranks into a folder, and returns their records by file name.
-CollectShards = Callable[[Path], Mapping[str, FileRecord]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The state of one checkpoint, to be written, or loaded into host memory."""
@@ -74,7 +70,8 @@ class Snapshot:
     trainer: Any
     rank_states: list[Any]  #: by rank
     metrics: Mapping[str, float] = field(default_factory=dict)
-    collect_shards: CollectShards | None = None
+    #: Moves the shards of other ranks into a folder, and returns their records by file name.
+    collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None
     samples: bytes = b""  #: content of SAMPLES_FILE; empty without one
 
 
@@ -89,11 +86,6 @@ class Manifest:
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
     write_s: float = 0.0
-
-    @property
-    def shards(self) -> list[str]:
-        """Names of the files of parts that single ranks own."""
-        return [name for name in self.files if name not in (MODEL_FILE, TRAINER_FILE)]
 
 
 class CheckpointStore:
@@ -269,13 +261,6 @@ class CheckpointStore:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
 
 
-def verified(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError unless all files are as written."""
-    manifest = read_manifest(folder)
-    verify_hashes(manifest)
-    return manifest
-
-
 def _entries(folder: Path) -> list[Path]:
     try:
         return retry(lambda: list(folder.iterdir()), folder)
@@ -438,8 +423,9 @@ def _parsed(raw: Any, path: Path) -> Manifest:
     )
 
 
-def verify_hashes(manifest: Manifest) -> None:
-    """Raise CheckpointError unless the SHA-256 of every file equals the one in the manifest."""
+def verified(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises CheckpointError unless sizes and SHA-256 of all files are in it."""
+    manifest = read_manifest(folder)
 
     def digest_of(path: Path) -> str:
         with open_regular(path) as file:
@@ -453,6 +439,7 @@ def verify_hashes(manifest: Manifest) -> None:
             raise CheckpointError(f"{manifest.path}: {name} cannot be read ({error.strerror})") from error
         if digest != record.sha256:
             raise CheckpointError(f"{manifest.path}: {name} has changed since it was written (its SHA-256 differs)")
+    return manifest
 
 
 def load_file(path: Path) -> dict[str, Any]:

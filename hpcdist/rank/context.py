@@ -502,7 +502,7 @@ class Context:
         """
         with self.timer.account.phase("checkpoint"):
             report_saved = self._commands.begin_save(step)
-            is_owner = shard is not None and not shard.is_empty
+            is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
             state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
             gathered = self.groups.gather((self._rank_state(local), is_owner, state.is_sharded))
             _require_equal_sharding([is_sharded for *_, is_sharded in gathered])

@@ -24,7 +24,7 @@ from torch import nn
 from hpcdist.checkpoint import store as checkpoint_store
 from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers
 from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
-from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verify_hashes
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verified
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError, HpcdistError
@@ -101,7 +101,9 @@ def test_tied_weights_are_stored_once_and_loaded_tied(store: CheckpointStore, sa
     assert (path / "model.pt").stat().st_size < 1.1 * 1000 * 64 * 4
 
 
-def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointStore, saver: AsyncSaver) -> None:
+def test_load_weights_returns_the_model_and_verifies_hashes(
+    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(3, 2)
     save(saver, 1, model=clean_state_dict(model), wait=True)
     path = store.folder / "step-00000001"
@@ -118,10 +120,11 @@ def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointSto
     with pytest.raises(CheckpointError, match=r"nowhere: manifest.json cannot be read"):
         load_weights(store.folder / "nowhere")
     manifest = read_manifest(path)
+    monkeypatch.setattr(checkpoint_store, "read_manifest", lambda _: manifest)  # the file changes after it
     (path / "model.pt").unlink()
     os.mkfifo(path / "model.pt")
     with pytest.raises(CheckpointError, match=r"model.pt cannot be read \(not a regular file\)"):
-        verify_hashes(manifest)
+        verified(path)
 
 
 # --- refusals and errors
