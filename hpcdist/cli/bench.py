@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hpcdist.trainers.comm.results import Results
 
 app = typer.Typer(name="bench", help="Measure communication between ranks, here or on a cluster.", no_args_is_help=True)
-CONFIG = "bench_comm"
 
 
 @app.command()
@@ -42,7 +41,7 @@ def comm(
 
     on_slurm = on_slurm or cluster is not None
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    config = create.with_name(load_config(CONFIG, words, cluster=cluster))
+    config = create.with_name(load_config("bench_comm", words, cluster=cluster))
     if on_slurm:
         code = submit_run(config, {}, follow=follow, dry_run=dry_run)
     else:

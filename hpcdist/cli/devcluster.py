@@ -26,26 +26,6 @@ def _setting(flag: str, metavar: str, text: str, default: object, **more: Any) -
     return option(flag, metavar, text, show_default=str(default), **more)
 
 
-Proctrack = Annotated[
-    Literal["cgroup", "linuxproc"] | None,
-    _setting(
-        "--proctrack",
-        "cgroup|linuxproc",
-        "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
-        "cgroup where root may create cgroups of version 1",
-    ),
-]
-Runtime = Annotated[
-    Literal["none", "apptainer", "docker", "pyxis"] | None,
-    _setting(
-        "--runtime",
-        "apptainer|docker|pyxis",
-        "Container runtime of the nodes, which must be installed on this machine.",
-        Settings.runtime,
-    ),
-]
-
-
 @app.command()
 def up(
     num_nodes: Annotated[
@@ -66,8 +46,24 @@ def up(
     memory_mb: Annotated[
         int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb, min=1)
     ] = None,
-    proctrack: Proctrack = None,
-    runtime: Runtime = None,
+    proctrack: Annotated[
+        Literal["cgroup", "linuxproc"] | None,
+        _setting(
+            "--proctrack",
+            "cgroup|linuxproc",
+            "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
+            "cgroup where root may create cgroups of version 1",
+        ),
+    ] = None,
+    runtime: Annotated[
+        Literal["none", "apptainer", "docker", "pyxis"] | None,
+        _setting(
+            "--runtime",
+            "apptainer|docker|pyxis",
+            "Container runtime of the nodes, which must be installed on this machine.",
+            Settings.runtime,
+        ),
+    ] = None,
     pyxis_plugin: Annotated[
         str | None, _setting("--pyxis-plugin", "FILE", "With --runtime pyxis: its plugin.", Settings.pyxis_plugin)
     ] = None,

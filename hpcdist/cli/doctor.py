@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     from hpcdist.checks.doctor import Section
     from hpcdist.host.machine import Check
 
-
 app = typer.Typer()
-
-#: Columns of the report at most, for readability and for output without a terminal.
-_MAX_WIDTH = 100
-#: Columns of the labels of `explain`, such as `evidence:`.
-_LABEL_WIDTH = 10
 _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
 
 
@@ -53,7 +47,7 @@ def explain(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDi
         say(json.dumps(redact_tree(document), indent=2))
         return
     for line in found.lines:
-        say(wrapped(console(), redact_text(line), _LABEL_WIDTH))
+        say(wrapped(console(), redact_text(line), 10))  # columns of the labels, such as `evidence:`
 
 
 @app.command()
@@ -137,7 +131,7 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
     from hpcdist.checks.doctor import execute, section_lines, summary_lines
 
     out = console()
-    width = min(out.width, _MAX_WIDTH)
+    width = min(out.width, 100)  # for readability, and for output without a terminal
     _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
     page = []
     # The spinner shows the sections in progress at the bottom of a terminal.

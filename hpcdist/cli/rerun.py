@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hpcdist.run.snapshot import CodeSource, CodeState
     from hpcdist.tracking.recorded_run import RecordedRun
 
-
 app = typer.Typer()
 
 
@@ -193,10 +192,6 @@ def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *
     return found
 
 
-#: Sections of a config that name programs, their environment, files or servers, or the number of processes.
-_EXECUTED = ("trainer", "params", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
-
-
 def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None) -> None:
     """Print what is repeated, and of a run in MLflow alone the recorded values that determine what is executed."""
     from hpcdist.config.document import flat
@@ -212,8 +207,10 @@ def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source:
         return
     say("from MLflow, where others may have changed them:")
     defaults = flat(to_tree(Defaults()))
+    # Sections of a config that name programs, their environment, files or servers, or the number of processes.
+    executed = ("trainer", "params", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
     for key, value in read_stored(recorded.config).values.items():
-        if key.partition(".")[0] in _EXECUTED and value != defaults.get(key):
+        if key.partition(".")[0] in executed and value != defaults.get(key):
             say(f"  {key}={json.dumps(value, default=str, ensure_ascii=False)}")
     if source is not None:
         # The ranks work in this folder, and import from it if it is outside of the code.
@@ -222,10 +219,6 @@ def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source:
         file, lines = recorded.config.with_name(PATCH), len(recorded.patch.splitlines())
         digest = hashlib.sha256(recorded.patch).hexdigest()
         say(f"  code.patch: sha256 {digest}, {lines:,} lines; until you answer, it is {file}")
-
-
-#: Differing metrics that are printed.
-_SHOWN = 8
 
 
 def _original(made: RunDir, runs_dir: Path, scratch: Path) -> RecordedRun:
@@ -271,7 +264,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float) -> int:
         notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
     for note in notes:
         say(note)
-    for difference in values.differences[1 : _SHOWN + 1]:
+    for difference in values.differences[1:9]:  # the first one is in `values.sentence`
         say(f"also differs from {difference}")
     if values.measured:
         say(f"not compared, since they measure time or hardware: {', '.join(values.measured)}")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweeps import SweepDir
 
-
 app = typer.Typer()
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hpcdist.run.snapshot import CodeState
     from hpcdist.supervisor.plan import Plan
 
-
 app = typer.Typer()
 Resume = Annotated[
     bool | None,

@@ -49,7 +49,6 @@ from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import links_at_end
 
 PLAIN_INTERVAL_S = 5.0
-TRACEBACK_LINES = 8
 COLOURS = {
     "created": "cyan",
     "queued": "cyan",
@@ -166,7 +165,7 @@ class RunView:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
         self._print_last_line()
         _print_line(self._console, failure.sentence(), "bold red")
-        lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
+        lines = "".join(failure.traceback).rstrip().splitlines()[-8:]
         for line in lines:
             self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
         self._console.print(f"    full log: {escape(short_path(log))}", highlight=False, soft_wrap=True)

@@ -18,8 +18,6 @@ from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.run.commands import LiveCommand
-    from hpcdist.run.folder import RunDir
-
 
 app = typer.Typer()
 
@@ -176,10 +174,6 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
         say(end(found, action))
 
 
-#: Interval in which `save` and `profile` look for the answer of the ranks.
-ANSWER_POLL_S = 0.5
-
-
 @app.command()
 def save(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> int:
     """Save a checkpoint of a running run, which continues, and wait until it is on disk.
@@ -189,7 +183,7 @@ def save(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> int:
     from hpcdist.run.commands import LiveCommand
     from hpcdist.run.lease import user_name
 
-    return _send(_own_run(run, runs_dir, "save"), LiveCommand(action="save", by=user_name()))
+    return _send(run, runs_dir, LiveCommand(action="save", by=user_name()))
 
 
 @app.command()
@@ -210,23 +204,17 @@ def profile(
     """
     from hpcdist.run.commands import parse_ranks, profile_command
 
-    command = profile_command(steps, parse_ranks(ranks, "--ranks"))
-    return _send(_own_run(run, runs_dir, "profile"), command)
+    return _send(run, runs_dir, profile_command(steps, parse_ranks(ranks, "--ranks")))
 
 
-def _own_run(name: str, runs_dir: Path, action: str) -> "RunDir":
-    from hpcdist.run.lookup import resolve_run
-
-    found = resolve_run(name, runs_dir)
-    require_mine(found.path, action)
-    return found
-
-
-def _send(run: "RunDir", command: "LiveCommand") -> int:
-    """Send a command, wait for its results and print them. Returns the exit code."""
+def _send(name: str, runs_dir: Path, command: "LiveCommand") -> int:
+    """Send a command to an own run, wait for its results and print them. Returns the exit code."""
     from hpcdist.run.commands import outcome_of, send_command
     from hpcdist.run.lease import holder
+    from hpcdist.run.lookup import resolve_run
 
+    run = resolve_run(name, runs_dir)
+    require_mine(run.path, command.action)
     attempt, number = send_command(run, command)
     while True:
         state = run.read_state()
@@ -234,7 +222,7 @@ def _send(run: "RunDir", command: "LiveCommand") -> int:
         found = outcome_of(attempt, number, command.ranks, is_over=is_over, folder=str(run.path))
         if found is not None:
             break
-        time.sleep(ANSWER_POLL_S)  # the ranks may be on other hosts
+        time.sleep(0.5)  # the ranks may be on other hosts
     lines, all_obeyed = found
     say("\n".join(lines))
     return 0 if all_obeyed else 1

@@ -2,14 +2,11 @@
 
 import os
 import shutil
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from hpcdist.cli.options import console, print_table
@@ -83,11 +80,6 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     return names
 
 
-POLL_S = 0.5
-#: Interval between two uploads to MLflow.
-UPLOAD_EVERY_S = 5.0
-
-
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
     """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
@@ -114,6 +106,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     from hpcdist.host import log_files
     from hpcdist.supervisor import local
     from hpcdist.supervisor.plan import Machine, make_plan
+    from hpcdist.supervisor.supervisor import SignalRequests
     from hpcdist.tracking.uri import resolve_uri
 
     for cell in sweep.cells:
@@ -132,11 +125,12 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     terminal = console()
     refused = False
     folder = write_sweep(sweep)
-    with _caught_signals() as signals, hold(folder):
+    signals = SignalRequests()  # between two cells; within a cell its supervisor handles them
+    with signals.handled(), hold(folder):
         folder.request.unlink(missing_ok=True)
         prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
         for number, choice in enumerate(to_run, 1):
-            if signals or folder.request.exists():
+            if signals.request() or folder.request.exists():
                 break
             terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
             view = RunView(console())
@@ -161,23 +155,6 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     if any(choice.run.read_state().status == "created" for choice in to_run):
         _close_parent_run(to_run[0].run, uri)
     return show_end(sweep, choices) or int(refused)
-
-
-@contextmanager
-def _caught_signals() -> Iterator[list[str]]:
-    """Collect the names of signals that arrive between two cells; within a cell its supervisor handles them."""
-    caught: list[str] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, note) for number in numbers]
-    try:
-        yield caught
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _close_parent_run(run: RunDir, uri: str) -> None:
@@ -282,14 +259,14 @@ def _follow(sweep: Sweep, choices: Sequence["Choice"], uri: str) -> int:
                 say(f"{choice.cell.label}: {text}")
         has_ended = all(status.final for status in statuses.values())
         if not is_server(uri) and (has_ended or time.monotonic() >= next_upload):
-            next_upload = time.monotonic() + UPLOAD_EVERY_S
+            next_upload = time.monotonic() + 5.0
             changed = [choice.run for choice in choices if uploaded.get(choice.run.name) != _version(choice.run)]
             uploaded |= {run.name: _version(run) for run in changed}
             if problem := _upload(changed, uri):
                 say(problem)
         if has_ended:
             break
-        time.sleep(POLL_S)
+        time.sleep(0.5)
     if lost := [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]:
         say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in lost)}")
         say(_upload(lost, uri, close_lost=True) or f"{len(lost)} cells uploaded to MLflow")
