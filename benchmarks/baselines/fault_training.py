@@ -11,7 +11,7 @@ from fault_task import Task
 from torch import Tensor, nn
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data.loading import Normalize, PreloadedSplit, SimpleCNN, load_datasets
+from hpcdist.data.loading import PreloadedSplit, SimpleCNN, load_datasets
 
 SEED = 0
 NUM_EVAL_SAMPLES = 2_000
@@ -50,7 +50,7 @@ class Samples:
         assert isinstance(loaded.test, PreloadedSplit)
         self._batch_size = task.batch_size
         self._train, self._test = loaded.train, loaded.test
-        self._normalize = Normalize(loaded.train.mean, loaded.train.std, torch.device("cpu"))
+        self._normalize = loaded.train.normalize
 
     def batches(self, first_step: int, rank: int, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches from a step on, without end; the order depends on seed and epoch only."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data.loading import Normalize, PreloadedSplit, load_datasets
+from hpcdist.data.loading import PreloadedSplit, load_datasets
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,8 +37,7 @@ def training_tensors(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
     )
     split = load_datasets(data, seed=0).train
     assert isinstance(split, PreloadedSplit)
-    normalize = Normalize(split.mean, split.std, split.images.device)
-    return normalize(split.images), split.labels
+    return split.normalize(split.images), split.labels
 
 
 class Clock:

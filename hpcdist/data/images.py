@@ -245,8 +245,6 @@ def _scan(folder: Path) -> list[Path]:
 # torchvision's and scikit-learn's readers are not used: their imports take 1.7 s and 1.9 s of CPU time in every rank,
 # reading MNIST takes 0.1 s, and torchvision reads no .gz files, as which MNIST is published.
 
-#: Limit of the number of dimensions; images have two to four.
-_MAX_DIMS = 8
 #: Limit of the unpacked size; the largest file, the training images of MNIST, has 47 MB.
 MAX_BYTES = 64 << 20
 
@@ -269,7 +267,8 @@ def read_idx(path: Path) -> Tensor:
     raw = read_bytes(path)
     num_dims = raw[3] if len(raw) >= 4 else 0
     offset = 4 + 4 * num_dims
-    if raw[:3] != b"\x00\x00\x08" or not 0 < num_dims <= _MAX_DIMS or len(raw) < offset:
+    # Images have two to four dimensions.
+    if raw[:3] != b"\x00\x00\x08" or not 0 < num_dims <= 8 or len(raw) < offset:
         raise DataError(f"{path} is not an IDX file of unsigned bytes: download it again")
     shape = [int.from_bytes(raw[begin : begin + 4], "big") for begin in range(4, offset, 4)]
     expected = offset + math.prod(shape)

@@ -69,8 +69,7 @@ class PreloadedSplit:
     images: Tensor  #: uint8 [N, C, H, W]
     labels: Tensor  #: int64 [N]
     _: KW_ONLY
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    normalize: Normalize
     device: torch.device = CPU  #: of the batches
     channels_last: bool = False  #: memory format of the batches
     augment_seed: int | None = None  #: of random shifts and, with `flip`, mirroring (see images.py); None disables them
@@ -101,10 +100,6 @@ class PreloadedSplit:
         return self.labels.to(self.device)
 
     @cached_property
-    def _normalize(self) -> Normalize:
-        return Normalize(self.mean, self.std, self.device)
-
-    @cached_property
     def _table(self) -> Tensor:
         """The images on their device, or on the CPU if it has no room; normalised if they are small enough.
 
@@ -116,7 +111,7 @@ class PreloadedSplit:
             return padded.to(_place(padded, self.device))
         images = self.images.to(_place(self.images, self.device))
         if images.device.type == self.device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
-            images = self._normalize(images)
+            images = self.normalize(images)
         return images.permute(0, 2, 3, 1).contiguous() if self.channels_last else images
 
     def _plain(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
@@ -124,7 +119,7 @@ class PreloadedSplit:
             images = _to_device(self._table.index_select(0, part), self.device)
             if self.channels_last:
                 images = images.permute(0, 3, 1, 2)
-            yield images if images.is_floating_point() else self._normalize(images)
+            yield images if images.is_floating_point() else self.normalize(images)
 
     def _crops(self, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
@@ -142,7 +137,7 @@ class PreloadedSplit:
             pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
             images = self._table.index_select(0, pixels).reshape(-1, height, width, channels)
             images = _to_device(images, self.device).permute(0, 3, 1, 2)
-            yield self._normalize(images if self.channels_last else images.contiguous())
+            yield self.normalize(images if self.channels_last else images.contiguous())
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
@@ -165,8 +160,7 @@ class StreamingSplit:
 
     source: ImageSource
     _: KW_ONLY
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    normalize: Normalize
     device: torch.device = CPU
     channels_last: bool = False
     num_workers: int = 0
@@ -182,19 +176,18 @@ class StreamingSplit:
 
     def batches(self, index_batches: Sequence[Tensor], *, epoch: int = 0) -> Iterator[Batch]:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
-        device, normalize = self.device, Normalize(self.mean, self.std, self.device)
         memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
             batch_sampler=[part.tolist() for part in index_batches if len(part)],
             num_workers=self.num_workers,
-            pin_memory=device.type != "cpu",
+            pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # without it the loader draws a seed from the global generator
         )
         try:
             for images, labels in loader:
-                on_device = images.to(device, non_blocking=True).contiguous(memory_format=memory_format)
-                yield normalize(on_device), labels.to(device, non_blocking=True)
+                on_device = images.to(self.device, non_blocking=True).contiguous(memory_format=memory_format)
+                yield self.normalize(on_device), labels.to(self.device, non_blocking=True)
         except DataError as error:
             # An error from a worker process has the traceback in its text; only the message is kept.
             raise DataError(str(error).strip().rsplit("DataError: ", 1)[-1]) from None
@@ -265,7 +258,8 @@ def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, ch
         )
     else:
         train, test = (TensorImages(*arrays, image_size=size, flip=spec.flip) for arrays in _arrays(data))
-    options = {"mean": spec.mean, "std": spec.std, "device": device, "channels_last": channels_last}
+    normalize = Normalize(spec.mean, spec.std, device)
+    options = {"normalize": normalize, "device": device, "channels_last": channels_last}
     return ImageData(
         train=_split(train, data, {**options, "augment_seed": seed if data.augment else None}, spec.flip),
         test=_split(test, data, options, spec.flip),
@@ -318,8 +312,6 @@ def _arrays(data: DataConfig) -> tuple[_Arrays, _Arrays]:
 _MAX_IMAGES = 10_000
 _MAX_BYTES = 64 << 20
 _MAX_FILES = 1000
-#: As long as MLflow's own digests, so that its column shows them.
-_DIGEST_CHARS = 8
 
 
 def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) -> None:
@@ -333,7 +325,7 @@ def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) ->
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest of tensors, texts and JSON values, 8 hexadecimal digits."""
+    """Return a digest of tensors, texts and JSON values, 8 hexadecimal digits as MLflow's own, for its column."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -341,7 +333,7 @@ def digest_of(*parts: Any) -> str:
             found.update(part.contiguous().cpu().numpy().data)
         else:
             found.update(json.dumps(part, sort_keys=True, default=str).encode())
-    return found.hexdigest()[:_DIGEST_CHARS]
+    return found.hexdigest()[:8]
 
 
 def _digest_of_split(images: Split, seed: int, split: str) -> str:

@@ -31,7 +31,7 @@ from hpcdist.config.schema import (
     ScheduleConfig,
     StopConfig,
 )
-from hpcdist.data.loading import ImageData, PreloadedSplit, SimpleCNN, load_datasets
+from hpcdist.data.loading import ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
@@ -54,7 +54,8 @@ def some_images(num: int) -> ImageData:
     """Return a test set of `num` images, equal on all ranks."""
     generator = torch.Generator().manual_seed(num)
     images = torch.randint(0, 256, (num, 1, 8, 8), dtype=torch.uint8, generator=generator)
-    split = PreloadedSplit(images, torch.randint(0, 5, (num,), generator=generator), mean=(0.5,), std=(0.25,))
+    normalize = Normalize((0.5,), (0.25,), torch.device("cpu"))
+    split = PreloadedSplit(images, torch.randint(0, 5, (num,), generator=generator), normalize=normalize)
     return ImageData(train=split, test=split, num_classes=5, in_channels=1, image_size=8)
 
 

@@ -29,7 +29,7 @@ from hpcdist.data.images import (
     read_idx_pair,
     sample_hashes,
 )
-from hpcdist.data.loading import PreloadedSplit, Split, StreamingSplit
+from hpcdist.data.loading import Normalize, PreloadedSplit, Split, StreamingSplit
 from hpcdist.errors import DataError
 
 
@@ -125,6 +125,7 @@ def test_crafted_cifar10_file_is_not_unpickled(tmp_path: Path) -> None:
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+NORMALIZE = Normalize(MEAN, STD, CPU)
 NUM_SAMPLES = 23
 
 
@@ -136,7 +137,8 @@ def source() -> TensorImages:
 
 
 def make_split(kind: str, source: TensorImages, **options: Any) -> Split:
-    options |= {"mean": MEAN, "std": STD, "augment_seed": 7 if "augmented" in kind else None}
+    options |= {"augment_seed": 7 if "augmented" in kind else None}
+    options["normalize"] = Normalize(MEAN, STD, options.get("device", CPU))
     if kind.startswith("streaming"):
         return StreamingSplit(source, **options)
     return PreloadedSplit(source.images, source.labels, flip=source.flip, **options)
@@ -201,7 +203,7 @@ def test_batches_of_any_size_continue_an_epoch_exactly(
 @pytest.mark.processes
 def test_worker_processes_yield_the_same_batches(source: TensorImages) -> None:
     in_process, in_workers = (
-        run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3, num_workers=num), torch.arange(NUM_SAMPLES))
+        run(StreamingSplit(source, normalize=NORMALIZE, augment_seed=3, num_workers=num), torch.arange(NUM_SAMPLES))
         for num in (0, 2)
     )
     for found, expected in zip(in_workers, in_process, strict=True):
@@ -318,7 +320,7 @@ def test_error_of_an_unreadable_image_names_the_file(tmp_path: Path, damage: str
         source.all_images()
     for num_workers in (0, 1):
         with pytest.raises(DataError, match=message):
-            run(StreamingSplit(source, mean=MEAN, std=STD, num_workers=num_workers), torch.tensor([0]))
+            run(StreamingSplit(source, normalize=NORMALIZE, num_workers=num_workers), torch.tensor([0]))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PIL warns about damaged metadata

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data import MODEL_NAMES, RESNET_NAMES, loading, model_name_problems
+from hpcdist.data import DATASETS, MODEL_NAMES, RESNET_NAMES, loading, model_name_problems
 from hpcdist.data import images as data_images
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES
 from hpcdist.data.images import FolderImages, ImageSource, TensorImages
@@ -71,7 +71,7 @@ def test_mnist_like_datasets_are_loaded_from_idx_files(name: str, folder: str, t
     assert (len(data.train), len(data.test)) == (12, 5)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 28)
     [(images, labels)] = data.test.batches([torch.arange(5)])
-    expected = (torch.arange(5) / 255 - data.test.mean[0]) / data.test.std[0]
+    expected = (torch.arange(5) / 255 - DATASETS[name].mean[0]) / DATASETS[name].std[0]
     torch.testing.assert_close(images[:, 0, 3, 4], expected)
     assert labels.tolist() == [0, 1, 2, 3, 4]
     data = load_datasets(params(name, root=str(tmp_path), image_size=32), seed=0)
@@ -121,7 +121,7 @@ def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_nam
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     [(images, labels)] = data.test.batches([torch.arange(2)])
     assert labels.tolist() == [0, 1]
-    expected = (torch.tensor([0, 100]) / 255 - data.test.mean[0]) / data.test.std[0]
+    expected = (torch.tensor([0, 100]) / 255 - 0.485) / 0.229  # of the red channel
     torch.testing.assert_close(images[:, 0, 0, 0], expected)
     (tmp_path / test_name).rename(tmp_path / "holdout")
     with pytest.raises(DataError, match=rf"image_folder needs {tmp_path}/val or {tmp_path}/test beside"):
@@ -194,7 +194,7 @@ def test_files_are_found_without_torch_and_small_datasets_load_without_slow_impo
 # --- Digests of datasets: equal for equal data, different for any change that matters.
 
 
-NORMAL: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
+NORMAL = loading.Normalize((0.5,), (0.5,), torch.device("cpu"))
 
 
 class Recorder:
@@ -215,7 +215,7 @@ def logged(data: DataConfig, seed: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def digest(source: ImageSource) -> str:
-    return loading._digest_of_split(StreamingSplit(source, **NORMAL), 0, "train")
+    return loading._digest_of_split(StreamingSplit(source, normalize=NORMAL), 0, "train")
 
 
 def test_both_splits_are_declared_by_rank_0_alone() -> None:
@@ -242,10 +242,10 @@ def test_synthetic_images_depend_on_the_seed() -> None:
 @pytest.mark.parametrize("part", ["image", "label"])
 def test_changed_image_or_label_changes_the_digest(part: str) -> None:
     images, labels = torch.zeros(5, 1, 4, 4, dtype=torch.uint8), torch.arange(5)
-    before = loading._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train")
+    before = loading._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train")
     assert before == digest(TensorImages(images, labels, image_size=4, flip=False)), "preloaded or not"
     (images[3, 0, 1] if part == "image" else labels[3:4]).fill_(9)
-    assert loading._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train") != before
+    assert loading._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train") != before
 
 
 def test_digest_of_image_files_covers_names_and_sizes(tmp_path: Path) -> None:
