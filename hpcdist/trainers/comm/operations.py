@@ -24,8 +24,6 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
-#: Limit of sums in dtypes that represent larger numbers exactly.
-_ENOUGH = 1 << 20
 #: A prime, so that data shifted by a power of two, such as a wrong chunk, differs.
 _PERIOD = 113
 #: A value that no message contains.
@@ -53,7 +51,7 @@ def contribution(rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> T
     # Multiplicative hashing: without it the sums over all ranks would be equal at every index.
     mixed = (2_654_435_761 * (place + 1) ^ 40_503 * (rank + 1)) * 2_246_822_519 % (1 << 32) >> 13
     turn = (rank + place) % num_ranks  # which ranks contribute more than zero varies by index
-    limit = min(largest_exact(dtype), _ENOUGH)
+    limit = min(largest_exact(dtype), 1 << 20)  # of the sum; some dtypes represent larger numbers exactly
     values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each contributes 0 to values - 1
     return (mixed % values) * (turn < limit // (values - 1))
 
@@ -207,7 +205,6 @@ _UNSUPPORTED = re.compile(
 )
 #: Numbers of elements (of each rank's part, if there are parts): one, a few, and enough for several messages.
 _COUNTS = (1, 7, 20_011)
-_LATE_S = 0.02
 #: Number of the check, equal on all ranks.
 _serial = itertools.count()
 
@@ -258,7 +255,7 @@ def _compare(operation: Operation, groups: Groups, serial: int) -> str:
     for late in (0, operation.size - 1):
         key = f"comm/barrier/{serial}/{late}"
         if operation.rank == late:
-            time.sleep(_LATE_S)
+            time.sleep(0.02)
         groups.store.add(key, 1)
         operation.run()
         synchronize(operation.device)

@@ -130,21 +130,18 @@ def read_results(artifacts: Path) -> Results:
 BUSY, MAX_NOISE = 4.0, 20.0
 
 
-def roughness(series: Iterable[Row]) -> float:
-    """Return the largest factor by which a smaller size took longer than a larger one; at least 1."""
-    ordered = sorted(series, key=lambda row: row.size)
-    return max((small.median_s / large.median_s for small, large in combinations(ordered, 2)), default=1.0)
-
-
 def disturbance(results: Results) -> float:
     """Return the factor by which transfers between two ranks differ, at least 1.
 
     It is the larger of p99 / median (at the upper quartile over the sizes) and the factor by which small transfers took
     longer than large ones.
     """
-    series = {name: [row for row in results.rows if row.operation == name] for name in ("send_recv", "isend_irecv")}
-    tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
-    found = [*tails[len(tails) * 3 // 4 :][:1], *map(roughness, series.values()), 1.0]
+    series = [[row for row in results.rows if row.operation == name] for name in ("send_recv", "isend_irecv")]
+    tails = sorted(row.p99_s / row.median_s for rows in series for row in rows)
+    found = [*tails[len(tails) * 3 // 4 :][:1], 1.0]
+    for rows in series:
+        by_size = sorted(rows, key=lambda row: row.size)
+        found += [small.median_s / large.median_s for small, large in combinations(by_size, 2)]
     return min(max(found), MAX_NOISE)
 
 
@@ -156,8 +153,6 @@ Link = tuple[int, int]
 SLOW_FACTOR, LATE_FACTOR, LATE_S = 1.5, 3.0, 20e-6
 #: Maximum number of pairs that are reported individually.
 MAX_PAIRS = 4
-#: Relative deviation from the median up to which pairs count as equal.
-EQUAL_WITHIN = 0.25
 
 
 def bottleneck(results: Results) -> list[str]:
@@ -289,7 +284,7 @@ def _range(links: Mapping[Link, float], names: RankNames, kind: str) -> str:
     prefix = f"{kind[1:]}: " if kind else ""
     if len(links) == 1:
         return f"{prefix}one pair was measured, {rate(usual)}: there is no other pair to compare it with"
-    if differ <= EQUAL_WITHIN:
+    if differ <= 0.25:  # they count as equal
         count = "both pairs" if len(links) == 2 else f"all {len(links)} pairs"
         return f"{prefix}{count} have equal bandwidth: {rate(usual)}, within {max(differ, 0.01):.0%}"
     low, high = (" → ".join(map(names.name, link)) for link in (slowest, fastest))
@@ -307,8 +302,6 @@ SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)
 COLUMNS = 6
 #: Width of a report in a file.
 WIDTH = 160
-#: Maximum number of ranks for a table of the bandwidths of pairs.
-MATRIX_RANKS = 8
 CONVENTION = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 
 
@@ -391,7 +384,7 @@ def _bandwidth(row: Row) -> str:
 
 def _pairs(results: Results) -> Iterator[Group]:
     speeds = link_speeds(results)
-    if not speeds or results.world_size > MATRIX_RANKS:
+    if not speeds or results.world_size > 8:  # the maximum for a table of pairs
         return
     places = RankNames(results)
     names = {rank: places.name(rank) for rank in sorted({rank for link in speeds for rank in link})}

@@ -29,13 +29,11 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.device import Device
 from hpcdist.trainers.comm import COMM_OPERATIONS, PAIRS, CommConfig, parse_bytes
 from hpcdist.trainers.comm.operations import DTYPES, OPERATIONS, Operation, OperationKind, check
-from hpcdist.trainers.comm.results import ARTIFACT, Pair, RankPlace, Results, Row, as_text, bottleneck
+from hpcdist.trainers.comm.results import ARTIFACT, Link, Pair, RankPlace, Results, Row, as_text, bottleneck
 
 log = logging.getLogger(__name__)
 #: Data types that are measured: of operations that only move data, and of reductions.
 BYTES, NUMBERS = "uint8", "float32"
-#: Seconds per measurement after its warm-up; at least three iterations, if MAX_ITERATION_S allows them.
-MEASURE_S = 0.02
 #: Larger messages of an operation are skipped once one iteration would take longer than this.
 MAX_ITERATION_S = 1.0
 
@@ -141,7 +139,7 @@ class Bench:
                 Operation(kind, count, dtype, self.device).run,
                 self.watch,
                 self.ctx.groups,
-                budget_s=MEASURE_S,
+                budget_s=0.02,
                 longest_s=MAX_ITERATION_S,
                 after_barrier=kind.is_one_way,
                 divided_by=kind.hops(num_ranks),
@@ -190,14 +188,12 @@ MAX_ALL_PAIRS = 16
 NUM_SAMPLED_RANKS = 8
 #: Messages of the latency measurement, and those before it that do not count.
 _ROUND_TRIPS, _PINGS_BEFORE = 20, 3
-_SMALL_BYTES = 8
 #: The time of one message of this size determines that of the messages by which bandwidth is measured.
 _PROBE_BYTES = 1 << 18
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
 _MESSAGES = 3
 #: Duration of all messages of one bandwidth measurement, in seconds.
 _BUDGET_S = 0.05
-Link = tuple[int, int]
 
 
 def pair_rounds(nodes: Sequence[str]) -> list[list[Link]]:
@@ -246,7 +242,7 @@ def measure_round(links: Sequence[Link], device: torch.device) -> Pair | None:
         synchronize(device)
         return time.perf_counter() - began
 
-    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device)
+    small = torch.zeros(8, dtype=torch.uint8, device=device)
     answer = torch.zeros_like(small)
     seconds = [trip(small, answer) for _ in range(_PINGS_BEFORE + _ROUND_TRIPS)][_PINGS_BEFORE:]
     latency_s = Timing.of(seconds).median_s / 2

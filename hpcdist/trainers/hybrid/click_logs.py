@@ -153,12 +153,6 @@ def _joined(parts: list[Clicks]) -> Clicks:
     )
 
 
-#: A file is refused if its values take more memory than this multiple of its size, unless they take little.
-_MAX_EXPANSION = 256
-_ALWAYS_READ_BYTES = 64 << 20
-_VALUE_BYTES = 8
-
-
 class FileLog:
     """A click log in a Parquet or CSV file."""
 
@@ -199,11 +193,12 @@ class FileLog:
                 f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
                 "hybrid.numeric_columns and hybrid.tables"
             )
-        # Equal values need no space in the file, but in memory.
+        # Equal values need no space in the file, but 8 bytes each in memory. A file is refused if they take more than
+        # 256 times its size, unless they take little.
         num_values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
-        num_bytes = num_values * _VALUE_BYTES + sum(group.total_byte_size for group in groups)
+        num_bytes = 8 * num_values + sum(group.total_byte_size for group in groups)
         size = self._path.stat().st_size
-        if num_bytes > max(_ALWAYS_READ_BYTES, _MAX_EXPANSION * size):
+        if num_bytes > max(64 << 20, 256 * size):
             raise DataError(
                 f"{self._path} has {num_values:,} values in {size} bytes, which would exhaust the memory: if it is a"
                 " click log, write it without compression and dictionaries"

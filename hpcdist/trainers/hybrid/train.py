@@ -107,9 +107,8 @@ def train_dense_part(
         whole, local = nn.ModuleDict({"dense": model.module}), meter.state_dict()
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    first_batches = islice(
-        epoch_batches(cfg, samples, epoch=0), 2
-    )  # by their number of rows the client chooses its messages
+    # By their number of rows the client chooses its messages.
+    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, exchange, layout, first_batches) as tables:
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
         if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.config.launch_schema import ConfigSection
+from hpcdist.config.launch_schema import ConfigSection, number
 from hpcdist.config.schema import Config, Trainer
 from hpcdist.data import RESNET_NAMES, model_name_problems
 
@@ -15,20 +15,16 @@ class PipelineConfig(ConfigSection):
 
     split_points: list[str] = field(default_factory=list)
     """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
-    num_micro_batches: int = 4
+    num_micro_batches: int = number(4, least=1)
     """Equal parts of a batch, each with its own batch statistics."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, equal results."""
-
-    def problems(self) -> list[str]:
-        number = self.num_micro_batches
-        return [] if number >= 1 else [f"num_micro_batches must be >= 1, got {number}"]
 
 
 def _check(config: Config) -> list[str]:
     cfg = config.section(PipelineConfig)
     problems = model_name_problems(config.model.name)
-    number = cfg.num_micro_batches
+    parts = cfg.num_micro_batches
     if not problems and config.model.name not in RESNET_NAMES:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
@@ -37,10 +33,10 @@ def _check(config: Config) -> list[str]:
         problems.append("model.sync_batch_norm and model.compile are not for trainer pipeline: set them to false")
     if config.precision.dtype != "fp32":
         problems.append(f"precision.dtype={config.precision.dtype} is not for trainer pipeline: leave it out")
-    if config.data.batch_size % number:
+    if config.data.batch_size % parts:
         problems.append(
-            f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
-            f" parts (pipeline.num_micro_batches): use {config.data.batch_size // number * number or number}"
+            f"data.batch_size={config.data.batch_size} cannot be cut into {parts} equal"
+            f" parts (pipeline.num_micro_batches): use {config.data.batch_size // parts * parts or parts}"
         )
     return problems
 

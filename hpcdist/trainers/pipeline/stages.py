@@ -283,10 +283,6 @@ class Wire:
             self._pending.popleft().result()
 
 
-#: Number of batches by which a stage may be ahead of the next one in `infer`.
-MAX_AHEAD = 2
-
-
 class RpcEngine:
     """Runs this rank's stage over `Wire`."""
 
@@ -344,7 +340,7 @@ class RpcEngine:
                 continue
             self._wire.send(self._index + 1, "activation", y)
             num_ahead += 1
-            if num_ahead > MAX_AHEAD:
+            if num_ahead > 2:  # batches by which a stage may be ahead of the next one
                 self._wire.receive(self._index + 1, "done")
                 num_ahead -= 1
             yield None

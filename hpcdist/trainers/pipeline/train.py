@@ -69,7 +69,9 @@ def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
 
     def save(metrics: Mapping[str, float]) -> None:
         state = {"position": progress.state_dict(), "units": [list(names) for names in setup.stage_units]}
-        shard = stage_shard(engine.stage, optimizer)  # each stage adds its own
+        names = [name for name, _ in engine.stage.named_parameters()]  # the order in the optimizer, in one group
+        states = {names[index]: it for index, it in optimizer.state_dict()["state"].items()}
+        shard = Shard(model=engine.stage.state_dict(), trainer={"optimizer": states})  # each stage adds its own
         ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
 
     ctx.training_begins()  # the time until here counts as start-up
@@ -268,14 +270,6 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
 def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
     """Return the unsplit model for three channels (grey images become three equal ones), equal on all ranks."""
     return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
-
-
-def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
-    names = [name for name, _ in stage.named_parameters()]  # the optimizer has them in this order, in one group
-    states = optimizer.state_dict()["state"]
-    return Shard(
-        model=stage.state_dict(), trainer={"optimizer": {names[index]: state for index, state in states.items()}}
-    )
 
 
 def load_stage(

@@ -14,8 +14,6 @@ from hpcdist.trainers.rl import RlConfig
 
 #: Normalised observations are clipped to plus and minus this value.
 OBSERVATION_LIMIT = 10.0
-#: Prefixes of the keys of a policy's state dict that `Actor` needs.
-ACTOR_KEYS = ("actor.", "log_std", "observed_")
 Floats = NDArray[np.float32]
 
 
@@ -75,8 +73,10 @@ class Policy(nn.Module):
 
     def actor_state(self) -> dict[str, Tensor]:
         """Return the part of the state dict that `Actor` needs, as a copy on the CPU that learning does not change."""
-        state = self.state_dict()
-        return {name: value.to("cpu", copy=True) for name, value in state.items() if name.startswith(ACTOR_KEYS)}
+        needed = {
+            name: it for name, it in self.state_dict().items() if name.startswith(("actor.", "log_std", "observed_"))
+        }
+        return {name: value.to("cpu", copy=True) for name, value in needed.items()}
 
 
 def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:

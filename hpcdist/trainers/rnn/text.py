@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,16 +26,12 @@ PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
-#: Returns the tokens of each text.
-Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
-
-
 def encode_bytes(texts: Sequence[str]) -> list[list[int]]:
     """Return the bytes of UTF-8 as tokens."""
     return [list(text.encode()) for text in texts]
 
 
-def word_encoder(texts: Sequence[str], max_size: int) -> tuple[Encode, int]:
+def word_encoder(texts: Sequence[str], max_size: int) -> tuple[Callable[[Sequence[str]], list[list[int]]], int]:
     """Return an encoder to the most frequent words, and the size of the vocabulary; token 0 replaces all others."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 

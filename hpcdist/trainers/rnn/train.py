@@ -52,8 +52,6 @@ from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, Vo
 TRAINER, SERVER = "trainer", "parameter_server"
 #: Batches of a trainer between their forward pass and their update in `mode: async`.
 ASYNC_BATCHES = 2
-#: Calls of a trainer that a server has to answer at the same time: each of its batches is decoded, and pushed.
-CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -65,8 +63,9 @@ def train(ctx: Context, cfg: Config) -> None:
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
-    # A call may wait in its thread for those of the other trainers; 16 are left for others, as in `rpc_group`.
-    num_threads = 16 + CALLS_OF_TRAINER * ctx.roles.count(TRAINER)
+    # A server has to answer two calls for each batch at the same time: it is decoded, and pushed. A call may wait in
+    # its thread for those of the other trainers; 16 are left for others, as in `rpc_group`.
+    num_threads = 16 + 2 * ASYNC_BATCHES * ctx.roles.count(TRAINER)
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
     if ctx.role == SERVER:
         server = open_server(ctx, cfg, vocab_size)
