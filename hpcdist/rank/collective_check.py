@@ -156,16 +156,10 @@ def uses_tcp(nccl_log: str) -> bool:
 
 
 log = logging.getLogger(__name__)
-#: Duration of the measurement of one size.
-_MEASURE_S = 0.02
-#: Number of elements of each checked sum, but at least two for each rank.
-_ELEMENTS = 2**13
 #: Messages of the timing: the first that is slow counts, else the last.
 MESSAGE_BYTES = (2**20, 2**23)
 #: A message that takes longer is slow, and no larger one is sent.
 _SLOW_S = 0.003
-#: After this time fewer than three iterations are enough.
-_LONGEST_S = 0.04
 
 
 def check(
@@ -251,7 +245,7 @@ def check_sums(
 ) -> None:
     """Compare sums of a group, by default the default group, with the expected ones; name the faulty rank."""
     rank, num_ranks = topology.rank, topology.world_size
-    elements = max(_ELEMENTS, 2 * num_ranks)
+    elements = max(2**13, 2 * num_ranks)  # of each sum: at least two for each rank
     # Those of gradients, metrics and agreements.
     dtypes = [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 4 if backend == "gloo" else 5]
     # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
@@ -293,7 +287,7 @@ def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups) -
     seconds = []
     for num_bytes in (4, *MESSAGE_BYTES):
         run = partial(dist.all_reduce, torch.zeros(num_bytes // 4, device=device))
-        seconds.append(measure(run, watch, groups, budget_s=_MEASURE_S, longest_s=_LONGEST_S).median_s)
+        seconds.append(measure(run, watch, groups, budget_s=0.02, longest_s=0.04).median_s)
         if num_bytes > 4 and seconds[-1] > _SLOW_S:
             break
     _, busbw = bandwidths("all_reduce", num_bytes, seconds[-1], dist.get_world_size())

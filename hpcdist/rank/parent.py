@@ -114,8 +114,6 @@ def _import_modules(run: RunDir) -> Config:
     return config
 
 
-#: More connections at once than tasks on a node.
-_BACKLOG = 1024
 #: The message that ends a parent.
 _END = b"end"
 #: Time for an earlier parent to end. It may be importing torch.
@@ -139,7 +137,7 @@ def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
             listener.bind(place)
     except OSError as error:  # a file system without sockets
         leave(f"hpcdist: no socket can be created in {folder}/attempts: {error}", CANNOT_FORK)
-    listener.listen(_BACKLOG)
+    listener.listen(1024)  # more connections at once than tasks on a node
     return listener
 
 

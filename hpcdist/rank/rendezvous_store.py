@@ -73,12 +73,6 @@ SOCKET_NAME = "store.sock"
 _OK = b"ok"
 #: A request that waits has this much more time for its answer than for its keys, in seconds.
 _ANSWER_S = 20.0
-#: RPC waits without a limit, and a poll at most 2**31 ms.
-_LONGEST_S = 1e6
-#: Time limit of a connection without a proof of the key, in seconds.
-_PROOF_TIMEOUT_S = 20.0
-#: A client tries to connect again after this time, in milliseconds, and at last after a multiple.
-_RETRY_MS, _MAX_RETRY_MS = 5, 250
 _NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -136,7 +130,7 @@ class StoreServer(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * _PROOF_TIMEOUT_S))
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 20_000)  # ms, for a proof of the key
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._meeting = meeting
@@ -224,8 +218,8 @@ class _Connection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)  # sending waits for ever once a connection was refused
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)  # ms until it tries to connect again, at last a multiple
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
         if meeting.keys is not None:
             meeting.keys.be_client(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _NO_PROOF)
@@ -297,7 +291,7 @@ class RendezvousStore(Store):
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        return min(float(limit.total_seconds()), _LONGEST_S)
+        return min(float(limit.total_seconds()), 1e6)  # RPC waits without a limit, and a poll at most 2**31 ms
 
     def _ask(self, operation: str, *arguments: str | bytes, wait_s: float | None = None) -> list[bytes]:
         try:

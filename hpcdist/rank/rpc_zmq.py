@@ -120,8 +120,6 @@ def decode(content: Any, tensors: Sequence[Tensor]) -> Any:
 log = logging.getLogger(__name__)
 _CALL, _RESULT, _ERROR = range(3)
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-#: How often expired calls are looked for, in milliseconds.
-_TICK_MS = 100
 #: A node that has not answered TCP for this time is gone, in seconds: longer than a network needs to change its routes.
 _SILENCE_S = 12
 
@@ -303,7 +301,7 @@ class ZmqTransport:
         for sock in filter(None, (*self._monitors, self._zap)):
             poller.register(sock, zmq.POLLIN)
         while not self._is_closing:
-            for sock, _ in poller.poll(_TICK_MS):
+            for sock, _ in poller.poll(100):  # ms, after which expired calls are looked for
                 if sock is self._zap:
                     self._keys.admit(self._zap)
                     continue

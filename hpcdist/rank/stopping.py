@@ -120,8 +120,6 @@ class StopAgreement:
             self._work = None
 
 
-#: Folder of the traces among the artifacts of the run.
-PROFILES = "profiles"
 #: Interval of attempts to read a command file, in seconds.
 READ_INTERVAL_S = 1.0
 ENDED_BEFORE = "the ranks ended before the profile began"
@@ -237,7 +235,7 @@ class LiveCommands:
         """Write the trace for Perfetto: the operators of all threads, and on a GPU its kernels."""
         assert self._profiler is not None
         name = f"rank-{self.rank:05d}.pt.trace.json.gz"
-        path = self.run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
+        path = self.run.artifacts / "profiles" / f"step-{self._first_step:08d}" / name
         hidden = path.with_name(f".{name}")
         began = time.perf_counter()
         result = CommandResult(error=ENDED_BEFORE)

@@ -293,8 +293,6 @@ class TimeAccount:
 #
 # Reference: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 
-#: Number of collectives that a recorder keeps, torch's default.
-_ENTRIES = 2000
 #: Number of latest entries that are written for each process group, and the limit including unfinished ones.
 _NUM_LAST = 20
 _NUM_UNFINISHED = 200
@@ -323,7 +321,7 @@ def dump_on_signal(attempt: Attempt, rank: int) -> None:
 def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
     """Enable the flight recorders, with torch's own dumps in the attempt's folder, unless the user has set them."""
     for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_ENTRIES)),
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),  # collectives, torch's default
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(attempt.path / "flight-rank-")),
     ):
         if not env.keys() & set(names):

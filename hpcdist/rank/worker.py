@@ -50,15 +50,14 @@ if TYPE_CHECKING:
 
 #: Named explicitly because this module may run as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
-#: Maximum soft limit of open files: old programs close all descriptors below the limit, which may be 2**30.
-MAX_OPEN_FILES = 2**20
 
 
 def main() -> NoReturn:
     (folder,) = sys.argv[1:]
-    # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select().
+    # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select(). Old
+    # programs close all descriptors below the limit, of which the hard one may be 2**30.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_OPEN_FILES), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2**20), hard))
     with retry.patient(FILE_TIMEOUT_S):
         _run_and_end(Path(folder))
 
@@ -168,7 +167,10 @@ def _run_trainer(
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params)
-    _freeze()
+    # No collection, nor the search for open files at the end, looks at the imported objects: it would copy the memory
+    # that a forked rank shares with its parent, 0.1 s that a restart waits for.
+    _imported_files.update(_files())
+    gc.freeze()
     gc.enable()
     device = select_device(config, topology, os.environ)
     heartbeat.energy = EnergyMeter(device.uuid, os.environ if topology.local_rank == 0 else None).joules
@@ -333,7 +335,6 @@ _PEER_LOST = (
     "NCCL",
     "tensorpipe",
 )
-_RESERVE_BYTES = 16 * 1024
 #: Maximum number of characters of the error and of the traceback; the log has the whole text.
 _MAX_TEXT = 10_000
 
@@ -352,7 +353,7 @@ class Outcome:
         #: Returns the number of steps done, if known.
         self.step: Callable[[], int | None] = lambda: None
         with suppress(OSError):  # the disk is already full: try to write the outcome without a reserve
-            self._reserve.write_bytes(bytes(_RESERVE_BYTES))
+            self._reserve.write_bytes(bytes(16 * 1024))
 
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
         self.close()
@@ -457,15 +458,6 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
 def _name(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     return f"thread {thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
-
-
-def _freeze() -> None:
-    """Exclude the imported objects from later collections, and from the search for open files at the end.
-
-    It would copy the memory that a forked rank shares with its parent: 0.1 s that a restart waits for.
-    """
-    _imported_files.update(_files())
-    gc.freeze()
 
 
 def _files() -> list[Any]:

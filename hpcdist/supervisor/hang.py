@@ -152,9 +152,6 @@ def parse_faulthandler(text: str) -> tuple[list[Frame], str]:
 # PyTorch's flight recorders keep the last collectives of each process group with their sequence numbers, which are
 # equal on all ranks of the group. Ranks write their records on SIGUSR1 (`rank/telemetry.py`).
 
-#: torch's descriptions of groups that have none.
-_NO_LABELS = ("undefined", "default_pg", "")
-
 
 class Calls(NamedTuple):
     backend: str
@@ -185,13 +182,14 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
     found = []
     for (backend, group), entries in sorted(by_group.items(), key=lambda item: int(item[1][-1]["time_created_ns"])):
         label = str(entries[-1]["process_group"][1])
+        label = "" if label in ("undefined", "default_pg") else label  # torch's descriptions of groups that have none
         calls, pending = [], []
         for entry in entries:
             name = str(entry["profiling_name"]).rpartition(":")[2]
             sizes = "×".join(str(size) for size in (entry.get("input_sizes") or [[]])[0])
             calls.append((int(entry["collective_seq_id"]), f"{name} [{sizes}]" if sizes else name))
             pending += calls[-1:] if _is_pending(entry) else []
-        found.append(Calls(backend, group, "" if label in _NO_LABELS else label, *calls[-1], tuple(pending)))
+        found.append(Calls(backend, group, label, *calls[-1], tuple(pending)))
     return found
 
 
@@ -259,11 +257,8 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
 
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
-#: An older record of collectives belongs to an earlier signal.
-FRESH_S = 60.0
 _LOG_BYTES = 512 * 1024
 _TEXT_CHARS = 64 * 1024
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,12 +293,12 @@ class RankSnapshot:
 
 def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:
     """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
-    began, since = time.monotonic(), time.time() - FRESH_S
+    began, since = time.monotonic(), time.time() - 60.0  # an older record belongs to an earlier signal
     awaited = [process.rank for process in processes if state_of(process.pid) not in ("", *CANNOT_RUN)]
     while time.monotonic() < min(began + PRINT_S, until) and not all(
         _stack(attempt, rank, since)[0] and _flight_record(attempt, rank, since) for rank in awaited
     ):
-        time.sleep(_POLL_S)  # no event shows that another process has written a file
+        time.sleep(0.05)  # no event shows that another process has written a file
     found = []
     for process in processes:
         if not (state := state_of(process.pid)):
@@ -446,8 +441,6 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
 
 #: Hung ranks get this time to print their stacks, even if no node answers.
 LEAST_PRINT_S = 1.0
-#: Share of the time limit for starting a command on all nodes.
-_START_SHARE = 0.35
 #: A rank that has used more than this share of a core computes.
 _BUSY_SHARE = 0.1
 _COMMAND = (sys.executable, "-P", "-m", "hpcdist.supervisor.hang")
@@ -461,7 +454,8 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
     printed_at = time.monotonic() + LEAST_PRINT_S
     # Sending the signal takes a while if Slurm's controller does not answer.
     left_s = max(0.0, began + limit_s - time.monotonic())
-    command = [*_COMMAND, "stacks", str(attempt.path), f"{left_s * (1 - _START_SHARE):.1f}"]
+    # A share of 0.35 is for the start of the command on all nodes.
+    command = [*_COMMAND, "stacks", str(attempt.path), f"{0.65 * left_s:.1f}"]
     snapshots: dict[int, RankSnapshot] = {}
     try:
         if messages := ranks.examine(command, limit_s=left_s, interrupted=interrupted):

@@ -86,8 +86,8 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
 
     Raises RunFolderError if the supervisor ends before that, as when another process has taken the run.
     """
-    before = run.read_state()
-    with open(run.path / "supervisor.log", "ab") as log:
+    before, log_file = run.read_state(), run.path / "supervisor.log"
+    with open(log_file, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
             env=dict(env),  # the run's secrets are in its folder
@@ -99,7 +99,6 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
     while process.poll() is None and run.read_state() == before:
         time.sleep(0.05)
     if process.poll() and run.read_state() == before:
-        log_file = run.path / "supervisor.log"
         raise RunFolderError(f"the supervisor of {run.name} ended before it started the run: see {log_file}")
     return process.pid
 

@@ -15,11 +15,11 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import DEFAULT_ROLE, Roles, port_for
 from hpcdist.errors import ConfigError
 from hpcdist.host.machine import count_gpus, num_cores, selected_gpus
+from hpcdist.rank.private_network import INTERFACE_VARIABLES
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE
 
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
 #: The parent of ranks ignores signals that end a job before its interpreter has started.
 IGNORE_SIGNALS = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec \"$@\"", "sh")
@@ -130,9 +130,7 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
         # More threads than cores compete for them: 0.3 instead of 17 steps per second was measured.
         "OMP_NUM_THREADS": str(threads),
         # Also avoids gloo's reverse DNS lookup, which takes 10 s if DNS has no entry.
-        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-        "TP_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-        "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        **dict.fromkeys(INTERFACE_VARIABLES, "lo"),
         "PYTHONUNBUFFERED": "1",
     }
     if not use_gpus:
