@@ -68,8 +68,6 @@ def execute(
 
 #: Limit for the controller, partitions and accounting together.
 SLURM_S = 45.0
-#: The first access to a network file system may take seconds.
-FOLDER_S = 60.0
 #: Shell functions of environment modules may read a slow file system; so may a failing name lookup of MLflow's server.
 SLOW_S = 30.0
 
@@ -110,7 +108,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         Section(
             "Folder of runs",
             lambda: site.folder_checks(folder, on_cluster=slurm().reached, in_container=inside),
-            FOLDER_S,
+            60.0,  # the first access to a network file system may take seconds
             f"its file system hangs: see `df {folder}`, or set another --runs-dir",
         ),
         Section(
@@ -141,13 +139,8 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     return [*checks, ok("network", text)]
 
 
-#: Limits for nodes to find each other, and for the whole step of the preflight beside the ranks.
-MEET_S = 20.0
+#: Limit for the whole step of the preflight beside the ranks.
 STEP_TIMEOUT_S = 60.0
-#: Slurm ends the step after this time even if srun was killed; minutes are its unit.
-STEP_LIMIT_MIN = 2
-#: Added to the attempt's number to get another port than the ranks'; no job has that many attempts.
-_OTHER_PORT = 500
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
@@ -233,19 +226,20 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
         request = ProbeRequest(
             nodes=tuple(nodes),
-            port=port_for(job.id, run.read_state().attempt + _OTHER_PORT),
+            # Another port than the ranks': no job has that many attempts.
+            port=port_for(job.id, run.read_state().attempt + 500),
             token=token,
             run_folder=str(run.path),
             checkpoint_folder=str(run.checkpoints),
             witness=str(witness),
             gpus_per_node=gpus,
             backend=config.launch.backend_on(gpus=gpus > 0),
-            deadline_s=MEET_S,
         )
         # Inside another job, srun would take missing options from that job's variables.
         env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
         gpu_request = config.cluster.gpu_request if gpus else None
-        flags = {"jobid": job.id, "time": STEP_LIMIT_MIN, "mem": 0, "gpus-per-node": gpu_request}
+        # Slurm ends the step after two minutes even if srun was killed.
+        flags = {"jobid": job.id, "time": 2, "mem": 0, "gpus-per-node": gpu_request}
         step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
         answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env={**env, **probe_env(request)})
     look = f"`srun --jobid={job.id} --overlap hostname`"

@@ -94,12 +94,6 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
     return [ok("names", f"{host} → {found['address']} → {back} ({took})")]
 
 
-#: Importing torch takes half a GiB per rank; two ranks with a small model need about this.
-_LITTLE_MEMORY = 2 * GIB
-#: Ranks, data workers and RPC open hundreds of sockets and files.
-_FEW = 1024
-#: NCCL locks its send buffers for InfiniBand.
-_LOCKED_BYTES = 2**30
 #: cgroups version 1 writes larger values for `no limit`.
 _NO_LIMIT = 2**60
 
@@ -178,7 +172,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         checks = [ok("cores", f"{found.cores}")]
     limit = found.memory_limit_bytes
     text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
-    if (limit or found.memory_bytes) < _LITTLE_MEMORY:
+    if (limit or found.memory_bytes) < 2 * GIB:  # importing torch takes half a GiB per rank
         fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
         checks.append(warning("memory", f"{text}: two ranks need about 2 GiB", fix))
     else:
@@ -191,7 +185,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
         checks += [*host_machine.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
     limits = []
-    if found.rdma and found.locked_bytes < _LOCKED_BYTES:
+    if found.rdma and found.locked_bytes < 2**30:
         text = f"only {found.locked_bytes / 1e6:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"
         fix = "`ulimit -l unlimited` (limits.conf, LimitMEMLOCK=infinity of slurmd); containers: --ulimit memlock=-1"
         limits.append(warning("locked memory", text, fix))
@@ -199,7 +193,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         ("open files", found.max_files, "ulimit -n 65536"),
         ("processes", found.max_processes, "ulimit -u 65536"),
     ):
-        if value < _FEW:
+        if value < 1024:  # ranks, data workers and RPC open hundreds of sockets and files
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
             limits.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
@@ -237,13 +231,8 @@ def trial_checks(device: str, num_ranks: int, env: Mapping[str, str]) -> list[Ch
 
 #: Limit for each command.
 TIMEOUT_S = 10.0
-#: Folders with descriptions of GPUs for containers (CDI).
-CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 #: Subordinate ids that a user needs, because an image's files belong to several users.
 _SUB_IDS = 65536
-
-#: Values of ProctrackType with which Slurm signals every process of a step.
-_SIGNALS_ALL = ("linuxproc", "pgid")
 #: Oldest major version of a runtime that has the options which hpcdist uses.
 _OLDEST = {"podman": 4, "apptainer": 1}
 
@@ -276,7 +265,7 @@ class Host:
             user=user,
             has_gpus=has_gpus,
             subuid=host_machine.text_of(Path("/etc/subuid")),
-            cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
+            cdi=any(any(Path(folder).glob("nvidia*")) for folder in ("/etc/cdi", "/var/run/cdi")),
             opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
             squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),
             proctrack=proctrack,
@@ -342,7 +331,7 @@ def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
         return problem
     own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
     if host.opens_fuse and own.exists():
-        if host.proctrack not in _SIGNALS_ALL:
+        if host.proctrack not in ("linuxproc", "pgid"):  # which signal every process of a step
             return None
         text = f"proctrack/{host.proctrack} signals {own}, which mounts a .sif: ranks lose their files while they save"
         return text, f"`container.extra_args=[--unsquash]`, {_FOLDER}"

@@ -30,8 +30,6 @@ from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, versi
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 #: Number of partitions with a line of their own.
 SHOWN_PARTITIONS = 12
-#: Error of Slurm's commands without a slurm.conf.
-_UNCONFIGURED = "Could not establish a configuration source"
 _START_IT = "check the machine that runs slurmctld: `scontrol ping`, `systemctl status slurmctld`"
 
 
@@ -81,7 +79,7 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         text = f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail"
         fix = "put the folder of Slurm's commands on PATH, or install the package slurm-client"
         checks.append(failure("commands", text, fix))
-    if found.away and _UNCONFIGURED in found.away:
+    if "Could not establish a configuration source" in found.away:  # there is no slurm.conf
         text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
         fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
         checks.append(warning("controller", text, f"{fix} its own)"))
@@ -162,10 +160,6 @@ def _span(values: list[int]) -> str:
     return str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
-#: Enough to save a checkpoint of some gigabytes on an ordinary file system.
-_EASY_S = 30
-
-
 def job_end_checks(found: SlurmFacts) -> list[Check]:
     """Explain the settings: how long ranks may save, and whether Slurm requeues the run."""
     if not found.reached:
@@ -195,7 +189,7 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
     total = grace + kill_wait
     text = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait}); Slurm {then}"
     fix = "" if mode == "REQUEUE" else "`hpcdist resume RUN` submits it again"
-    if total < _EASY_S:
+    if total < 30:  # which is enough to save a checkpoint of some gigabytes on an ordinary file system
         more = f"a step and a checkpoint must fit into {total} s, or the steps since the newest checkpoint are lost:"
         more += " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
         return note("preemption", text, "; ".join(filter(None, [fix, more])))
@@ -205,8 +199,6 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
 GIB = 2**30
 #: Each block is synced, so caches do not hide the speed.
 _TEST_BYTES, _TEST_S = 32 * 2**20, 2.0
-#: At this speed, a checkpoint of 1 GiB takes a minute.
-_SLOW = 16 * 2**20
 _CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
 
 
@@ -280,7 +272,7 @@ def _speed(place: Path) -> Check:
         fix = f"disk full, read-only, or quota exceeded (`quota -s`, `df -h {place}`); {_CHOOSE}"
         return failure("writing", text, fix)
     text = f"{speed / 2**20:.0f} MiB/s with each block synced"
-    if speed < _SLOW:
+    if speed < 16 * 2**20:
         fix = "save less often (checkpoint.every_steps), or use a faster file system"
         return note("writing", f"{text}: a checkpoint of 1 GiB takes a minute or more", fix)
     return ok("writing", text)
@@ -288,8 +280,6 @@ def _speed(place: Path) -> Check:
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
-#: Exceptions of a request: no connection, an invalid address of a redirect, or a response that is not HTTP.
-_FAILURES = (OSError, ValueError, HTTPException)
 _LATER = "training continues, and `hpcdist sync` delivers its metrics later"
 
 
@@ -329,7 +319,7 @@ def _server(uri: str, env: Mapping[str, str]) -> Check:
         is_up = True
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
         version = version_in(_get(f"{root}/version", headers)) or "of an unknown version"
-    except _FAILURES as error:
+    except (OSError, ValueError, HTTPException) as error:  # also an invalid address of a redirect, or no HTTP
         code = error.code if isinstance(error, urllib.error.HTTPError) else None
         if code in (401, 403) and not (credentials.user or credentials.token):
             text = f"{shown} requires a user and a password (answer {code}): {_LATER}"

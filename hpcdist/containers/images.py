@@ -176,8 +176,6 @@ def require_driver(facts: ImageFacts, driver: str) -> None:
 
 # The digest of a build's base image, so that a later build uses the same base.
 
-_DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
@@ -192,7 +190,7 @@ class Base:
 
 
 def default_base(dockerfile: Path) -> str:
-    found = _DEFAULT.search(dockerfile.read_text())
+    found = re.search(r"^ARG BASE_IMAGE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
     if found is None:
         raise ImageError(f"{dockerfile} names no base image (no line `ARG BASE_IMAGE=…`): restore the file")
     return found[1]

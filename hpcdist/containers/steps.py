@@ -182,7 +182,6 @@ from __future__ import annotations
 import json, os
 print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
 """
-_FACTS = re.compile(r"hpcdist-image (\{.*\})")
 #: Error messages of runtimes that use the same exit codes for their own failures and the command's.
 _MESSAGES = {
     "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
@@ -192,18 +191,12 @@ _MESSAGES = {
 }
 #: slurmstepd adds the node's name where several slurmds share a machine.
 _PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
-#: pyxis starts one container per node and step; the log of the task that started it has the reason.
-_STARTED_BY_OTHER_TASK = "pyxis: container was not started successfully by another task"
 #: Slurm's messages; progress of pyxis and apptainer; references to the help, which end the errors of docker's clients;
 #: and the log line of client 20.10 after an error of the daemon.
 _NOT_ITS_OWN = re.compile(
     r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:|(Run|See) 'docker .*--help'|Usage:  docker |"
     r"time=\S+ level=error"
 )
-#: apptainer and enroot print their whole help after a wrong option.
-_BEFORE_HELP = ('Error for command "', "Usage: enroot ")
-#: Errors of enroot whose reason is in the line before.
-_CONSEQUENCE = re.compile(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)")
 #: pyxis reports the signal that ended `enroot create`.
 _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
 #: Errors that no retry solves, and what to do about them.
@@ -237,7 +230,7 @@ def probe_outcome(
     spec: ContainerSpec, output: str, errors: str, machine: str
 ) -> tuple[dict[str, Any] | None, str, bool]:
     """Return the facts of the probe (None if the image did not start), the problem, and whether a retry may help."""
-    match = _FACTS.search(output)
+    match = re.search(r"hpcdist-image (\{.*\})", output)
     if match is None:
         problem, may_pass = _start_problem(spec, errors, machine)
         return None, problem, may_pass
@@ -285,10 +278,7 @@ def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
     command does not exist. The other runtimes end like a failed command and mark their messages.
     """
     last = _last(_own_lines(log))
-    if runtime in DETACHED:
-        if code not in (125, 126, 127):
-            return None
-    elif code <= 0 or not _MESSAGES[runtime].search(last):
+    if not (code in (125, 126, 127) if runtime in DETACHED else code > 0 and _MESSAGES[runtime].search(last)):
         return None
     fix = next((fix for pattern, fix in _FIXES if re.search(pattern, last)), "")
     error = f"{runtime} could not start the container (exit code {code}): {last}"
@@ -302,8 +292,8 @@ def _own_lines(text: str) -> list[str]:
     """
     lines = []
     for line in filter(str.strip, terminal_text(text).splitlines()):
-        if line.startswith(_BEFORE_HELP):
-            return [line.strip()]
+        if line.startswith(('Error for command "', "Usage: enroot ")):
+            return [line.strip()]  # apptainer and enroot print their whole help after a wrong option
         if error := _PYXIS_ERROR.match(line):
             lines.append(error[1].rstrip())
         elif not _NOT_ITS_OWN.match(line):
@@ -324,8 +314,8 @@ def _last(lines: Sequence[str]) -> str:
         errors = [other for other in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", other)]
         if quoted and re.match(r"pyxis: child \d+ failed ", line):
             line = (errors or quoted)[-1]
-    elif _CONSEQUENCE.match(line) and len(lines) > 1:
-        line = f"{lines[-2]} {line}"
+    elif len(lines) > 1 and re.match(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)", line):
+        line = f"{lines[-2]} {line}"  # enroot prints the reason before it
     return " ".join(line.split())
 
 
@@ -384,7 +374,6 @@ log = logging.getLogger(__name__)
 
 #: Number of lines at the end of a rank's log that are searched for messages of the container runtime.
 MAX_LINES = 20_000
-REMOVE_S = 30.0
 #: Slurm starts no more steps in this job; it has killed the running ones, and their containers ended with them.
 _JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|already complet")
 
@@ -484,7 +473,7 @@ class ContainerSteps(NoContainers):
         command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))
         for group, nodes in self._nodes():
             step = ["srun", *task_words(nodes, command, CONTAINERS_STEP, group)]
-            done = run_within(step, REMOVE_S, env=self._env)
+            done = run_within(step, 30.0, env=self._env)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
@@ -509,7 +498,8 @@ class ContainerSteps(NoContainers):
                     "time": time.time(),
                     "step": None,
                     "error": error,
-                    "peer_lost": error.endswith(_STARTED_BY_OTHER_TASK),
+                    # It starts one container per node and step; the log of the task that started it has the reason.
+                    "peer_lost": error.endswith("pyxis: container was not started successfully by another task"),
                     "interrupted": interrupted,
                     "traceback": [],
                 },

@@ -23,9 +23,6 @@ from hpcdist.host.files import write_atomic
 
 # Creation and removal of a dev cluster's files, network namespaces and links.
 
-#: The kernel may hold a mount for a moment after its last process has ended.
-UNMOUNT_ATTEMPTS = 50
-
 
 def write_files(settings: Settings, layout: Layout) -> None:
     """Create folders, configuration, keys and fake devices; existing ones are kept."""
@@ -118,7 +115,7 @@ def remove_network(layout: Layout) -> int:
     killed = host.kill_members(host.mounted_namespaces(layout).values())
     if host.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
         run(["ip", "link", "delete", LINK])
-    for _ in range(UNMOUNT_ATTEMPTS):
+    for _ in range(50):  # the kernel may hold a mount for a moment after its last process has ended
         left = host.mounted_namespaces(layout)
         if not left:
             return killed

@@ -36,9 +36,6 @@ from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 #
 # Membership survives crashes, needs no list of process ids, and child processes cannot leave it.
 
-#: Process names of Slurm's daemons.
-SLURM_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd")
-KILL_WITHIN_S = 20.0
 #: Device and inode of a namespace.
 Namespace = tuple[int, int]
 
@@ -66,7 +63,7 @@ def members(namespaces: Iterable[Namespace]) -> list[int]:
 def kill_members(namespaces: Iterable[Namespace]) -> int:
     remaining = set(namespaces)
     killed: set[int] = set()
-    deadline = time.monotonic() + KILL_WITHIN_S
+    deadline = time.monotonic() + 20.0
     # Repeat until none is left, because a process may fork before it is killed.
     while found := members(remaining):
         if time.monotonic() > deadline:
@@ -110,11 +107,7 @@ def _read_pid(layout: Layout, daemon: Daemon) -> int | None:
 
 # Run commands, start daemons and wait for them.
 
-POLL_INTERVAL_S = 0.1
-COMMAND_TIMEOUT_S = 120.0
 LOCK_WITHIN_S = 10.0
-#: MariaDB's first start takes up to 10 s on two busy cores; dockerd creates its database and networks.
-READY_WITHIN_S = 120.0
 #: In a folder to which only root can write.
 LOCK = Path("/run/hpcdist-devcluster.lock")
 
@@ -133,7 +126,7 @@ def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> boo
 
 def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subprocess.CompletedProcess[str]:
     try:
-        return run_within(command, COMMAND_TIMEOUT_S, env={**BARE_ENV, **(env or {})}, stdin=stdin)
+        return run_within(command, 120.0, env={**BARE_ENV, **(env or {})}, stdin=stdin)
     except FileNotFoundError:
         raise DevClusterError(f"{command[0]} not found: is the package that brings it installed?") from None
 
@@ -149,9 +142,10 @@ def start(layout: Layout, daemon: Daemon) -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], problem: str, layout: Layout, daemon: Daemon, timeout_s: float = READY_WITHIN_S
+    condition: Callable[[], bool], problem: str, layout: Layout, daemon: Daemon, timeout_s: float = 120.0
 ) -> None:
     """Wait for a condition; raise `problem` after the time limit or the daemon's end, with its last line of output."""
+    # MariaDB's first start takes up to 10 s on two busy cores; dockerd creates its database and networks.
     deadline = time.monotonic() + timeout_s
     while not condition():
         ended = _read_pid(layout, daemon) is not None and not is_running(layout, daemon)
@@ -160,7 +154,7 @@ def wait_until(
             log = layout.output(daemon.name)
             last = last_line(log.read_text(errors="replace")) or "nothing"
             raise DevClusterError(f"{reason}; {log} ends with: {last}")
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -240,7 +234,6 @@ SITE_CONF = Path("/etc/slurm/slurm.conf")
 POLICY = Path("/usr/sbin/policy-rc.d")
 #: invoke-rc.d and deb-systemd-invoke call this script before they start a package's service.
 DENY_STARTS = "#!/bin/sh\n# hpcdist devcluster: removed when its packages are installed\nexit 101\n"
-INSTALL_WITHIN_S = 900.0
 
 
 def require_root(command: str) -> None:
@@ -266,7 +259,7 @@ def _is_installed(command: str) -> bool:
 def refuse_beside_slurm(layout: Layout) -> None:
     own = set(members(mounted_namespaces(layout).values()))
     for pid in psutil.pids():
-        if pid not in own and (name := _name(pid)) in SLURM_DAEMONS:
+        if pid not in own and (name := _name(pid)) in ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd"):
             raise DevClusterError(
                 f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in"
                 f" {layout.state}: a dev cluster cannot run beside another Slurm"
@@ -338,7 +331,7 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
     options = ["-q", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120"]
     command = ["apt-get", *options, *arguments]
     full = {**env, **BARE_ENV, "DEBIAN_FRONTEND": "noninteractive"}
-    done = run_within(command, INSTALL_WITHIN_S, env=full)
+    done = run_within(command, 900.0, env=full)
     if done.returncode != 0:
         raise DevClusterError(f"`{' '.join(command)}` failed: {last_line(done.stderr) or 'no error message'}")
 

@@ -28,19 +28,17 @@ from hpcdist.errors import RunFolderError
 from hpcdist.host.files import long_lock, make_private, parse_object
 from hpcdist.slurm.on_nodes import print_answer
 
-#: Packages that a rank imports before the user's code.
-REQUIRED = ("numpy", "psutil", "torch")
-_CHUNK = 4 << 20
 #: Errors of a local folder that a retry does not solve.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _UNFIT_DISK = (*_FULL_DISK, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-_CODE = f"""
+#: `missing` is about packages that a rank imports before the user's code.
+_CODE = """
 import importlib.util, json, sys
-facts = {{"python": "%d.%d.%d" % sys.version_info[:3]}}
+facts = {"python": "%d.%d.%d" % sys.version_info[:3]}
 if sys.version_info >= (3, 11):
     from hpcdist.host.machine import versions
     facts.update(versions())
-    facts["missing"] = [name for name in {REQUIRED} if importlib.util.find_spec(name) is None]
+    facts["missing"] = [name for name in ("numpy", "psutil", "torch") if importlib.util.find_spec(name) is None]
 print("facts:", json.dumps(facts))
 """
 
@@ -181,7 +179,7 @@ def _unpack(archive: Path, target: Path) -> str:
         assert process.stdin is not None
         # tar ends early if it cannot write; its error output has the reason.
         with suppress(BrokenPipeError), process.stdin as pipe:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(4 << 20):
                 digest.update(chunk)
                 pipe.write(chunk)
         if process.wait() != 0:

@@ -88,7 +88,6 @@ def _size(status: os.stat_result) -> int:
 
 LOCK = "uv.lock"
 _PROJECT = "pyproject.toml"
-_SKIPPED = frozenset({CACHE, ".venv", ".git"})
 
 
 def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
@@ -109,7 +108,7 @@ def uv_fingerprint(project: Path, uv_args: Sequence[str]) -> str:
         if (file := project / name).is_file():
             found.update(name.encode() + b"\0" + file.read_bytes())
     for folder in _local_packages(project):
-        found.update(fingerprint(folder, skip=_SKIPPED).encode())
+        found.update(fingerprint(folder, skip=frozenset({CACHE, ".venv", ".git"})).encode())
     return found.hexdigest()
 
 
@@ -233,8 +232,6 @@ def _remove_unused(store: Path, *, keep: str) -> None:
 
 #: Folder in the archive for the files of the Python that the virtual environment is based on.
 BASE = "base"
-#: Python below this folder belongs to the system, and each node has its own.
-_SYSTEM = Path("/usr")
 #: Parts of a Python installation that ranks do not need, or that the virtual environment replaces.
 _NOT_NEEDED = frozenset({"site-packages", "dist-packages", "test", "idlelib", "ensurepip", "tkinter", "turtledemo"})
 #: Fast, and close to the size of the slowest level for shared libraries.
@@ -256,7 +253,7 @@ class Interpreter:
     def is_packed(self) -> bool:
         """Whether the installation is part of the archive. Python below /usr exists on each node."""
         local = Path("/usr/local")  # may be shared, or exist on some machines only
-        in_system = self.base.is_relative_to(_SYSTEM) and not self.base.is_relative_to(local)
+        in_system = self.base.is_relative_to("/usr") and not self.base.is_relative_to(local)
         return not in_system and self.executable.is_relative_to(self.base)
 
 

@@ -33,9 +33,6 @@ from hpcdist.slurm.on_nodes import JobNodes, ask, nodes_command
 #: Loading modules from a slow file system may take a while.
 LOAD_S = 120.0
 _MARK = "hpcdist-modules"
-#: Lmod breaks an error into lines, and ends it by an empty line.
-_ERROR = re.compile(r"(?im)^.*\berror:.*(?:\n.*\S.*)*")
-_MAX_REASON = 300
 _NO_MODULES = 3
 #: Batch scripts of a non-interactive shell may lack the function `module`; sites install its definition in one of
 #: these places. `module load` of old versions returns 0 although it has failed, so the list of loaded modules counts.
@@ -75,8 +72,9 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
             " cluster.setup, or set MODULESHOME to the installation's folder in cluster.env"
         )
     if done.returncode != 0 or not mark:
-        named = _ERROR.search(f"{done.stderr}\n{output}")  # Lmod prints advice after it
-        printed = " ".join(named[0].split())[:_MAX_REASON] if named else last_line(done.stderr) or last_line(output)
+        # Lmod breaks an error into lines, ends it by an empty line, and prints advice after it.
+        named = re.search(r"(?im)^.*\berror:.*(?:\n.*\S.*)*", f"{done.stderr}\n{output}")
+        printed = " ".join(named[0].split())[:300] if named else last_line(done.stderr) or last_line(output)
         reason = printed or "module load changed nothing in LOADEDMODULES"
         raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
     pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
@@ -197,9 +195,6 @@ def _packed(config: Config, run: RunDir, env: Mapping[str, str]) -> Packed | Non
 
 # The step that copies the environment to each node of a job and checks it there.
 
-#: Time limit for reading some gigabytes from a busy file system and writing tens of thousands of files.
-COPY_S = 1800.0
-
 
 def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, env: Mapping[str, str]) -> None:
     """Prepare the environment on nodes of a job, and record it with its versions in the run folder.
@@ -209,7 +204,8 @@ def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, en
     if environment.request is None:
         return
     words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", json.dumps(asdict(environment.request))]
-    answers, _, errors, _ = ask(nodes_command(nodes, words), nodes.names, COPY_S, env=env)
+    # The time to read some gigabytes from a busy file system and to write tens of thousands of files.
+    answers, _, errors, _ = ask(nodes_command(nodes, words), nodes.names, 1800.0, env=env)
     check_answers(nodes.names, answers, environment.python, last_line(errors))
     copied = [answer for answer in answers.values() if answer["copied"]]
     if copied:
