@@ -30,7 +30,7 @@ from hpcdist.review.text import (
     with_code,
 )
 from hpcdist.review.uncertainty import LEGEND
-from hpcdist.run.folder import DATABASE, State, own_place
+from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Standing
 from hpcdist.run.sweeps import text_of
 
@@ -109,11 +109,11 @@ def _nodes(nodes: Sequence[str]) -> str:
 
 
 def _code(facts: RunFacts) -> str:
-    parts = []
-    if facts.stored.trainer is not None:
-        parts.append(f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip())
+    # The commit of a shipped trainer is that of hpcdist's own work tree.
+    parts = [f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip()] if facts.stored.trainer is not None else []
     if facts.git_commit:
-        parts.append(f"commit {facts.git_commit}" + " with uncommitted changes" * facts.git_dirty)
+        commit = f"commit {facts.git_commit}" + " with uncommitted changes" * facts.git_dirty
+        parts = [", ".join([*(f"{shipped} from a git work tree" for shipped in parts), commit])]
     elif facts.code_copied:
         parts.append("no commit, since it was not in a git repository; the run folder has a copy in code/")
     if facts.code_digest:
@@ -213,8 +213,11 @@ def rerun_command(facts: RunFacts) -> str:
 
 def resume_command(facts: RunFacts) -> str:
     """Return the command that continues a run that was stopped, from any folder; empty for other runs."""
-    is_stopped = facts.state.status in ("stopped", "cancelled")
-    return f"hpcdist resume {shlex.quote(str(facts.folder))}" if is_stopped else ""
+    return _resume_command(facts) if facts.state.status in ("stopped", "cancelled") else ""
+
+
+def _resume_command(facts: RunFacts) -> str:
+    return f"hpcdist resume {shlex.quote(str(facts.folder))}"
 
 
 def wrapped(command: str) -> str:
@@ -319,7 +322,9 @@ def _sections(
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
     status = [status_line(facts.state)]
     if finding and finding.fix:  # the fix of an exception names the line of the code, and its cause is the status
-        status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, finding.fix))), 1000))
+        # A reader of MLflow is in another folder than the supervisor.
+        fix = finding.fix.replace(RunDir(facts.folder).resume_command, _resume_command(facts))
+        status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, fix))), 1000))
     if command := resume_command(facts):
         status.append(with_code(f"`{command}` continues it", 1000))
     yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
@@ -346,8 +351,8 @@ def _sections(
         )
     if command := rerun_command(facts):
         yield (
-            "With the code of this run, uncommitted changes included, and a comparison of the logged values:\n\n"
-            + _block(command, "bash")
+            f"With the code of this run{', uncommitted changes included,' * facts.git_dirty} and a comparison of the"
+            " logged values:\n\n" + _block(command, "bash")
         )
 
 

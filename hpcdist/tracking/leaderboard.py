@@ -35,8 +35,9 @@ _PAGE = 500
 #: Rows in the description of the experiment.
 _MAX_ROWS = 20
 #: The best rows, which `leaderboard.html` compares with each other.
-_MAX_PAIRED = 6
+_MAX_PAIRED = 5
 _COLUMNS = ("Place", "Run or setting", "Value", "At step", "Seeds", "Ranks", "State", "Cost", "Started (UTC)")
+_RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 #: Each repetition means that another run has ended in the same fraction of a second.
 _MAX_WRITES = 10
 
@@ -160,7 +161,8 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
         unit=ledger.unit,
         price_per_hour=ledger.price_per_hour,
     )
-    own = {key: value for key, value in asdict(result).items() if value != "" and (result.metric or key != "value")}
+    left_out = {"started"} if result.metric else {"started", "value"}
+    own = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
     opened.set_tags({RESULT_TAG: json.dumps(own)})
     measure = cache(partial(_measure, run))
     for _ in range(_MAX_WRITES):
@@ -305,7 +307,7 @@ def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experime
         parts += [f"**{kind}**", table(_COLUMNS, lines)] if lines else []
     more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
     return "\n\n".join(
-        [*parts, escaped(f"{_total(results)}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"]
+        [*parts, escaped(f"{_total(results)}. {_RULE}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"]
     )
 
 

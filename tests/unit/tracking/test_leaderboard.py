@@ -173,7 +173,7 @@ def test_failed_run_begins_with_cause_place_and_fix(scene: Scene, end: End) -> N
     found = scene.entity.data.tags[NOTE_TAG].removeprefix(f"{MARK}\n\n").replace("\\", "")
     assert found.startswith(
         "**failed**: rank 1 on n1 failed with ValueError: no\n\n"
-        "fix /home/ada/train.py:7, then `hpcdist resume first --with-current-code`\n\n"
+        f"fix /home/ada/train.py:7, then `hpcdist resume {scene.run.path} --with-current-code`\n\n"
     )
     attempt.outcome(1).write_text('{"outcome": "failed"}')
     scene.state(status="failed", attempt=1)
