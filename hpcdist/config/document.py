@@ -28,8 +28,6 @@ MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 _MAX_INTEGER = 2**63 - 1
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
-#: The explicit tags that are allowed; others construct objects, or fail on values of another form.
-_TAGS = (None, "!", "tag:yaml.org,2002:str")
 #: In C if PyYAML has it, which is seven times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TextLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
@@ -123,7 +121,8 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise ValueError(f"{where}: {_TOO_DEEP}")
-            if getattr(event, "tag", None) not in _TAGS:
+            # Other explicit tags construct objects, or fail on values of another form.
+            if getattr(event, "tag", None) not in (None, "!", "tag:yaml.org,2002:str"):
                 fix = "put a value that begins with '!' in quotes"
                 raise ValueError(f"{where}: explicit tags are not supported: {fix}")
         return _with_text_keys(yaml.load(text, loader))  # noqa: S506  # a SafeLoader

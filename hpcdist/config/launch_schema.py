@@ -12,14 +12,8 @@ from hpcdist.errors import shown
 
 # Checks that several sections use. Each returns a list with one line per mistake.
 
-#: Valid names of shell variables.
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Long options of Slurm, without dashes.
-_FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]+")
-_GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 #: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
 MAX_RANKS, MAX_PER_NODE = 262_144, 1024
-_PRICE = re.compile(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)")
 _BOUNDS = {"least": (">=", operator.ge), "above": (">", operator.gt), "most": ("<=", operator.le)}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
@@ -56,7 +50,7 @@ def read_price(text: str) -> tuple[str, float, str] | None:
 
     With commas it would be uncertain what they separate.
     """
-    found = _PRICE.fullmatch(text.strip())
+    found = re.fullmatch(r"([^\d.,+-]*)(\d{1,9}(?:\.\d{1,9})?)([^\d.,+-]*)", text.strip())
     return (found[1], float(found[2]), found[3]) if found and (found[1] + found[3]).strip() else None
 
 
@@ -64,7 +58,7 @@ def variables(section: object, name: str) -> list[str]:
     return [
         f"{name}: {shown(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
         for key in getattr(section, name)
-        if not _VARIABLE.fullmatch(str(key))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key))
     ]
 
 
@@ -74,14 +68,14 @@ def flags(section: object, *names: str) -> list[str]:
         f"{name}: {shown(key)} is not an option: use its long name without dashes, such as mail-type"
         for name in names
         for key in getattr(section, name)
-        if not _FLAG.fullmatch(str(key))
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]+", str(key))
     ]
 
 
 def gpu_type(section: RoleRequest | ClusterConfig) -> list[str]:
     """Return the problem of a type that is not one of a GPU, such as `gpu:a100` or `a100,h100`."""
     kind = section.gpu_type
-    if kind is None or (kind != "gpu" and _GPU_TYPE.fullmatch(kind)):
+    if kind is None or (kind != "gpu" and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", kind)):
         return []
     return [f"gpu_type must be one type such as a100, got {shown(kind)}: `sinfo -o %G` lists those of the cluster"]
 
@@ -276,10 +270,6 @@ class ClusterConfig(ConfigSection):
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
-_MOUNT = re.compile(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig(ConfigSection):
     """The container of the ranks. A site's profile may contain this section as well."""
@@ -304,12 +294,12 @@ class ContainerConfig(ConfigSection):
             [
                 f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
                 for mount in self.mounts
-                if not _MOUNT.fullmatch(mount)
+                if not re.fullmatch(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?", mount)
             ]
             + [
                 f"env must hold names such as WANDB_MODE or UCX_*, never values, got {name.partition('=')[0]!r}"
                 for name in self.env
-                if not _NAME.fullmatch(name)
+                if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name)
             ]
             + one_line(self, "image", "python", "mounts", "extra_args")
             + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])

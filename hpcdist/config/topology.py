@@ -72,8 +72,6 @@ _PORTS_START = 20480
 _NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
 _PORTS_PER_JOB = 16
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch, extern and interactive steps of Slurm are directly below 2**32
-
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
 
@@ -142,8 +140,9 @@ class Topology:
             return _from_own(Variables(env, _OWN_FIX))
         slurm = Variables(env, SLURM_FIX)
         step = slurm.text("SLURM_STEP_ID", "")
-        # SLURM_PROCID alone is also set in the shell of sbatch.
-        is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
+        # SLURM_PROCID alone is also set in the shell of sbatch. The numbers of Slurm's batch, extern and interactive
+        # steps are directly below 2**32.
+        is_task = re.fullmatch(r"[0-9]{1,10}", step) and int(step) < 0xFFFFFFF0
         if not (is_task and slurm.has("SLURM_PROCID")):
             seen = slurm.shown(("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", *OWN_RENDEZVOUS)) or "no variable"
             raise slurm.error(f"this process is neither a rank of `hpcdist run` nor an srun task ({seen})")

@@ -24,9 +24,6 @@ from hpcdist.host import files as host_files
 
 # It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
 
-#: Limit of the config in a run folder.
-MAX_WRITTEN_BYTES = 16 << 20
-_MAX_PROBLEM = 400
 S = TypeVar("S")
 
 
@@ -45,7 +42,7 @@ def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
     With `section` only that one, if the file has it as hpcdist writes it.
     """
     try:
-        text = document.read_text(path, MAX_WRITTEN_BYTES)
+        text = document.read_text(path, max_bytes=16 << 20)
         if section and f"\n{section}:\n" in text:
             parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
             text = "".join(part for part in parts if part.startswith(("format:", f"{section}:")))
@@ -87,7 +84,7 @@ def read_stored(path: Path) -> StoredConfig:
     pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]
     unknown = [key for key, value in pairs if not is_redacted(value)]
     problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"
-    return StoredConfig(config=config, values=document.flat(tree), problem=problem[:_MAX_PROBLEM] if unknown else "")
+    return StoredConfig(config=config, values=document.flat(tree), problem=problem[:400] if unknown else "")
 
 
 def redacted(config: Config) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO, TypeVar
 
-#: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
-KILL_DELAY_S = 1.0
 #: Polling interval for the output of a command that may end early.
 POLL_S = 0.05
 
@@ -49,7 +47,7 @@ def run_within(
                 is_cut = is_enough is not None and is_enough(_text(output))
             else:
                 process.terminate()
-                _ends_within(process, KILL_DELAY_S)
+                _ends_within(process, 1.0)  # meanwhile, srun ends its tasks
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -15,13 +15,13 @@ import shlex
 import socket
 import stat
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import IO, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import retry
@@ -60,8 +60,6 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 #: The largest JSON files of a run folder, such as the cells of a sweep, have a few MB.
 MAX_JSON_BYTES = 64 << 20
-#: Limit for integers: 64 bits have 19 digits, and every integer with up to 300 digits fits a float.
-_MAX_DIGITS = 300
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -85,7 +83,7 @@ def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _int(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:
+    if len(digits) > 300:  # 64 bits have 19 digits, and every integer with up to 300 digits fits a float
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
@@ -103,6 +101,7 @@ KEY = "format"
 #: Limit for counts, sizes and times (in seconds since 1970: the year 33658).
 LARGEST = 10**12
 T = TypeVar("T")
+_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def stamped(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
     values = {}
-    hints = _hints(cast(Hashable, kind))
+    hints = _hints(kind)
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in raw:
             if not _fits(hints[field.name], raw[field.name]):
@@ -134,11 +133,6 @@ def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
         elif field.default is MISSING and field.default_factory is MISSING:
             raise RunFolderError(f"{path} is damaged: it has no {field.name}")
     return kind(**values)
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _fits(declared: Any, value: Any) -> bool:
@@ -270,11 +264,8 @@ def short_path(path: str | Path) -> str:
 # no other user can write to or replace: the folders above are checked, too, as sshd does with StrictModes.
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-_ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
 #: Groups of this site whose members may change the folders above a user's runs: names, separated by commas.
 TRUSTED_GROUPS = "HPCDIST_TRUSTED_GROUPS"
-#: Shown for users without an id in a user namespace.
-_NO_ID = 65534
 _FIX = (
     "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"
     " server (`tracking.uri`); start a container as the folder's owner with `--user $(id -u):$(id -g)`"
@@ -305,7 +296,7 @@ def require_trusted(folder: Path, action: str) -> None:
     Modes of files inside the folder are checked only if group or others can enter it.
     """
     checked = [folder] if is_mine(folder) else []
-    if checked and folder.stat().st_mode & _ENTERABLE:
+    if checked and folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
         checked += [*sorted(folder.iterdir()), *sorted((folder / "attempts").glob("*"))]
     for path in checked:
         if path.lstat().st_mode & _WRITABLE and not path.is_symlink():
@@ -325,7 +316,7 @@ def require_safe(path: Path) -> None:
     """
     trusted_groups, is_open = os.environ.get(TRUSTED_GROUPS, "").split(","), False
     is_inside = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]  # of a user namespace
-    known_ids = (os.geteuid(), 0, *[_NO_ID] * is_inside)  # there, root may have no id
+    known_ids = (os.geteuid(), 0, *[65534] * is_inside)  # there, users without an id have this one, perhaps also root
     for place, about in _way(path.absolute()):
         group, mode, name = _group(about.st_gid), about.st_mode, shlex.quote(str(place))
         is_trusted = bool(group) and group in trusted_groups

@@ -29,9 +29,6 @@ from hpcdist.host.files import open_regular
 #: Limit of a log.
 MAX_BYTES = 10**9
 CHECK_EVERY_S = 1.0
-_COPY_BYTES = 1 << 20
-#: Head and tail keep 1/8 of the limit each, so that the log grows by six times the copied size between copies.
-_KEPT = 8
 
 
 def limit_log(run: Path) -> bool:
@@ -76,14 +73,14 @@ def shorten(descriptor: int, max_bytes: int) -> int:
     size = os.fstat(descriptor).st_size
     if size <= max_bytes:
         return 0
-    kept = max_bytes // _KEPT
+    kept = max_bytes // 8  # so that the log grows by six times the copied size between copies
     # A descriptor opened for appending ignores positions, so a second one writes in the middle.
     with open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
         begin = size - kept
         note = f"\n[hpcdist: {begin - kept:,} bytes of this log were removed here]\n".encode()
         place = os.pwrite(file.fileno(), note, kept) + kept
         # Up to the current end: the file may have grown since.
-        while data := os.pread(file.fileno(), _COPY_BYTES, begin):
+        while data := os.pread(file.fileno(), _READ_BYTES, begin):
             place += os.pwrite(file.fileno(), data, place)
             begin += len(data)
         os.ftruncate(file.fileno(), place)
@@ -94,11 +91,7 @@ def shorten(descriptor: int, max_bytes: int) -> int:
 
 #: Bytes per read. A longer line is shown truncated.
 PIECE_BYTES = 1 << 16
-#: Shown part of a line that is longer than a piece.
-SHOWN_BYTES = 2000
 _TRUNCATED = b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES
-#: Of more new text than this, `LogTail` yields only the last piece by default.
-MAX_NEWS_BYTES = 1 << 20
 #: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
 TAIL_BYTES = 8 << 20
 MAX_LINE_CHARS = 4096
@@ -108,9 +101,9 @@ _READ_BYTES = 1 << 20
 
 
 class LogTail:
-    """New lines of a log file since the last call."""
+    """New lines of a log file since the last call; of more text than `max_news_bytes`, the last piece only."""
 
-    def __init__(self, path: Path, max_news_bytes: int = MAX_NEWS_BYTES) -> None:
+    def __init__(self, path: Path, max_news_bytes: int = 1 << 20) -> None:
         self._path = path
         self._max_news_bytes = max_news_bytes
         self._position = 0
@@ -134,7 +127,7 @@ class LogTail:
                 if not (end or is_long):
                     return
                 self._position += end or len(data)
-                text = data[:end] if end else data[:SHOWN_BYTES] + _TRUNCATED
+                text = data[:end] if end else data[:2000] + _TRUNCATED
                 if self._in_line:
                     text = b"".join(re.split(rb"(?<=[\n\r])", text, maxsplit=1)[1:]) if end else b""
                 self._in_line = is_long

@@ -407,10 +407,6 @@ MB = 1e6
 #: Assumed need of a checkpoint before the first one is saved.
 LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
 FEW_FILES, NO_FILES = 1000, 50
-#: docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
-LITTLE_SHM_BYTES = 2**28
-#: The driver itself uses a few hundred MB of each GPU, and a display no more than that.
-USED_GPU_MB = 1024
 #: Each rank pays the time of a lookup at its start.
 SLOW_LOOKUP_S = 1.0
 #: Above this, times of logs, metrics and files of two machines cannot be compared.
@@ -437,7 +433,7 @@ def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
         yield warning(
             name, f"is throttled: {', '.join(gpu['throttled'])}", "check cooling and power, or exclude the node"
         )
-    if used_mb > USED_GPU_MB:
+    if used_mb > 1024:  # the driver itself uses a few hundred MB of each GPU, and a display no more than that
         who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
         level: Level = "failure" if used_mb * 2 > total_mb > 0 else "warning"
         fix = "find their owner (`nvidia-smi`; `ps -fp PID`), and end leftover processes"
@@ -459,7 +455,8 @@ def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -
 
 
 def shm_checks(free_bytes: int) -> Iterator[Check]:
-    if free_bytes < LITTLE_SHM_BYTES:
+    # docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
+    if free_bytes < 2**28:
         text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
         fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
         yield warning("shm", text, fix)

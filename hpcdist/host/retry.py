@@ -33,7 +33,6 @@ FULL_S = 10.0
 COMMAND_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 5.0
-_SLICE_S = 0.2
 
 
 class _Mode:
@@ -88,7 +87,7 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
             end = now + min(pause_s, left_s)
             # In slices that notice `give_up`: a signal handler cannot set an event safely.
             while not _Mode.has_given_up and (rest_s := end - time.monotonic()) > 0:
-                time.sleep(min(rest_s, _SLICE_S))
+                time.sleep(min(rest_s, 0.2))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         else:
             if began is not None:

@@ -19,7 +19,6 @@ LOCAL = frozenset(
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 #: Folders that each machine, or each job, has for itself.
 PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
-_CHUNK = 2**20
 
 
 def mount_of(path: Path) -> tuple[str, str]:
@@ -53,7 +52,7 @@ def space(path: Path) -> dict[str, int]:
 
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
     """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent."""
-    block = os.urandom(_CHUNK)  # incompressible
+    block = os.urandom(2**20)  # incompressible
     began, written = time.perf_counter(), 0
     with NamedTemporaryFile(dir=existing(folder), prefix=".preflight-", buffering=0) as file:
         while written < num_bytes and time.perf_counter() - began < limit_s:

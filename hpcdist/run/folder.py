@@ -266,7 +266,6 @@ def make_database(path: Path) -> None:
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: Final states: no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
-_ATTEMPT = re.compile(r"[0-9]{1,9}")
 #: Repairs that the error message for a damaged file proposes, by file name.
 _REPAIRS = {
     "state.json": "restore it, or remove the run folder",
@@ -429,7 +428,7 @@ class RunDir:
             names = retry.retry(lambda: os.listdir(folder), folder)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RunFolderError(f"{folder} is missing: restore it, or make an empty folder") from error
-        found = [folder / name for name in sorted(names) if _ATTEMPT.fullmatch(name)]
+        found = [folder / name for name in sorted(names) if re.fullmatch(r"[0-9]{1,9}", name)]
         return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:

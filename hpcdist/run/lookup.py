@@ -15,7 +15,6 @@ from hpcdist.run.lease import is_held
 from hpcdist.run.sweeps import SweepDir
 
 log = logging.getLogger(__name__)
-_LONGEST = 1024
 
 
 def list_runs(runs_dir: Path) -> tuple[list[RunDir], str]:
@@ -41,7 +40,7 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
     """
     if not text.strip():
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
-    if len(text) > _LONGEST or not text.isprintable():
+    if len(text) > 1024 or not text.isprintable():
         raise RunFolderError(f"{text[:40]!r}… is not a name of a run: `hpcdist runs` lists all names")
     # `abspath` keeps symbolic links, so that messages show the path that the user gave.
     path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))

@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 
 # The times of an attempt and the resources of its ranks, in `times.json` of its folder. The supervisor writes it.
 
-#: Number of ranks whose heartbeats show the last step of an attempt.
-_MAX_READ_RANKS = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShare:
@@ -136,7 +133,7 @@ def reached_step(attempt: Attempt) -> int:
     A killed rank has no outcome, and its heartbeat may be some seconds older than its end.
     """
     times = read_times(attempt)
-    num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
+    num_ranks = min(times.num_ranks if times is not None else 1, 64)  # whose heartbeats show the last step
     steps = [times.reached if times is not None else 0]
     try:
         steps += [int(beat["step"]) for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
@@ -300,7 +297,6 @@ class TrainingNotes:
 MANIFEST_FILE = "manifest.json"
 #: Per-sample results of the evaluation at a checkpoint, if the trainer calls `Context.log_samples`.
 SAMPLES_FILE = "samples.npy"
-_FOLDER = re.compile(r"step-([0-9]{8,18})")
 
 
 def folder_name(step: int) -> str:
@@ -308,7 +304,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    match = _FOLDER.fullmatch(folder.name)
+    match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
     return int(match[1]) if match else None
 
 

@@ -131,11 +131,6 @@ _HARMLESS_FILES = ("*.pub", "*.example", "*.sample", "*.template", "*.py", "*.py
 #: Folders with secrets in files of any name.
 _SECRET_FOLDERS = (".aws", ".kube", ".docker", ".ssh", ".gnupg", ".azure")
 _CODE = (".py", ".pyi", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".js", ".ts", ".java", ".go")
-#: Suffixes of files that ranks import from the copy.
-_MODULES = (".py", ".pyi", ".so")
-#: Larger files are not scanned: settings and source files are smaller.
-MAX_SCAN_BYTES = 2**20
-_HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
 
 
 def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
@@ -187,10 +182,10 @@ def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> 
 
 def _first_secret(path: Path) -> int | None:
     """Return the number of the first line with a likely secret; None without one, or if the file is not scanned."""
-    if path.suffix in _MODULES or path.is_symlink():
+    if path.suffix in (".py", ".pyi", ".so") or path.is_symlink():  # ranks import modules from the copy
         return None
     try:
-        if path.stat().st_size > MAX_SCAN_BYTES:
+        if path.stat().st_size > 2**20:  # settings and source files are smaller
             return None
         raw = path.read_bytes()
     except OSError:  # it has vanished, or the copy will report it
@@ -228,7 +223,7 @@ def clean_patch(patch: str, names: Sequence[str]) -> tuple[str, list[str]]:
 def _secret_line(hunk: str, *, code: bool) -> int | None:
     """Return the number of the first suspicious line in the new file; of a removed line, that of the line after it."""
     first, *lines = hunk.split("\n")
-    match = _HUNK.match(first)
+    match = re.match(r"@@ -\d+(?:,\d+)? \+(\d+)", first)
     number = int(match[1]) if match else 0
     for line in lines:
         if holds_secret(line[1:].rstrip("\r"), code=code):
@@ -241,8 +236,6 @@ def _secret_line(hunk: str, *, code: bool) -> int | None:
 
 _PACKAGES = ("torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
-#: Limit of the secrets in one log line.
-SHOWN = 8
 #: Limit of the untracked files that are recorded by name.
 MAX_UNTRACKED = 50
 #: Limit of the links from a copy to what it leaves out.
@@ -306,7 +299,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         log.warning(
             "likely secrets are left out of the run's patch and copy of the code: %s"
             " (a comment `pragma: allowlist secret` keeps a line)",
-            few(left_out, SHOWN),
+            few(left_out, 8),
         )
     untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
     code = CodeState(

@@ -21,8 +21,6 @@ from hpcdist.slurm.output import JobInfo
 
 # The Slurm job of a run: its id in `slurm.json`, and a record of its starts in `job.json`.
 
-#: After the end of a start, the nodes that are down are those that ended it only for a limited time.
-_RECENT_S = 3600.0
 #: States of a start in accounting after which Slurm may have started the job again.
 _STARTED_AGAIN = ("REQUEUED", "PREEMPTED", "NODE_FAIL", "RESIZING")
 
@@ -123,7 +121,8 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
     for one in earlier:
         if "failed_nodes" in one and abs(one["began"] - record["began"]) <= SAME_START_S:
             return {"failed_nodes": one["failed_nodes"]}
-    if time.time() - (record.get("ended") or 0.0) > _RECENT_S:
+    # Later, other nodes may be down.
+    if time.time() - (record.get("ended") or 0.0) > 3600.0:
         return {}
     try:
         return {"failed_nodes": ",".join(client.failed_nodes(expand(record["nodes"]), record["began"]))}
@@ -302,8 +301,6 @@ def close_if_lost(run: RunDir) -> str:
 
 # Requests to stop or cancel a run.
 
-#: A job that has left the queue has a supervisor after this time, or never.
-SUPERVISOR_WITHIN_S = 30.0
 POLL_S = 0.5
 
 
@@ -318,8 +315,8 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
         if (done := _dequeue(run, request, snapshot)) is not None:
             return done
-        # The job has just started, and its supervisor holds the run soon; no event shows that on another host.
-        deadline, before = time.monotonic() + SUPERVISOR_WITHIN_S, run.read_state().attempt
+        # The job has just started: its supervisor holds the run soon, or never. No event shows that on another host.
+        deadline, before = time.monotonic() + 30.0, run.read_state().attempt
         while time.monotonic() < deadline and (holder(run) is None or run.read_state().attempt <= before):
             time.sleep(POLL_S)
     state = run.read_state()
