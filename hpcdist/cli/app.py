@@ -17,8 +17,6 @@ from hpcdist.host.log_files import say
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
-#: The standard error of these commands is a log file, which receives the traceback.
-_LOGGED = ("supervise", "in-job")
 
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -29,8 +27,6 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Images": {"image": ("image",)},
     "Development": {"devcluster": ("devcluster",)},
 }
-#: Modules whose commands are a group, with a help of its own.
-_GROUPS = ("bench", "image", "devcluster")
 
 
 def make_app(command: str = "") -> typer.Typer:
@@ -50,7 +46,7 @@ def make_app(command: str = "") -> typer.Typer:
             if command and command not in commands:
                 continue
             module = importlib.import_module(f"hpcdist.cli.{name}")
-            if name not in _GROUPS:
+            if name not in ("bench", "image", "devcluster"):  # groups with a help of their own
                 for one in module.app.registered_commands:
                     one.rich_help_panel = panel
             _keep_examples(module.app)
@@ -102,7 +98,7 @@ def main() -> NoReturn:
             sys.exit(1)
         if isinstance(error, (typer.Abort, EOFError)):
             sys.exit(130)
-        if sys.argv[1:] and sys.argv[1] in _LOGGED and not isinstance(error, HpcdistError | OSError):
+        if first in ("supervise", "in-job") and not isinstance(error, HpcdistError | OSError):
             raise
         code, message = _explained(error)
         if message:

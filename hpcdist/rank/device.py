@@ -78,7 +78,9 @@ def select_device(config: Config, topology: Topology, env: Mapping[str, str]) ->
         if mixed:
             sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
             position, num_ranks = sharers.index(topology.rank), len(sharers)
-        index = gpu_index(position, num_ranks, num_visible(kind))
+        built_for = torch.accelerator.current_accelerator()
+        num_visible = torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
+        index = gpu_index(position, num_ranks, num_visible)
     if asked[role] in GPU_BACKENDS and index is None:
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError(f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu")
@@ -102,12 +104,6 @@ def select_device(config: Config, topology: Topology, env: Mapping[str, str]) ->
     found = Device.of(device, backend)
     log.info("device: %s", found)
     return found
-
-
-def num_visible(kind: str) -> int:
-    """Return the number of GPUs of a type that this process sees."""
-    built_for = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
 
 
 def collective_backend(device: torch.device) -> str:

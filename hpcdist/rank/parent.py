@@ -116,15 +116,13 @@ def _import_modules(run: RunDir) -> Config:
 
 #: The message that ends a parent.
 _END = b"end"
-#: Time for an earlier parent to end. It may be importing torch.
-_END_S = 10.0
 
 
 def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
     """End earlier parents on this node, and return the socket of this one."""
     for other in earlier:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
-            connection.settimeout(_END_S)  # a full backlog is an error at once
+            connection.settimeout(10.0)  # for its end: it may be importing torch; a full backlog is an error at once
             with address(folder, other) as place:
                 connection.connect(place)
                 os.unlink(place)

@@ -33,9 +33,6 @@ from typing import Any, NoReturn
 from hpcdist.rank.processes import RANK_MODULE, STOP_SIGNALS, exit_code_of, wait_for_end
 
 MESSAGE_BYTES = 4096
-_CONNECT_EVERY_S = 0.02
-#: Time between the creation of the parent's socket file and the moment from which it listens, at most.
-_LISTEN_S = 1.0
 #: Signals that are not passed on: those of the task's own faults and child processes, and those that stop a process,
 #: which Slurm sends to all processes of a job.
 _NOT_PASSED_ON = {
@@ -160,11 +157,12 @@ def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
             break
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError) as error:
             connection.close()
-            if isinstance(error, ConnectionRefusedError):  # the parent has ended, or is about to listen
-                until = min(until, time.monotonic() + _LISTEN_S)
+            if isinstance(error, ConnectionRefusedError):
+                # The parent has ended, or listens within a second of the creation of its socket file.
+                until = min(until, time.monotonic() + 1.0)
             if time.monotonic() >= until:
                 raise NoParentError("no parent process of ranks listens on this node") from error
-        time.sleep(_CONNECT_EVERY_S)
+        time.sleep(0.02)
     connection.setblocking(True)
     if peer_uid(connection) != os.getuid():
         raise NoParentError("a process of another user listens in place of the parent process of ranks")

@@ -71,8 +71,6 @@ class CurveKeys:
 log = logging.getLogger(__name__)
 SOCKET_NAME = "store.sock"
 _OK = b"ok"
-#: A request that waits has this much more time for its answer than for its keys, in seconds.
-_ANSWER_S = 20.0
 _NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -299,7 +297,7 @@ class RendezvousStore(Store):
         except IndexError:
             connection = _Connection(self._context, self._meeting, self._endpoint)
         frames = [one.encode() if isinstance(one, str) else one for one in (operation, *arguments)]
-        limit_s = self._limit_s() if wait_s is None else wait_s + _ANSWER_S
+        limit_s = self._limit_s() if wait_s is None else wait_s + 20.0  # longer for the answer than for its keys
         try:
             status, *values = connection.ask(frames, limit_s)
         except BaseException:

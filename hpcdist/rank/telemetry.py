@@ -20,8 +20,6 @@ from hpcdist.run.folder import Attempt, beat_interval_s
 from hpcdist.run.records import CAUSES, Cause
 
 log = logging.getLogger(__name__)
-#: Logged values in a row after which a loss is reported if `stop.nan_losses` is not set.
-REPORT_AFTER = 3
 
 
 class LossWatch:
@@ -39,7 +37,7 @@ class LossWatch:
                 continue
             first, number = self._rows.get(key, (step, 0))
             self._rows[key] = first, number + 1
-            if number + 1 < (self._limit or REPORT_AFTER) or self.finding:
+            if number + 1 < (self._limit or 3) or self.finding:  # 3 logged values in a row if `nan_losses` is not set
                 continue
             self.finding = f"{key} is {float(value)} since step {first} ({number + 1} logged values in a row)"
             if self._limit is not None:

@@ -401,8 +401,6 @@ FAILED_S = 3.0
 ATEXIT_S = 3.0
 #: Additional time for calls that a signal does not interrupt.
 _STUCK_S = 2.0
-
-
 #: Open files of the imports.
 _imported_files: "weakref.WeakSet[Any]" = weakref.WeakSet()
 

@@ -22,9 +22,8 @@ class PipelineConfig(ConfigSection):
 
 
 def _check(config: Config) -> list[str]:
-    cfg = config.section(PipelineConfig)
     problems = model_name_problems(config.model.name)
-    parts = cfg.num_micro_batches
+    parts = config.section(PipelineConfig).num_micro_batches
     if not problems and config.model.name not in RESNET_NAMES:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
