@@ -91,6 +91,7 @@ def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     names = () if request.addresses else (node, request.nodes[0])
     lookups = {name: start(partial(machine.look_up, name)) for name in names}
     machine_facts = start(partial(read_machine, env))
+    # A network file system shows another machine's file only after some time.
     witness = start(lambda: storage.sees(Path(request.witness), request.token, 3.0))
     found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
     found["network"] = test_network(request, node)
