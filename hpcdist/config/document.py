@@ -184,9 +184,6 @@ def _with_text_keys(value: Any, depth: int = 0) -> Any:
     return found
 
 
-# Configs as nested mappings.
-
-
 def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield each value that is not a mapping, or is an empty one, with the keys that lead to it.
 

@@ -409,8 +409,7 @@ def kept(run: RunDir) -> dict[str, str]:
         )
     values = None
     with suppress(ValueError):
-        if isinstance(found := host_files.parse_json(raw), dict):
-            values = host_files.unstamped(found, run.secrets).get("values")
+        values = host_files.unstamped(host_files.parse_object(raw), run.secrets).get("values")
     if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
         raise RunFolderError(f"{run.secrets} is damaged: remove it, and set its variables in the environment")
     return values

@@ -76,10 +76,9 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
 
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
     """Return the script, or file or folder of the trainer's module, first in `path`; None if installed or missing."""
-    script = config.trainer.script
-    if script and script[0] != "-m":
-        return Path(script[0]).parent.resolve() / Path(script[0]).name
-    module = script[1] if script else config.trainer.target
+    if file := config.trainer.script_file:
+        return file.parent.resolve() / file.name
+    module = config.trainer.script_name or config.trainer.target
     spec = find_module(module.partition(":")[0].partition(".")[0], path)
     if spec is None:
         return None

@@ -72,9 +72,6 @@ def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> C
     raise SlurmError(f"{program}: {reason}", stderr=done.stderr)
 
 
-# --- jobs
-
-
 def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     """Return the state of a job, or None if Slurm does not know the job (any more).
 
@@ -133,9 +130,6 @@ def requeue_job(job_id: str) -> None:
             raise
 
 
-# --- cluster
-
-
 def settings() -> dict[str, str]:
     return output.parse_settings(run("scontrol", "show", "config"))
 
@@ -167,9 +161,6 @@ def failed_nodes(names: Sequence[str], since: float) -> list[str]:
     return [name for name in names if name in failed]
 
 
-# --- accounting
-
-
 def user_accounts(user: str, *, cluster: str = "") -> list[str]:
     chosen = [f"user={user}"] + [f"cluster={cluster}"] * bool(cluster)
     return sorted(set(_sacctmgr("show", "assoc", *chosen, "format=account")))
@@ -181,9 +172,6 @@ def qos_names() -> list[str]:
 
 def _sacctmgr(*arguments: str) -> list[str]:
     return run("sacctmgr", "--noheader", "--parsable2", *arguments).split()
-
-
-# --- submission
 
 
 def estimate_start(script: str) -> str:
@@ -203,9 +191,6 @@ def srun_option_error(name: str, value: str | bool) -> str | None:
             lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
             return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines)
     return None
-
-
-# Snapshots of the job that a run was submitted as.
 
 
 @dataclass(frozen=True, kw_only=True)

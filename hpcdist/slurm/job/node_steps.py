@@ -44,8 +44,6 @@ CONNECT_S = 20.0
 _PASSED_ON = {"cpu-bind", "distribution", "hint", "label", "mpi", "quiet", "unbuffered", "wait"}
 #: Variables of the job by which srun would bind tasks or limit the processors of the step.
 _OF_TASKS = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND", "SLURM_HINT")
-
-
 #: Options of sbatch by which each task gets GPUs or memory of its own, which the parent's step cannot give to a rank.
 _OF_EACH_TASK = ("gpu-bind", "gpus-per-task", "mem-bind", "ntasks-per-gpu", "tres-bind", "tres-per-task")
 

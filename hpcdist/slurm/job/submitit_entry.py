@@ -22,7 +22,6 @@ def main() -> None:
 
 # The function that submitit calls in a job; `submit`, which needs its name only, does not import the supervisor.
 
-
 #: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
 #: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
 #: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
