@@ -145,7 +145,7 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
         one.log({"eval/accuracy": values})
         one.log({"eval/accuracy": [0.7]}, attempt=2, first=4)
         one.attempt_file("training.json", {"first_step": 2, "began": 5.0}, attempt=2)
-        one.state(attempt=2)
+        one.state(attempt=2, world_size=2 if one is before else 4)
         checkpoint = one.run.checkpoints / "step-00000002"
         checkpoint.mkdir(parents=True)
         write_json(checkpoint / "manifest.json", {"step": 2, "metrics": {"eval/accuracy": max(values)}})
@@ -174,6 +174,7 @@ def test_primary_metric_comes_first_over_the_best_earlier_run(tmp_path: Path) ->
     assert "<b>eval/accuracy 0.8 · place 1 of 2 in digits when it ended, +0.10 against the best before (clear" in page
     assert "best eval/accuracy 0.7 0.8 Δ +0.10, +0.05 to +0.15 (paired, 9 samples), clear" in text
     assert "optim.lr 0.1 0.2" in text
+    assert " ranks 2 4 " in text
     write_json(scene.run.standing, asdict(ranked) | {"before": "tune lr=0.1", "before_value": 0.65})
     text = re.sub(r"(<[^>]*>|\s)+", " ", page_of(scene))
     assert "What changed against the best seed of tune lr=0.1" in text
