@@ -38,7 +38,7 @@ def compare(
         names = keys if title == "config" else dict.fromkeys(name for one in compared for name in one[title])
         rows = {name: tuple(one[title].get(name, MISSING) for one in compared) for name in names}
         differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
-        # An empty mapping has a row of its own: the keys in the other run say more.
+        # `roles {}` beside `roles.trainer` would be one change in two rows.
         if shown := {
             name: pair for name, pair in differing.items() if not any(one.startswith(f"{name}.") for one in differing)
         }:

@@ -266,6 +266,7 @@ def describe(
 
 
 def fitted(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
+    """Return the sections with the first number of rows in `kept` that fits into `max_chars`, else cut off."""
     for num_kept in kept:
         if len(text := "\n\n".join(sections(num_kept))) <= max_chars:
             return text
@@ -322,7 +323,7 @@ def _sections(
     lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
     status = [status_line(facts.state)]
     if finding and finding.fix:  # the fix of an exception names the line of the code, and its cause is the status
-        # A reader of MLflow is in another folder than the supervisor.
+        # The command in the fix may be relative to the folder of the supervisor, which is not the reader's.
         fix = finding.fix.replace(RunDir(facts.folder).resume_command, _resume_command(facts))
         status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, fix))), 1000))
     if command := resume_command(facts):

@@ -113,7 +113,9 @@ def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, S
         rows.append((metric, earlier[metric], text, ", ".join(filter(None, (f"Δ {delta}", between, verdict)))))
     found = compare(both, logged)
     differing = [row for title in ("code", "data", "config") for row in found.get(title, {}).items()]
-    differing += [(key, pair) for key, pair in found.get("environment", {}).items() if key == "ranks"]  # for the speed
+    differing += [
+        (key, pair) for key, pair in found.get("environment", {}).items() if key == "ranks"
+    ]  # they explain the speed
     return [*rows, *((key, *pair, "") for key, pair in differing if key not in ("folder", "command"))][:MAX_ROWS]
 
 

@@ -188,12 +188,12 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
     return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
 
 
-#: Rows of `setup_rows` that the cells of a sweep have in common.
+#: Rows of `setup_rows` that a sweep shows of its first cell.
 _OF_SWEEP = ("Config", "Trainer", "Model", "Data", "Code", "Image", "CPU", "Versions")
 
 
 def sweep_setup(facts: SweepFacts, sweep: SweepDir) -> list[tuple[str, list[str]]]:
-    """Return what the cells of a sweep have in common, as the first one has recorded it; empty if it is unreadable."""
+    """Return the setup of the first cell without its name, folder and ranks; empty if it cannot be read."""
     cell = readable(lambda: read_facts(RunDir(sweep.path.parent / facts.cells[0].name)))
     return [row for row in setup_rows(cell) if row[0] in _OF_SWEEP] if cell is not None else []
 
@@ -211,13 +211,13 @@ def describe_sweep(
 
     Args:
         ledger: of all cells together.
-        setup: what the cells have in common.
+        setup: of the first cell; other cells may differ in it by the swept keys.
     """
 
     def sections(num_kept: int) -> Iterator[str]:
         yield from _sweep_sections(facts, cost, report, num_kept)
         if setup:
-            yield "### Setup\n\n" + setup_table(setup)
+            yield f"### Setup of {escaped(facts.cells[0].label, 100)}\n\n" + setup_table(setup)
         if ledger.entries:
             yield "### Cost\n\n" + cost_text(ledger)
 

@@ -30,7 +30,7 @@ _BESIDE = {
     OTHER_DATA: "not comparable with",
     NO_ERROR: "error unknown against",
 }
-#: Seeds on a side from which a difference that is not clear is noise: two have a standard deviation by chance.
+#: With fewer seeds on a side, a difference that is not clear says little: so does a standard deviation of two values.
 MIN_SEEDS = 3
 UNPAIRED = "unpaired; without per-sample results, a small difference on the same data counts as noise"
 _MISSING = "error unknown without per-sample results, the number of test samples, or several seeds that differ"
@@ -41,7 +41,7 @@ class Measured:
     """The best value of a run, or those of the seeds of a setting, and what is known about their errors."""
 
     values: Sequence[float]
-    metric: str = ""  #: of the values
+    metric: str = ""  #: the name of the metric
     data: DatasetRecord | None = None  #: of the evaluation
     num_samples: int | None = None  #: of which the value of a run is a proportion
     samples: Sequence[float] = ()  #: per-sample results of a run
