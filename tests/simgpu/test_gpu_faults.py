@@ -68,10 +68,11 @@ def test_lost_gpu_is_named_and_metrics_and_errors_come_from_nvml(runs: Runs, gpu
     [
         ("hung kernel", ["1.hung"], r"; rank 1 has not called nccl \w+ .* which rank 0 waits"),
         # torch's asynchronous error handling, which hpcdist leaves on, ends the rank that waits before a timeout.
-        ("NCCL error", ["1.hung", "0.nccl"], r"^failed: rank 0 on .* killed by SIGABRT, last heartbeat at step 20"),
+        ("NCCL error", ["1.hung", "0.nccl"],
+         r"^failed: rank 0 on \S+ was killed by SIGABRT, last heartbeat at step 20\b"),
     ],
     ids=["kernel", "nccl"],
-)
+)  # fmt: skip
 def test_rank_that_waits_for_a_hung_kernel(
     runs: Runs, gpus: Path, cell: Cell, fault: str, files: list[str], reason: str
 ) -> None:

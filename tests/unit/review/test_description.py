@@ -157,6 +157,7 @@ def test_description_of_a_finished_run() -> None:
     ("changes", "text"),
     [
         ({}, LOADS_FINAL),
+        ({"state": State(status="stopped"), "has_model": False}, "\n\n`hpcdist resume /runs/exp/first` continues it\n"),
         ({"state": State(status="stopped"), "has_model": False}, "folder = '/runs/c/step-00000100'\n"),
         ({"best": None, "has_model": False}, "The newest checkpoint, step 100, from its folder:"),
         ({"attempts": (replace(SECOND, last_step=100),)},
@@ -383,6 +384,10 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     assert "Best cell: [lr\\=0\\.2](#/a)" in lowest
     stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
     assert describe_sweep(stopped, Ledger(), max_chars=8000).startswith("**stopped**: everything saved\n")
+    spent = Ledger(entries=(Entry(cause="start", attempt=1, node="n1", seconds=3600.0),))
+    with_setup = plain(describe_sweep(facts, spent, [("Data", ["digits (test)", "letters"])], max_chars=8000))
+    assert "\n\n### Setup of lr=0.1\n\n" in with_setup
+    assert "| **Data** | digits (test)<br>letters |\n\n### Cost\n\n**1 core-hours** allocated, " in with_setup
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
     text = describe_sweep(many, Ledger(), cost="2 core-hours; `hpcdist cost tune` lists it by run", max_chars=4000)
     assert "Cost: 2 core\\-hours; `hpcdist cost tune` lists" in text

@@ -338,7 +338,10 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("collective-timeout", "[/gloo/transport/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to"),
         ("not-started", "srun: error: Unable to create step for job 1: Requested nodes are busy"),
         ("not-started", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun"),
-        ("not-started", "rank 3 was killed by SIGKILL, last heartbeat at step 5; step 2.1 (attempt-001) does not end"),
+        (
+            "not-started",
+            "rank 3 on n2 was killed by SIGKILL, last heartbeat at step 50; step 2.1 (attempt-001) does not end",
+        ),
         ("unreachable", "DistNetworkError: The client socket has timed out after 2000ms while trying to connect to"),
         # https://www.osc.edu/documentation/knowledge_base/out_of_memory_oom_or_excessive_memory_usage
         ("out-of-memory", "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some"),
