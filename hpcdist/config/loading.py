@@ -17,6 +17,7 @@ from hpcdist.config.conversion import as_written, convert, exact
 from hpcdist.config.describe import all_keys
 from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
+from hpcdist.config.removed import removal, without_removed_defaults
 from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
 from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
@@ -99,7 +100,7 @@ def load_run_config(
     source = str(path)
     given = {text.partition("=")[0] for text in overrides}
     for read in (stored_tree, _read_yaml):  # the second for a file that was edited
-        tree = read(path)
+        tree = without_removed_defaults(read(path))
         secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
         if (config := exact(tree)) is not None:
             break
@@ -299,6 +300,8 @@ def _types() -> dict[str, str]:
 
 
 def _sentences(key: str, value: object) -> list[str]:
+    if (removed := removal(key, value)) is not None:
+        return [removed]
     if key.startswith("cluster.") and key.endswith(".gpus_per_node"):
         return [f"{key} must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {shown(value)}"]
     role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"

@@ -18,6 +18,7 @@ import hpcdist
 from hpcdist.config import document
 from hpcdist.config.conversion import Mistake, convert, convert_section, default_of
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
+from hpcdist.config.removed import without_removed_defaults
 from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
@@ -80,7 +81,7 @@ def read_stored(path: Path) -> StoredConfig:
     """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know."""
     tree = stored_tree(path)
     document.expand_short_forms(tree)
-    config, mistakes = convert(tree)
+    config, mistakes = convert(without_removed_defaults(tree))
     pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]
     unknown = [key for key, value in pairs if not is_redacted(value)]
     problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"

@@ -1,0 +1,59 @@
+"""Config keys and values of earlier versions, each with what to use instead.
+
+CHANGELOG.md lists the same keys and sentences; a test compares them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """A key that this version does not have."""
+
+    instead: str
+    """Sentence for a config that sets the key: what to use, or what always applies now."""
+    default: Any = None
+    """Default of the key when it was removed. The run folders of earlier versions contain it."""
+
+
+#: By dotted key; `*` stands for any one name, such as that of a role.
+REMOVED_KEYS: dict[str, Removed] = {}
+
+#: Values that a key no longer takes, by dotted key and value.
+REMOVED_VALUES: dict[tuple[str, str], str] = {}
+
+
+def removal(key: str, value: object) -> str | None:
+    """Return the line for a config that sets a removed key, or a removed value of a key; None for all others."""
+    found = _removed(key)
+    if found is not None:
+        return f"{key} was removed: {found.instead}"
+    sentence = REMOVED_VALUES.get((key, str(value)))
+    if sentence is not None:
+        return f"{key}={value} was removed: {sentence}"
+    return None
+
+
+def without_removed_defaults(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the tree of a run folder's config without those removed keys that have their former default.
+
+    A key with another value stays and is answered by `removal`: this version cannot do what it asks for.
+    """
+    kept = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found = _removed(key)
+        if found is not None and value == found.default:
+            continue
+        kept[name] = without_removed_defaults(value, f"{key}.") if isinstance(value, Mapping) else value
+    return kept
+
+
+def _removed(key: str) -> Removed | None:
+    for pattern, found in REMOVED_KEYS.items():
+        if key.count(".") == pattern.count(".") and fnmatchcase(key, pattern):
+            return found
+    return None
