@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from contract import check_files
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, finish, wait_for
 from http_servers import SECRET, Webhook, listening_webhook
 from slurm_cluster import WAIT_S, DevCluster
@@ -80,7 +79,6 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     following.until("queued: requeued (everything saved (Slurm ends the job)); job ")
-    check_files(slurm_runs, name, "requeued")
     slurm_runs.start_now(job)
     code, lines = following.end()
     assert (code, lines[-1]) == (0, "finished: trained 90 steps, 2 epochs"), lines

@@ -32,44 +32,21 @@ _GENERAL = ("checkpoint", "cluster", "container", "elastic", "launch", "notify",
 
 
 def content_of(runs: Runs, name: str) -> str:
-    """Return the names of what a run has left in MLflow and of the files in its folder, one a line.
+    """Return the names of the tags, parameters and metrics that a run has left in MLflow, one a line.
 
-    Left out is what depends on the machine or on other runs: the commit and the changes of the checkout, GPUs, and the
-    leaderboard, which runs without a result have only if others have one.
+    Left out is what depends on the machine: the commit and the changes of the checkout, and GPUs.
     """
     names = {
         "tag": runs.tags(name),
         "param": (key for key in runs.params(name) if key.partition(".")[0] not in _GENERAL),
         # A short run may end before the first system metrics and step times.
         "metric": (key for key, _, _ in runs.points(name) if not key.startswith(("system/", "time/"))),
-        "file": files_of(runs, name),
     }
     lines = (f"{kind:7}{one}" for kind, found in names.items() for one in sorted(set(found)))
-    return "\n".join(line for line in lines if not re.search(r"git[._]|code\.patch|gpu_|leaderboard", line))
+    return "\n".join(line for line in lines if not re.search(r"git[._]|gpu_", line))
 
 
 def compared(text: str, name: str) -> str:
     """Return how the lines of a text differ from those of a golden file."""
     lines = difflib.ndiff((CONTRACT / name).read_text().splitlines(), text.splitlines())
     return "\n".join(line for line in lines if line[0] in "+-")
-
-
-def files_of(runs: Runs, name: str) -> set[str]:
-    """Return the files in the folder of a run; those of code, checkpoints and the like are one line each."""
-    folder = runs.run_dir(name).path
-    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {re.sub(r"^(code|checkpoints|model|artifacts|submitit)/.*", r"\1/...", file) for file in files}
-
-
-def check_files(runs: Runs, name: str, ending: str) -> None:
-    """Compare the files in the folder of a run that has just ended.
-
-    Left out are the leaderboard, the files of the shipper and the supervisor, which may still work, those of ranks that
-    fail because another one has, those by which a test holds ranks, and what heartbeats write.
-    """
-    unsteady = re.compile(
-        r"lease$|artifacts/|leaderboard|journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch"
-        r"|.*/(rank-\d+\.(beat|outcome)\.|phases\.jsonl|held-|release$)"
-    )
-    steady = sorted(file for file in files_of(runs, name) if not unsteady.match(file))
-    check(f"run_folder/{ending}.txt", "\n".join(steady))
