@@ -9,14 +9,12 @@ import hooks
 import pytest
 import yaml
 from doc_blocks import ROOT, Block, blocks, pages
-from generators import answers, commands, config, environment, findings, messages, packages, runtimes
+from generators import config, messages
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
 from hpcdist.config.describe import describe
 from hpcdist.config.loading import load_config
-from hpcdist.containers.spec import RUNTIMES
-from hpcdist.review.explain import PATTERNS, WAITING
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 KEYS = {row[0] for row in describe()}
@@ -188,9 +186,7 @@ def test_jobs_run_make_targets_that_exist_and_have_timeouts() -> None:
     steps = [step for job in jobs.values() for step in job["steps"]]
     called = {match for step in steps for match in re.findall(r"^make (\w+)", step.get("run", ""))}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert called == {"check", "unit", "smoke", "docs", "test", "slow"}
-    assert called <= targets
-    assert jobs["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    assert {"test", "slow"} <= called <= targets
     assert {name for job in jobs.values() for name in job.get("needs", [])} <= set(jobs)
     assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []
 
@@ -205,13 +201,16 @@ def test_actions_are_pinned_to_commits_and_images_to_digests() -> None:
         assert len(re.findall(r"(?:image: |BASE_IMAGE=).*@sha256:[0-9a-f]{64}}?$", found, re.MULTILINE)) == 1
 
 
-# --- The generated parts of the reference pages contain every key, command, variable, message and failure of the code.
+# --- generated parts of the reference pages
 
 
-def test_every_marker_has_a_generator() -> None:
-    pages = sorted((ROOT / "docs").rglob("*.md"))
-    markers = {name for page in pages for name in re.findall(r"<!-- generated: (\S+) -->", page.read_text())}
-    assert markers == set(hooks.GENERATORS)
+@pytest.mark.parametrize("name", hooks.GENERATORS)
+def test_generator_writes_a_part_that_a_page_shows(name: str) -> None:
+    assert hooks.GENERATORS[name]().count("\n") > 5
+    assert [page for page in pages() if f"<!-- generated: {name} -->\n" in page.read_text()]
+
+
+def test_output_of_a_generator_replaces_its_marker() -> None:
     for marker in ("<!-- generated: configs -->", "<!-- generated: configs -->\n\nold\n\n<!-- end -->"):
         page = hooks.on_page_markdown(f"# Config\n\n{marker}\n")
         assert page.startswith("# Config\n\n| config | content |\n")
@@ -226,52 +225,14 @@ def test_kept_output_of_generators_is_current(page: Path) -> None:
     assert page.read_text() == hooks.with_kept(page.read_text())
 
 
-def test_run_folder_reference_has_its_files() -> None:
-    text = packages.run_folder()
-    names = ("state.json", "journal/sent-points.json", "attempts/001/", "srun.log")
-    assert [name for name in names if name not in text] == []
-
-
-def test_config_reference_has_every_key_and_its_json_schema_is_current() -> None:
-    """If this test fails, run: hpcdist config --json-schema > docs/config.schema.json"""
-    text = config.config_keys()
-    assert len(KEYS) > 100
-    assert [key for key in KEYS if f"`{key}`" not in text] == []
+def test_every_config_key_is_documented() -> None:
     assert [key for key, _, _, documentation in describe() if not documentation] == []
+
+
+def test_json_schema_of_the_config_is_current() -> None:
+    """If this test fails, run: hpcdist config --json-schema > docs/config.schema.json"""
     printed = CliRunner().invoke(make_app(), ["config", "--json-schema"]).stdout
     assert config.SCHEMA.read_text() == printed
-
-
-def test_command_reference_has_every_command() -> None:
-    import typer.main
-
-    text = commands.commands()
-    group = typer.main.get_command(make_app())
-    visible = [name for name, command in group.commands.items() if not command.hidden]  # type: ignore[attr-defined]
-    assert {"run", "submit", "doctor"} <= set(visible)
-    assert [name for name in visible if f"## `hpcdist {name}`" not in text] == []
-    assert "`hpcdist supervise`" not in text
-    assert "* `--dry-run`: " in text
-
-
-def test_environment_reference_has_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    used, text = environment.used_variables(), environment.environment_variables()
-    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= used
-    assert [name for name in used if f"`{name}`" not in text] == []
-    monkeypatch.setattr(environment, "used_variables", lambda: used | {"HPCDIST_NEW"})
-    with pytest.raises(RuntimeError, match=r"has no description of \['HPCDIST_NEW'\]"):
-        environment.environment_variables()
-    monkeypatch.setattr(environment, "used_variables", lambda: used - {"HPCDIST_RANK"})
-    with pytest.raises(RuntimeError, match=r"describes unused variables \['HPCDIST_RANK'\]"):
-        environment.environment_variables()
-
-
-def test_troubleshooting_has_every_known_failure() -> None:
-    failures, waiting = findings.failure_patterns(), findings.waiting_reasons()
-    assert [pattern.name for pattern in PATTERNS if pattern.fix not in failures] == []
-    assert [reason for reason in WAITING if f"`{reason}`" not in waiting] == []
-    assert findings.preflight_findings().count("\n") >= 24
-    assert findings.doctor_findings().count("\n") >= 40
 
 
 def test_messages_come_from_raise_statements_and_validation() -> None:
@@ -286,18 +247,3 @@ def test_messages_come_from_raise_statements_and_validation() -> None:
         ("optim.lr must be > 0, got {lr}", "ConfigError"),
         ("safetensors is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
     }
-
-
-def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
-    for one in runtimes.RECORDED:
-        assert set(one.passed) <= set(runtimes.FAULTS)
-        assert one.user in (runtimes.ROOT, runtimes.USER)
-    assert {one.runtime for one in runtimes.RECORDED} == {*RUNTIMES, "pyxis"}
-
-
-def test_answers_of_the_benchmarks_are_in_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answers.answers().count("\n") == len(answers.QUESTIONS) + 1
-    assert [script for *_, script in answers.QUESTIONS if not (ROOT / "benchmarks" / f"{script}.py").exists()] == []
-    monkeypatch.setattr(answers, "QUESTIONS", (("How fast?", "{}", ("no such figure",), "rl"),))
-    with pytest.raises(KeyError, match="has 0 figures named no such figure"):
-        answers.answers()
