@@ -1,10 +1,10 @@
-"""Round trips between two ranks on this machine by RPC: `launch.rpc` zmq compared with torch.distributed.rpc.
+"""Round trips between two ranks on this machine by the RPC of the trainers, compared with torch.distributed.rpc.
 
     python benchmarks/rpc.py [--rounds 9] [--json]
 
-One rank sends a tensor, the other one returns it, one call at a time and with eight calls in flight. Both transports
-are open in the same two ranks of `hpcdist run` and alternate. Results are milliseconds per call, medians of the rounds;
-the ratios, torch's time over zmq's, are computed within each round.
+One rank sends a tensor, the other one returns it, one call at a time and with eight calls in flight. Both are open in
+the same two ranks of `hpcdist run` and alternate. Results are milliseconds per call, medians of the rounds; the ratios,
+torch's time over hpcdist's, are computed within each round.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.rpc as torch_rpc
 from harness import HPCDIST, argument_parser, call, clean_env, median_ratio
 
 from hpcdist import Config, Context
 from hpcdist.rank.rpc import rpc_group
-from hpcdist.rank.rpc_torch import TorchTransport
-from hpcdist.rank.rpc_zmq import ZmqTransport
 
 #: Bytes of the tensor, and the number of calls that are timed.
 SIZES = {"4 B": (4, 200), "4 KiB": (2**12, 200), "256 KiB": (2**18, 100), "1 MiB": (2**20, 60), "8 MiB": (2**23, 16)}
@@ -33,44 +32,58 @@ CONFIG = """\
 experiment: rpc
 trainer: rpc:train
 roles: {caller: 1, answerer: 1}
-launch: {device: cpu, num_threads: 1, rpc_trusted_nodes: true}
+launch: {device: cpu, num_threads: 1}
 """
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Measure on rank 0, which writes a line of JSON per round; rank 1 answers."""
-    with rpc_group(ctx, {"echo": lambda tensor: tensor}) as group:
-        baseline = TorchTransport(group.endpoint, 16)
-        ctx.barrier()
+    out = Path(cfg.params["out"])
+    # InfiniBand or TCP: the transport by shared memory polls without a pause in every rank.
+    options = torch_rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=16, init_method=f"file://{out}.meet", _transports=["ibv", "uv"]
+    )
+    name, peer = ctx.roles.name_of(ctx.rank), ctx.roles.name_of(1)
+    torch_rpc.init_rpc(name, rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options)
+    with rpc_group(ctx, {"echo": echo}) as group:
         if ctx.is_main:
-            transports = {"zmq": group.transport, "torch": baseline}
-            with Path(cfg.params["out"]).open("w") as out:
+            contenders: dict[str, Callable[[torch.Tensor], Any]] = {
+                "hpcdist": lambda tensor: group.call(peer, "echo", tensor).result,
+                "torch": lambda tensor: torch_rpc.rpc_async(peer, echo, (tensor,)).wait,
+            }
+            with out.open("w") as file:
                 for number in range(int(cfg.params["rounds"]) + 1):  # the first one does not count
-                    order = list(transports)[:: 1 if number % 2 else -1]
-                    times = {(*case, name): ms(transports[name], *case) for case in cases() for name in order}
-                    out.write(json.dumps([[*key, value] for key, value in times.items()]) + "\n")
+                    order = list(contenders)
+                    if number % 2 == 0:
+                        order.reverse()
+                    times = {(*case, name): ms(contenders[name], *case) for case in cases() for name in order}
+                    file.write(json.dumps([[*key, value] for key, value in times.items()]) + "\n")
         else:
             group.serve({})
-    baseline.close()
+    torch_rpc.shutdown()
     ctx.end_reason = "completed the measurement"
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def cases() -> Iterator[tuple[str, int]]:
     return ((size, num_calls) for size in SIZES for num_calls in IN_FLIGHT)
 
 
-def ms(transport: TorchTransport | ZmqTransport, size: str, in_flight: int) -> float:
-    """Return the milliseconds per call to rank 1."""
+def ms(call_echo: Callable[[torch.Tensor], Callable[[], torch.Tensor]], size: str, in_flight: int) -> float:
+    """Return the milliseconds per call. `call_echo` starts a call, and returns the function that awaits its result."""
     num_bytes, num_calls = SIZES[size]
     tensor = torch.ones(num_bytes // 4)
-    waiting: deque[Future[torch.Tensor]] = deque()
+    waiting: deque[Callable[[], torch.Tensor]] = deque()
     began = time.perf_counter()
     for _ in range(num_calls):
         if len(waiting) == in_flight:
-            waiting.popleft().result()
-        waiting.append(transport.call(1, "echo", (tensor,), 60.0))
+            waiting.popleft()()
+        waiting.append(call_echo(tensor))
     while waiting:
-        waiting.popleft().result()
+        waiting.popleft()()
     return 1000 * (time.perf_counter() - began) / num_calls
 
 
@@ -89,14 +102,14 @@ def main() -> None:
         call(command, folder, {**clean_env(), "PYTHONPATH": str(Path(__file__).parent)})
         rounds = [{tuple(key): ms for *key, ms in json.loads(line)} for line in out.read_text().splitlines()[1:]]
     print(f"milliseconds per round trip, medians of {len(rounds)} rounds\n")
-    print(f"{'tensor':10}{'in flight':>10}{'zmq':>9}{'torch':>9}  torch over zmq")
+    print(f"{'tensor':10}{'in flight':>10}{'hpcdist':>9}{'torch':>9}  torch over hpcdist")
     ratios = {}
     for size, in_flight in cases():
-        zmq, baseline = ([each[size, in_flight, name] for each in rounds] for name in ("zmq", "torch"))
-        ratios[f"{size}, {in_flight}"] = ratio = median_ratio(baseline, zmq)
-        print(f"{size:10}{in_flight:10}{statistics.median(zmq):9.2f}{statistics.median(baseline):9.2f}  {ratio:.2f}")
+        ours, baseline = ([each[size, in_flight, name] for each in rounds] for name in ("hpcdist", "torch"))
+        ratios[f"{size}, {in_flight}"] = ratio = median_ratio(baseline, ours)
+        print(f"{size:10}{in_flight:10}{statistics.median(ours):9.2f}{statistics.median(baseline):9.2f}  {ratio:.2f}")
     if arguments.json:
-        print(json.dumps({"benchmark": "rpc", "rounds": arguments.rounds, "torch_over_zmq": ratios}))
+        print(json.dumps({"benchmark": "rpc", "rounds": arguments.rounds, "torch_over_hpcdist": ratios}))
 
 
 if __name__ == "__main__":

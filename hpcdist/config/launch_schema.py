@@ -364,10 +364,6 @@ class LaunchConfig(ConfigSection):
     """Device by role, if it is not launch.device: `parameter_server: cpu` leaves the GPUs to the other roles."""
     backend: Literal["auto", "gloo", "nccl", "xccl"] = "auto"
     """Backend of torch.distributed; `auto` is that of the GPUs (`cuda`: nccl) if all ranks have one, else gloo."""
-    rpc: Literal["zmq", "torch"] = "zmq"
-    """RPC of the trainers with roles: ZeroMQ, or torch.distributed.rpc, whose sockets are not authenticated."""
-    rpc_trusted_nodes: bool = False
-    """Whether `rpc: torch` may open its sockets on nodes where every user and program is trusted."""
     num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True

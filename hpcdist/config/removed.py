@@ -20,7 +20,16 @@ class Removed:
 
 
 #: By dotted key; `*` stands for any one name, such as that of a role.
-REMOVED_KEYS: dict[str, Removed] = {}
+REMOVED_KEYS: dict[str, Removed] = {
+    "launch.rpc": Removed(
+        default="zmq",
+        instead="the trainers always use ZeroMQ; a program of your own may use torch.distributed.rpc itself",
+    ),
+    "launch.rpc_trusted_nodes": Removed(
+        default=False,
+        instead="the sockets of RPC are always authenticated",
+    ),
+}
 
 #: Values that a key no longer takes, by dotted key and value.
 REMOVED_VALUES: dict[tuple[str, str], str] = {}

@@ -6,7 +6,6 @@ images, NCCL's log and records), values and messages that users read, and where 
 
     checkpoint/saver.py  `torch.Event` ignores `blocking`, with which the waiting thread sleeps; copies of other GPUs
                          are complete at once
-    rank/rpc_torch.py    TensorPipe has device maps and streams for CUDA only
     rank/parent.py       no other function says whether a fork came too late
     trainers/comm        the version of NCCL
 """

@@ -289,7 +289,7 @@ class RendezvousStore(Store):
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        return min(float(limit.total_seconds()), 1e6)  # RPC waits without a limit, and a poll at most 2**31 ms
+        return min(float(limit.total_seconds()), 1e6)  # a poll lasts at most 2**31 ms
 
     def _ask(self, operation: str, *arguments: str | bytes, wait_s: float | None = None) -> list[bytes]:
         try:

@@ -9,8 +9,8 @@
 Rank 0 is the leader. The other ranks answer calls in threads, and execute the commands of rank 0 in their main thread.
 A command may contain collectives, because all ranks are in one process group as well.
 
-Messages are sent by ZeroMQ (`rpc_zmq.py`) or by torch.distributed.rpc (`rpc_torch.py`), see `launch.rpc`. Values are
-None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Nothing received is unpickled.
+`rpc_transport.py` connects the ranks. Values are None, bool, int, float, str, tensors, and lists, tuples and dicts of
+these. Nothing received is unpickled.
 
 On a GPU, calls are executed on the default stream, on which all threads of a rank work unless they choose another one.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc_zmq import Endpoint, ZmqTransport
+from hpcdist.rank.rpc_transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,7 @@ class RpcGroup:
             "_command": lambda command, arguments: self._commands.put((command, arguments)),
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
         }
-        self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
-        if ctx.config.launch.rpc == "torch":
-            from hpcdist.rank.rpc_torch import TorchTransport
-
-            self.transport: TorchTransport | ZmqTransport = TorchTransport(self.endpoint, num_threads)
-        else:
-            self.transport = ZmqTransport(self.endpoint, num_threads)
+        self.transport = Transport(ctx, self.names, {**functions, **own}, num_threads)
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self.names if name.partition(":")[0] == role]
@@ -143,9 +137,9 @@ def rpc_group(
         try:
             future.result()
         except (PeerLost, RemoteError) as error:
-            raise PeerLost(f"{group.endpoint.place} cannot call {name}: {error}") from error
+            raise PeerLost(f"{group.transport.place} cannot call {name}: {error}") from error
     ctx.barrier()
-    group.transport.connected()
+    group.transport.remove_names()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:

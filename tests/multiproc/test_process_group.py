@@ -1,16 +1,13 @@
 """The rendezvous of ranks: other programs on the port, missing ranks, and time limits."""
 
-import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -24,25 +21,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from attacker import as_other_user
-from hpcdist_runs import assert_states_equal, unused_port, wait_for
+from hpcdist_runs import assert_states_equal, listening, unused_port, wait_for
 from launcher_env import OWN, topology_of
+from other_user import as_other_user
 from spawn import Rank, rank_env, spawn_ranks
 from torch import Tensor
-from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcdist.checkpoint.state import rng_state
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
-from hpcdist.errors import HpcdistError, PreflightError, RendezvousError
+from hpcdist.errors import PreflightError, RendezvousError
 from hpcdist.host.files import read_json
-from hpcdist.rank import collective_check, process_group
+from hpcdist.rank import collective_check
 from hpcdist.rank.collective_check import Stopwatch
-from hpcdist.rank.process_group import Groups, _AdmittingGloo, guard_gloo, open_store, process_groups, refuse_strangers
+from hpcdist.rank.process_group import Groups, open_store, process_groups
 from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore, _Connection
-from hpcdist.rank.rpc_torch import _SignedPickler
 from hpcdist.run.folder import Attempt, RunDir
 
 CPU = torch.device("cpu")
@@ -149,34 +145,15 @@ def test_both_groups_reduce_over_all_ranks() -> None:
     assert spawn_ranks(rendezvous_twice, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2
 
 
-def receive_late(here: Rank) -> float:
-    """Receive from rank 0, which sends later than a disturbed creation of a group may take."""
-    process_group.FIRST_CONNECT_TIMEOUT = timedelta(seconds=0.5)
-    store = FileStore(str(here.folder / "late"), here.world_size)
-    group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
-    value = torch.ones(1)
-    if here.rank == 0:
-        time.sleep(1.5)  # longer than the limit
-        group.send([value], 1, 0).wait()
-    else:
-        group.recv([value.zero_()], 0, 0).wait()
-    dist.barrier()
-    return value.item()
+# --- The store and another user.
 
 
-def test_receiver_waits_longer_than_for_connections() -> None:
-    assert spawn_ranks(receive_late, 2) == [1.0, 1.0]
-
-
-# --- The store, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table.
-
-
-STORE_KEY, OTHER = bytes(32), bytes([1] * 32)
+OTHER = bytes([1] * 32)
 HERE = "127.0.0.1"
 
 
 def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
-    return open_store(at_port(port, rank=rank, num_nodes=num_nodes, job_id="attacked"), STORE_KEY, 30, folder)
+    return open_store(at_port(port, rank=rank, num_nodes=num_nodes), KEY, 30, folder)
 
 
 def gets_an_answer(endpoint: str, keys: CurveKeys | None = None) -> bool:
@@ -186,7 +163,7 @@ def gets_an_answer(endpoint: str, keys: CurveKeys | None = None) -> bool:
         sock.sndtimeo = 500  # sending waits for ever once the server has refused the connection
         if keys is not None:
             keys.be_client(sock)
-            sock.curve_serverkey = CurveKeys(STORE_KEY, "hpcdist/attacked/1")._server_public
+            sock.curve_serverkey = CurveKeys(KEY, "hpcdist/ours/1")._server_public
         sock.connect(endpoint)
         with suppress(zmq.Again):
             sock.send_multipart([b"set", b"key", b"changed"])
@@ -195,13 +172,12 @@ def gets_an_answer(endpoint: str, keys: CurveKeys | None = None) -> bool:
 
 
 def test_store_of_one_machine_has_no_port_and_one_user() -> None:
-    before = process_group.inodes()
+    before = listening(os.getpid())
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # its parent folder is open to all users
     ours, theirs = (store_at(folder, 1, rank=rank, num_nodes=1) for rank in range(2))
     ours.set("key", "value" * 100_000)
     assert theirs.get("key") == b"value" * 100_000
-    with process_group.tcp_sockets() as found:
-        assert not [own for own in found if own.inode not in before]
+    assert listening(os.getpid()) == before
     path = str(folder / SOCKET_NAME)
     assert as_other_user(lambda: socket.socket(socket.AF_UNIX).connect(path)).startswith("PermissionError")
     shutil.rmtree(folder)
@@ -222,9 +198,9 @@ def test_store_between_nodes_answers_only_those_who_know_the_key(
                 sock.sendall(data)
                 while sock.recv(100):  # a greeting, and no more
                     pass
-        for keys in (None, CurveKeys(OTHER, "hpcdist/attacked/1")):
+        for keys in (None, CurveKeys(OTHER, "hpcdist/ours/1")):
             answers.append(gets_an_answer(f"tcp://{HERE}:{port}", keys))
-        for wrong, token in ((OTHER, "hpcdist/attacked/1"), (STORE_KEY, "hpcdist/attacked/2")):
+        for wrong, token in ((OTHER, "hpcdist/ours/1"), (KEY, "hpcdist/ours/2")):
             foreign = Meeting(token=token, folder=tmp_path, host=HERE, port=port, keys=CurveKeys(wrong, token))
             try:
                 RendezvousStore(foreign, timedelta(seconds=10), serve=False)
@@ -301,148 +277,6 @@ def test_store_does_what_torch_expects(tmp_path: Path) -> None:
         waiting = [pool.submit(ours.wait, ["late"], timedelta(days=100)) for _ in range(8)]
         ours.set("late", "")
         assert [one.result() for one in waiting] == [None] * 8
-
-
-def survive_connections(here: Rank) -> tuple[int, float]:
-    """Create gloo groups, and use them while another user connects to all ports that they have opened."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
-    guard_gloo()
-    ports: set[int] = set()
-
-    def note_ports(store: Store, rank: int, size: int, before: frozenset[int], number: int) -> tuple[list[int], str]:
-        with process_group.tcp_sockets() as found:
-            ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
-        return refuse_strangers(store, rank, size, before, number)
-
-    process_group.refuse_strangers = note_ports
-    first, second = (dist.new_group(backend="gloo") for _ in range(2))
-
-    def attack() -> int:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        kept = []
-        for port in [*ports] * (1 + 1000 // len(ports)):
-            with suppress(ConnectionRefusedError):
-                kept.append(socket.create_connection((HERE, port)))
-        return len(kept)
-
-    num_accepted = as_other_user(attack)
-    total = torch.ones(100_000)
-    for group in (first, second, dist.new_group(backend="gloo")):
-        dist.all_reduce(total, group=group)
-    dist.destroy_process_group(first)
-    dist.all_reduce(total, group=second)
-    assert len(ports) >= 2
-    return num_accepted, total[0].item()
-
-
-def test_gloo_survives_a_thousand_connections_and_accepts_none() -> None:
-    assert spawn_ranks(survive_connections, 2) == [(0, 16.0)] * 2
-
-
-class AttackedStore(Store):
-    """A rank's store: when gloo publishes its address, another user connects to its listening sockets and sends data.
-
-    Args:
-        attacks: for each creation of a group what is sent, and whether the connections stay open.
-    """
-
-    def __init__(self, inner: Store, attacks: list[tuple[list[bytes], bool]]) -> None:
-        super().__init__()
-        self.inner, self.attacks, self.known = inner, attacks, process_group.inodes()
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() == 0:
-            self.control.close()
-            send_as_other_user(theirs)
-            os._exit(0)
-        theirs.close()
-        self.num_sent = 0
-
-    def set(self, key: str, value: Any) -> None:
-        with process_group.tcp_sockets() as found:
-            ports = {own.local[1]: own.inode for own in found if own.peer is None and own.inode not in self.known}
-        if ports and self.attacks:
-            self.known |= set(ports.values())
-            messages, stays = self.attacks.pop(0)
-            for data in messages:
-                self.control.send(json.dumps([list(ports), data.hex(), stays]).encode())
-                self.num_sent += int(self.control.recv(100))
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self.inner.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.inner.add(key, amount)
-
-    def wait(self, *arguments: Any) -> None:
-        self.inner.wait(*arguments)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys)
-
-
-def send_as_other_user(requests: socket.socket) -> None:
-    """Connect to ports and send data, until the other end of `requests` is closed."""
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    kept = []
-    while request := requests.recv(10_000):
-        ports, data, stays = json.loads(request)
-        for port in ports:
-            kept.append(sock := socket.create_connection((HERE, port)))
-            sock.sendall(bytes.fromhex(data))
-            if not stays:
-                sock.close()
-        requests.send(str(len(ports) * len(data) // 2).encode())
-
-
-#: What gloo expects from a peer that connects: the number of a pair, which begins with 0.
-NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
-
-
-def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int], bool]:
-    """Create a group that gets foreign data, one whose pairs are taken three times, and one that always loses them."""
-    process_group.NUM_TRIALS = 4
-    known, sums, num_sent, num_sockets, reasons = process_group.inodes(), [], [], [], []
-    shared = FileStore(str(here.folder / "store"), here.world_size)
-    longer = [number + b"\xff" * 56 for number in NUMBERS]
-    for name, attacks in (
-        ("once", [([b"", b"1", b"12345678"], True)]),
-        ("three", [(NUMBERS, True), (longer, True), (NUMBERS, False)]),
-        ("always", [(NUMBERS, True)] * 5),
-    ):
-        store = AttackedStore(PrefixStore(name, shared), attacks)
-        try:
-            group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
-            group.allreduce(total := torch.ones(1)).wait()
-            sums.append(total.item())
-        except RendezvousError as error:
-            reasons.append(str(error))
-        num_sent.append(store.num_sent)
-        num_sockets.append(len(process_group.inodes() - known))
-        known |= process_group.inodes()
-    dist.barrier()  # a rank that ends closes the connections of the others
-    has_reason = all(re.search(r"lost the connection .* \(\[.*gloo/.+\]:\d+[^()]*\)$", one) for one in reasons)
-    return sums, num_sent, num_sockets[1:], len(reasons) == 1 and has_reason
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a_rank() -> None:
-    # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 trials. What is left are the two
-    # connections of the second group: groups that were dropped are closed.
-    assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0], True)] * 3
-
-
-def test_rpc_message_without_valid_signature_is_refused() -> None:
-    ours, theirs = _SignedPickler(STORE_KEY), _SignedPickler(OTHER)
-    content, tensors = ours.serialize(["text", torch.ones(2)])
-    found: Any = ours.deserialize(content, tensors)
-    assert found[0] == "text"
-    assert found[1].tolist() == [1.0, 1.0]
-    for pickler, message in ((theirs, content), (ours, content[:-1] + b"!"), (ours, b""), (ours, content[32:])):
-        with pytest.raises(HpcdistError, match="an RPC message is not signed with this attempt's key"):
-            pickler.deserialize(message, tensors)
 
 
 # --- The all-reduce check between real ranks: correct sums pass, and a wrong sum is attributed to the faulty rank.

@@ -1,45 +1,35 @@
 """RPC between real ranks: values, names, commands, remote errors, stop requests, and the death of a rank."""
 
-import importlib
 import json
 import logging
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import listening
 from spawn import Rank, spawn_ranks
+from zmq.utils.monitor import recv_monitor_message
 
-from hpcdist.checkpoint.state import load_weights
-from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
-from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
-from hpcdist.errors import ConfigError, HpcdistError, PeerLost, RemoteError
+from hpcdist.config.schema import Config
+from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.process_group import guard_gloo
+from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.pipeline import PipelineConfig
-from hpcdist.trainers.rl import RlConfig
-from hpcdist.trainers.rnn import RnnConfig
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
-TORCH = Config(roles=CONFIG.roles, launch=LaunchConfig(rpc="torch", rpc_trusted_nodes=True))
 
 
 class CodeError(Exception):
@@ -68,12 +58,11 @@ def served(group: list[RpcGroup]) -> dict[str, Callable[..., Any]]:
     }
 
 
-def commands_and_errors(here: Rank, path: Path, config: Config) -> dict[str, Any]:
-    guard_gloo()  # torch's RPC creates a group of its own
+def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
-        open_context(here, RunDir(path), config) as ctx,
+        open_context(here, RunDir(path), CONFIG) as ctx,
         rpc_group(ctx, served(opened := [])) as group,
     ):
         opened.append(group)
@@ -126,10 +115,9 @@ def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
     done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
 
 
-@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
-def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path, config: Config) -> None:
+def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
     run = new_run(tmp_path / ("deep" * 30))  # a longer path than a Unix socket may have
-    agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path, config=config)
+    agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path)
     assert not [path for path in run.path.rglob("*") if path.is_socket()]
     assert agent["later"] == {"one": (1, [None, "two"])}
     assert (agent["plain"], all(agent["tensors"])) == (True, True)
@@ -174,10 +162,10 @@ def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
     assert others == [-1, -1]
 
 
-def lose_rank(here: Rank, path: Path, victim: int, config: Config) -> str:
+def lose_rank(here: Rank, path: Path, victim: int) -> str:
     """Return the error with which this rank leaves `rpc_group`."""
     try:
-        with open_context(here, RunDir(path), config) as ctx, rpc_group(ctx, served([])) as group:
+        with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx, served([])) as group:
             ctx.barrier()
             if ctx.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -191,10 +179,9 @@ def lose_rank(here: Rank, path: Path, victim: int, config: Config) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, config: Config) -> None:
-    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim, config=config)
+def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
+    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
     # Rank 0 calls the others. The others serve, and notice only the death of rank 0 or its end after an error.
     for rank in {0, 1, 2} - {victim}:
         lost = "agent:0 (rank 0)" if rank else "observer:0 (rank 1)"
@@ -202,12 +189,11 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, confi
         assert "no answer in" not in outcomes[rank], "noticed by the connection's end"
 
 
-def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
+def exchange_on_gpus(here: Rank, path: Path) -> list[Any]:
     """Change a tensor of rank 1 by calls that are answered before the GPU has executed them, and read it.
 
     Rank 2 uses the CPU.
     """
-    guard_gloo()
     device = torch.device("cpu")
     if here.rank < 2:
         device = torch.device("cuda", here.rank % torch.cuda.device_count())
@@ -225,7 +211,7 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
         checks.release()
 
     functions = {"add": add, "read": weight.clone, "drop": lambda tensor: None, "await_check": checks.acquire}
-    with open_context(here, RunDir(path), config, device=device) as ctx, rpc_group(ctx, functions) as group:
+    with open_context(here, RunDir(path), CONFIG, device=device) as ctx, rpc_group(ctx, functions) as group:
         if not ctx.is_main:
             group.serve({"check": check})
             if device.type == "cpu":
@@ -245,85 +231,57 @@ def exchange_on_gpus(here: Rank, path: Path, config: Config) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
-def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Path, config: Config) -> None:
+def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Path) -> None:
     if not torch.cuda.is_available():  # not in a decorator: ranks cannot use CUDA if their parent has asked for it
         pytest.skip("needs a CUDA device")
-    leader, worker, on_cpu = spawn_ranks(exchange_on_gpus, 3, path=new_run(tmp_path).path, config=config)
+    leader, worker, on_cpu = spawn_ranks(exchange_on_gpus, 3, path=new_run(tmp_path).path)
     assert leader == ["cpu", 1.0, 3.0]
     assert worker == [1.0, 3.0]
     assert on_cpu == [0.0, 0.0, False], "the rank on the CPU occupies no memory of a GPU"
 
 
-# --- RPC against others: a second user finds no door, malformed messages are ignored, and torch's RPC is not needed.
+# --- RPC against others.
 
 
-NOBODY = 65534
-
-
-def start_groups(here: Rank, path: Path, num_starts: int) -> dict[str, Any]:
-    """Start RPC again and again; return the TCP ports of this rank and the answers."""
-    ports, answers = set(), []
-    with open_context(here, RunDir(path), Config()) as ctx:
+def call_peer(here: Rank, path: Path, num_nodes: int) -> dict[str, Any]:
+    """Let the two ranks call each other; return the ports that RPC has opened, and what clients of them experience."""
+    received: list[str] = []
+    with open_context(here, RunDir(path), Config(), num_nodes=num_nodes) as ctx:
         before = listening(os.getpid())
-        for number in range(num_starts):
-            with rpc_group(ctx, {"double": lambda value: 2 * value}) as group:
-                ports |= listening(os.getpid()) - before
-                answers.append(group.call(1 - ctx.rank, "double", number).result())
-                ctx.barrier()
-    return {"ports": ports, "answers": answers}
+        with rpc_group(ctx, {"note": received.append}) as group:
+            ports = [port for _, port in listening(os.getpid()) - before]
+            group.call(1 - ctx.rank, "note", f"rank {ctx.rank}").result()
+            purpose, server = f"rpc/{ctx.topology.token}", group.transport._keys._server_public
+            clients = {"no key": None, "other key": CurveKeys(bytes(32), purpose), "its key": group.transport._keys}
+            admitted = [name for name, keys in clients.items() for port in ports if is_admitted(port, keys, server)]
+            ctx.barrier()
+    return {"num_ports": len(ports), "admitted": admitted, "received": received}
 
 
-def besiege(path: Path, done: threading.Event, found: list[str]) -> None:
-    """As another user, connect to every Unix socket that appears in the system, until `done`."""
-    code = f"""if True:
-        import os, socket, time
-        os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
-        seen = set()
-        print("ready", flush=True)
-        while not time.sleep(0.0005):
-            for line in open("/proc/net/unix").read().splitlines()[1:]:
-                name = line.split()[7:]
-                if name and ("rpc-" in name[0]) and name[0] not in seen:
-                    base = os.path.basename(name[0])
-                    seen.add(name[0])
-                    for target in (name[0], os.path.join({str(path)!r}, base)):
-                        try:
-                            socket.socket(socket.AF_UNIX).connect(target)
-                            print("connected", target, flush=True)
-                        except OSError as error:
-                            print("refused", type(error).__name__, flush=True)
-        """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    found.append(process.stdout.readline())
-    reader = threading.Thread(target=lambda: found.extend(process.stdout or ()))
-    reader.start()
-    done.wait()
-    process.kill()
-    process.wait()
-    reader.join()
-    process.stdout.close()
+def is_admitted(port: int, keys: CurveKeys | None, server: bytes) -> bool:
+    """Return whether a client that knows the server's public key can connect with its own keys and send a message."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sock:
+        sock.linger = 0
+        if keys is not None:
+            keys.be_client(sock)
+            sock.curve_serverkey = server
+        with sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
+            sock.connect(f"tcp://127.0.0.1:{port}")
+            is_connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            sock.disable_monitor()
+        return is_connected
 
 
-@pytest.mark.parametrize("num_starts", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_another_user_can_connect_to_nothing_while_rpc_starts(tmp_path: Path, num_starts: int) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can be another user")
-    run = new_run(tmp_path)
-    done, found = threading.Event(), []
-    attacker = threading.Thread(target=besiege, args=(run.path / "attempts" / "001", done, found))
-    attacker.start()
-    try:
-        while not found:
-            attacker.join(0.01)
-        first, second = spawn_ranks(start_groups, 2, path=run.path, num_starts=num_starts)
-    finally:
-        done.set()
-        attacker.join()
-    assert first == second == {"ports": set(), "answers": [2 * number for number in range(num_starts)]}
-    assert [line for line in found if line.startswith("connected")] == []
-    assert [line for line in found if line.startswith("refused")], "the attacker has seen the sockets"
+def test_ranks_of_one_node_open_no_port(tmp_path: Path) -> None:
+    first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=1)
+    assert first == {"num_ports": 0, "admitted": [], "received": ["rank 1"]}
+    assert second == {"num_ports": 0, "admitted": [], "received": ["rank 0"]}
+
+
+def test_ranks_of_two_nodes_admit_only_clients_with_the_key(tmp_path: Path) -> None:
+    first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=2)
+    assert first == {"num_ports": 1, "admitted": ["its key"], "received": ["rank 1"]}
+    assert second == {"num_ports": 1, "admitted": ["its key"], "received": ["rank 0"]}
 
 
 def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,7 +292,7 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
         open_context(SINGLE_RANK, new_run(tmp_path), Config()) as ctx,
         rpc_group(ctx, {"echo": lambda *values: values}) as group,
     ):
-        peer = group.transport._peers[0]  # type: ignore[attr-defined]
+        peer = group.transport._peers[0]
         bad: list[Any] = [None, {}, [], [0] * 6, "x", [0, [], 0, "echo", [], []], [1, {}, 0, "", 0, []]]
         for index in range(6):
             bad += [[*valid[:index], value, *valid[index + 1 :]] for value in (None, -1, 99, "?", [], {}, [[]], 1e999)]
@@ -351,102 +309,5 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
                 with peer.lock:
                     peer.sock.send_multipart([header, *frames])
         assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
-        assert group.transport._num_malformed > 300  # type: ignore[attr-defined]
+        assert group.transport._num_malformed > 300
     assert caplog.text.count("RPC: ignored") == 1
-
-
-def test_torch_rpc_is_refused_where_its_sockets_can_be_reached(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"launch.rpc=torch: every user and program .* launch.rpc_trusted_nodes"):
-        spawn_ranks(open_torch_rpc, 2, path=new_run(tmp_path).path)
-    assert ConfigError.exit_code == 2
-
-
-def open_torch_rpc(here: Rank, path: Path) -> None:
-    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx, rpc_group(ctx):
-        pass
-
-
-def load_unsigned(here: Rank, path: Path) -> str:
-    """Start torch's RPC with a pickler that checks nothing, as after a change in torch; return the error."""
-    from hpcdist.rank import rpc_torch
-
-    rpc_torch._SignedPickler = lambda _: rpc_torch.internal._InternalRPCPickler()  # type: ignore[assignment,misc]
-    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx:
-        with pytest.raises(HpcdistError) as failed, rpc_group(ctx):
-            pass
-        return str(failed.value)
-
-
-def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: Path) -> None:
-    (error,) = spawn_ranks(load_unsigned, 1, path=new_run(tmp_path).path)
-    assert "loads pickles without hpcdist's signature" in error
-
-
-# --- Trainers with roles learn the same weights over both transports of RPC; over ZeroMQ without torch.distributed.rpc.
-
-
-SHORT = StopConfig(max_steps=4, max_epochs=99)
-RNN = RnnConfig(tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5)
-CONFIGS = {
-    "rl": Config(
-        roles={"agent": 1, "observer": 2},
-        sections={"rl": RlConfig(num_envs=4, num_rollout_steps=32, num_eval_episodes=3)},
-        checkpoint=CheckpointConfig(monitor="eval/return"),
-        stop=SHORT,
-    ),
-    "hybrid": Config(
-        roles={"trainer": 2, "parameter_server": 2},
-        sections={"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
-        checkpoint=CheckpointConfig(monitor="eval/auc"),
-        stop=SHORT,
-    ),
-    "rnn": Config(
-        roles={"trainer": 2, "parameter_server": 2},
-        sections={"rnn": RNN},
-        optim=OptimConfig(max_grad_norm=0.05),
-        checkpoint=CheckpointConfig(monitor="eval/loss"),
-        stop=SHORT,
-    ),
-    "pipeline": Config(
-        roles={"stage": 2},
-        sections={"pipeline": PipelineConfig()},
-        model=ModelConfig(name="resnet18", channels_last=True),
-        data=DataConfig(name="synthetic", image_size=16, num_samples=64, batch_size=16),
-        checkpoint=CheckpointConfig(monitor="eval/loss"),
-        stop=SHORT,
-    ),
-}
-
-
-def remove_torch_rpc() -> None:
-    """Make torch.distributed.rpc unimportable in this process, as if torch had no RPC any more."""
-    for name in ["torch.distributed.rpc", *(name for name in sys.modules if name.startswith("torch.distributed.rpc."))]:
-        sys.modules[name] = None  # type: ignore[assignment]
-    vars(torch.distributed).pop("rpc", None)
-
-
-def train(here: Rank, path: Path, trainer: str, cfg: Config) -> None:
-    if cfg.launch.rpc == "zmq":
-        remove_torch_rpc()
-    with open_context(here, RunDir(path), cfg) as ctx:
-        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
-        importlib.import_module(f"hpcdist.trainers.{trainer}.train").train(ctx, cfg)
-        ctx.close()
-
-
-def final_weights(folder: Path, trainer: str, launch: LaunchConfig) -> dict[str, torch.Tensor]:
-    run, cfg = new_run(folder), replace(CONFIGS[trainer], launch=launch)
-    spawn_ranks(train, sum(cfg.roles.values()), path=run.path, trainer=trainer, cfg=cfg)
-    newest = CheckpointStore(run.checkpoints).latest()
-    assert newest is not None
-    return load_weights(newest.path)
-
-
-@pytest.mark.parametrize(
-    "trainer", ["rl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "rnn", "pipeline"))]
-)
-def test_both_transports_train_the_same_weights(tmp_path: Path, trainer: str) -> None:
-    default = final_weights(tmp_path / "zmq", trainer, LaunchConfig())
-    other = final_weights(tmp_path / "torch", trainer, TORCH.launch)
-    assert default.keys() == other.keys()
-    assert [name for name, value in default.items() if not torch.equal(value, other[name])] == []

@@ -1,4 +1,4 @@
-// Simulated GPUs: what torch, TensorPipe and pynvml call of libcudart, libcuda and libnvidia-ml.
+// Simulated GPUs: what torch and pynvml call of libcudart, libcuda and libnvidia-ml.
 //
 // The addresses of a device are addresses of the process without access; its data lies at a fixed distance (REGION).
 // Copies, collectives and host functions run late, on the thread of their stream, so that a value which is used without
@@ -455,11 +455,6 @@ API int cuPointerGetAttribute(void* value, int attribute, const char* address) {
   }
   return cudaSuccess;
 }
-// TensorPipe wants to find these, and calls none of them here.
-#define UNUSED(name) API int name() { return cudaErrorNotSupported; }
-UNUSED(cuDeviceGet) UNUSED(cuDeviceGetUuid) UNUSED(cuDriverGetVersion) UNUSED(cuGetErrorName)
-UNUSED(cuGetErrorString) UNUSED(cuMemGetAddressRange) UNUSED(cuMemGetAddressRange_v2) UNUSED(cuPointerGetAttributes)
-
 // --- NVML. The handle of device N is 1 + N.
 
 enum { OK = 0, INVALID = 2, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, TIMEOUT = 10, GPU_IS_LOST = 15 };

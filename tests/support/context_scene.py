@@ -31,7 +31,12 @@ def new_run(folder: Path, name: str = "first") -> RunDir:
 
 @contextmanager
 def open_context(
-    here: Rank, run: RunDir, config: Config, flag: StopFlag | None = None, device: torch.device = CPU
+    here: Rank,
+    run: RunDir,
+    config: Config,
+    flag: StopFlag | None = None,
+    device: torch.device = CPU,
+    num_nodes: int = 1,
 ) -> Iterator[Context]:
     """Yield the context of rank `here` in a new attempt, which rank 0 creates. The caller closes the context."""
     if here.rank == 0:
@@ -46,7 +51,7 @@ def open_context(
             config=config,
             run=run,
             attempt=attempt,
-            topology=topology_of(here.rank, here.world_size, attempt=attempt.number),
+            topology=topology_of(here.rank, here.world_size, num_nodes, attempt=attempt.number),
             device=device,
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),

@@ -35,7 +35,7 @@ TESTS = Path(__file__).resolve().parent
 #: Time in seconds for the other ranks to report their failures after the first one.
 PEER_GRACE_S = 3.0
 #: Imported before the first fork. DistributedDataParallel and optimizers import torch._dynamo on first use.
-IMPORTS = ("torch.distributed.rpc", "torch._dynamo", "context_scene", "hpcdist.rank.step_timing")
+IMPORTS = ("torch._dynamo", "context_scene", "hpcdist.rank.step_timing")
 MESSAGE_BYTES = 64 * 1024
 
 

@@ -15,7 +15,7 @@ from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleReques
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, PreflightError, TopologyError
-from hpcdist.rank import collective_check, rpc_torch
+from hpcdist.rank import collective_check
 from hpcdist.rank.collective_check import blame, log_env, terms, uses_tcp
 from hpcdist.rank.device import (
     Device,
@@ -231,17 +231,6 @@ def test_linux_lists_the_cpus_beside_a_pci_device(tmp_path: Path) -> None:
     gpu = Device(device=torch.device("cuda", 0), backend="nccl", pci=folder.name)
     assert cpus_beside(gpu, tmp_path) == "0-1,4"
     assert cpus_beside(replace(gpu, pci="0000:1c:00.0"), tmp_path) == cpus_beside(replace(gpu, pci=""), tmp_path) == ""
-
-
-@pytest.mark.parametrize("kind", ["cpu", "xpu"])
-def test_call_by_rpc_uses_cuda_on_no_other_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("CUDA is used"))
-    endpoint = SimpleNamespace(
-        ctx=SimpleNamespace(device=torch.device(kind)), answer=lambda name, arguments, reply: reply(True, name)
-    )
-    monkeypatch.setattr(rpc_torch, "_endpoint", endpoint)
-    assert rpc_torch._answer("name", "[]", [], False).wait() == (True, '"name"', [])
 
 
 # --- Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814.

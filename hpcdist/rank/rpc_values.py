@@ -1,0 +1,95 @@
+"""The form in which RPC sends values: JSON, and a frame of bytes for each tensor. Nothing is pickled.
+
+Values are None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The JSON contains the number of
+a tensor among the frames. Its description has dtype, shape, order of the axes in memory, and whether it is on a GPU.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encode(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value as JSON types; its tensors are appended to `tensors`. Raises TypeError for other types."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise TypeError(f"RPC sends dense tensors, not {value.layout}: use its indices and values")
+        tensors.append(value.detach())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, list):
+        return [encode(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, tensors) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encode(item, tensors) for key, item in value.items()}}
+    kind = "a dict with keys that are not strings" if isinstance(value, dict) else type(value).__name__
+    raise TypeError(
+        f"RPC cannot send {kind}: use None, bool, int, float, str, tensors, and lists, tuples, dicts of them"
+    )
+
+
+def decode(content: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that `encode` was given. Raises ValueError for other content."""
+    if isinstance(content, list):
+        return [decode(item, tensors) for item in content]
+    if not isinstance(content, dict):
+        return content
+    match content:
+        case {"tensor": int(index)} if 0 <= index < len(tensors):
+            return tensors[index]
+        case {"tuple": list(items)}:
+            return tuple(decode(item, tensors) for item in items)
+        case {"dict": dict(items)}:
+            return {key: decode(item, tensors) for key, item in items.items()}
+    raise ValueError("not a value of RPC")
+
+
+def to_frames(tensors: Sequence[Tensor]) -> tuple[list[Any], list[memoryview | bytes]]:
+    """Return the descriptions of tensors, and their bytes, which are not copied if the tensor is dense on the host."""
+    descriptions: list[Any] = []
+    on_host: list[Tensor] = []
+    for tensor in tensors:
+        # The order of the strides is kept: kernels round differently for channels_last.
+        order = list(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            order.sort(key=tensor.stride, reverse=True)
+        descriptions.append([str(tensor.dtype)[6:], list(tensor.shape), order, not tensor.is_cpu])
+        dense = tensor.permute(order).contiguous().resolve_conj().resolve_neg()
+        if not tensor.is_cpu:
+            # The copy is complete after the synchronization below.
+            pinned = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=True)
+            dense = pinned.copy_(dense, non_blocking=True)
+        on_host.append(dense)
+    on_gpu = [tensor for tensor in tensors if not tensor.is_cpu]
+    if on_gpu:
+        torch.accelerator.current_stream(on_gpu[0].device).synchronize()
+    return descriptions, [_bytes_of(tensor) if tensor.numel() else b"" for tensor in on_host]
+
+
+def from_frame(description: Any, frame: memoryview, device: torch.device) -> Tensor:
+    """Return the tensor of a frame, on `device` if the sender had it on a GPU.
+
+    Raises ValueError, TypeError, LookupError or RuntimeError for a description that does not fit the frame.
+    """
+    dtype, shape, order, on_gpu = description
+    kind = _DTYPES[dtype]
+    if sorted(order) != list(range(len(shape))) or math.prod(shape) * kind.itemsize != frame.nbytes:
+        raise ValueError(f"{frame.nbytes} bytes for a tensor of shape {shape}")
+    # A copy, because the frame is aligned differently, and kernels round differently then.
+    tensor = torch.empty([shape[axis] for axis in order], dtype=kind)
+    if frame.nbytes:
+        _bytes_of(tensor)[:] = frame
+    tensor = tensor.permute([order.index(axis) for axis in range(len(shape))])
+    return tensor.to(device) if on_gpu else tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
