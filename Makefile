@@ -6,14 +6,13 @@ BIN := $(VENV)/bin
 EXTRAS := train,dev
 
 MINUTES ?= 60
-STARTS ?= 50
 SUITE ?= trixie
 WORKERS ?= 3
 
 # Without cached bytecode each of the thousands of test processes compiles hpcdist anew, and each worker all test files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart install check unit smoke test slow faults test-slurm fuzz attack bench docs recording screenshots lock pin clean
+.PHONY: help quickstart install check unit smoke test slow faults test-slurm fuzz bench docs recording screenshots lock pin clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -60,9 +59,6 @@ test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=
 
 fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time
 	$(BIN)/python scripts/fuzz.py $(MINUTES)
-
-attack: install ## start each RPC trainer STARTS (50) times while another user attacks its sockets; needs root
-	$(BIN)/python scripts/attack.py $(STARTS)
 
 bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'

@@ -1,4 +1,4 @@
-"""Whole runs of trainers with roles: exact after a stop, a kill or a hang of a rank, no ports, and able to learn."""
+"""Whole runs of trainers with roles: exact after a stop, a kill or a hang of a rank; on a private network."""
 
 import os
 import signal
@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening, rank_of
+from hpcdist_runs import Runs, assert_states_equal, finish, listening, rank_of, wait_for
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.data.loading import build_model
+from hpcdist.rank import private_network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,13 @@ def start_held(runs: Runs, kind: str, name: str, *overrides: str) -> tuple[Any, 
     gate = ("trainer=gated:train", f"params.gated={kind.partition('-')[0]}", f"params.hold_at={case.hold_at}")
     process = runs.start(*arguments(runs, kind, name, *gate, *overrides))
     runs.wait_until_held(name, num_ranks=case.num_held)
-    found = psutil.Process(process.pid).children(recursive=True)
-    return process, {number: rank for rank in found if (number := rank_of(rank)) is not None}
+    return process, ranks_of(process.pid)
+
+
+def ranks_of(supervisor: int) -> dict[int, psutil.Process]:
+    """Return the processes of the ranks of a run by rank."""
+    found = psutil.Process(supervisor).children(recursive=True)
+    return {number: rank for rank in found if (number := rank_of(rank)) is not None}
 
 
 @cache
@@ -114,8 +120,8 @@ def assert_as_control(runs: Runs, kind: str, name: str) -> None:
 def test_stopped_run_resumes_exactly(runs: Runs, kind: str) -> None:
     name, case = f"stopped-{kind}", CASES[kind]
     process, ranks = start_held(runs, kind, name, "params.pace_s=0.1")
-    # Store and RPC use Unix sockets in the run folder, and gloo's listening sockets are closed.
-    assert_no_ports([listening(rank.pid) for rank in ranks.values()])
+    # Those of gloo; store and RPC use Unix sockets in the run folder.
+    assert {host for rank in ranks.values() for host, _ in listening(rank.pid)} == {"127.0.0.1"}
     if kind == "hybrid":
         ranks[3].send_signal(signal.SIGTERM)  # the server forwards the signal to rank 0
         runs.release(name)
@@ -192,8 +198,13 @@ def pipeline_weights(runs: Runs, name: str) -> dict[str, torch.Tensor]:
 
 def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
     case = CASES["pipeline"]
-    code, output = runs.command(*arguments(runs, "pipeline", "stages", export=True))
+    process = runs.start(*arguments(runs, "pipeline", "stages", export=True))
+    ranks = wait_for(lambda: ranks_of(process.pid), "the ranks")
+    networks = {os.readlink(f"/proc/{rank.pid}/ns/net") for rank in ranks.values()}
+    code, output = finish(process)
     assert code == 0, output
+    if not private_network.why_refused():
+        assert os.readlink("/proc/self/ns/net") not in networks, "a shipped trainer has a network of its own"
     _, series = results(runs, "stages")
     assert series["eval/accuracy", case.last_step] > 0.5, "ten classes"
     points = {key for key, _, _ in runs.points("stages")}

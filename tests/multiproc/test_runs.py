@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from attacker import NOBODY, as_other_user
 from hpcdist_runs import (
     AUGMENTED,
     HOLD_OVERRIDES,
@@ -20,12 +19,12 @@ from hpcdist_runs import (
     Descendants,
     Runs,
     assert_equals_control,
-    assert_no_ports,
     finish,
     listening,
     wait_for,
 )
 from io_faults import Fault
+from other_user import NOBODY, as_other_user
 
 
 def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:
@@ -41,7 +40,7 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     name = "stopped"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
     held = runs.wait_until_held(name)
-    assert_no_ports([listening(pid) for pid in held])
+    assert {host for pid in held for host, _ in listening(pid)} == {"127.0.0.1"}
     assert (runs.attempt(name).key.stat().st_mode & 0o777, len(runs.attempt(name).read_key())) == (0o600, 32)
     code, output = runs.command("stop", name)
     assert code == 0, output
@@ -156,13 +155,13 @@ def test_failed_script_ends_likewise_and_does_not_wait_for_an_endless_thread(run
 # --- Another user who may write to the folder above all runs replaces it during the start of a run.
 
 
-#: In the parent of the ranks and before its imports: the attacker puts a copy of the runs with another config and
+#: In the parent of the ranks and before its imports: the other user puts a copy of the runs with another config and
 #: another module of the code in their place.
 SITE = """
 import os, shutil, sys
 if "hpcdist.rank.parent" in sys.orig_argv:
     runs, planted = {runs!r}, {runs!r} + ".planted"
-    # The attacker cannot read the identity; temporary files may vanish during the copy.
+    # The other user cannot read the identity; temporary files may vanish during the copy.
     shutil.copytree(runs, planted, symlinks=True, ignore=shutil.ignore_patterns("identity", "key", ".*"))
     for folder, _, files in os.walk(planted):
         for path in [folder, *(os.path.join(folder, name) for name in files)]:

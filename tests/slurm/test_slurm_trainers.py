@@ -1,16 +1,11 @@
-"""The trainers with roles or stages on two nodes of a real Slurm: requeue, exact resume, and network security.
+"""The trainers with roles or stages on two nodes of a real Slurm: requeue, exact resume, and listening sockets.
 
-The trainers run at the same time, since the tests mostly wait. `make test` runs the one of `ATTACKED`, undisturbed by
-the attack, `make slow` adds those of `SLOW` and the attack, `make faults` has the others.
+The trainers run at the same time, since the tests mostly wait. `make test` runs `ALWAYS`, `make slow` adds those of
+`SLOW`, `make faults` has the others.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,9 +18,8 @@ from hpcdist.devcluster import settings
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
-ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
-#: The trainer under attack: its ranks listen for RPC connections. Its job is heterogeneous.
-ATTACKED = "rnn"
+#: Its ranks listen for RPC connections. Its job is heterogeneous.
+ALWAYS = "rnn"
 #: On one machine, tests/multiproc stops `pipeline` and `hybrid`, and kills a rank of `rl`.
 SLOW = ("pipeline",)
 
@@ -105,24 +99,12 @@ class Finished:
     control: RunDir
     hosts: list[str]
     status: str
+    sockets: dict[int, set[tuple[str, int]]]
+    """Host and port of the listening sockets of each rank while it was held."""
     num_starts: int
     resumed_at: int
     job_state: str
     log: str
-
-
-@dataclass(frozen=True)
-class SocketReport:
-    """The listening sockets of every trainer's ranks while they were held, and the results of an attack."""
-
-    sockets: dict[str, dict[int, set[tuple[str, int]]]] = field(default_factory=dict)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def socket_report() -> SocketReport:
-    return SocketReport()
 
 
 def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
@@ -136,48 +118,18 @@ def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     return found
 
 
-def attack(cluster: DevCluster, marker: Path, runs: Path, sockets: set[tuple[str, int]]) -> tuple[list[Any], str]:
-    """Attack sockets as another user on another node; return the attacker's results and its error output."""
-    targets = [f"{host}:{port}" for host, port in sorted(sockets)]
-    done = subprocess.run(
-        settings.inside(cluster.layout, "n4", [sys.executable, str(ATTACKER), str(marker), *targets]),
-        env={**os.environ, "HPCDIST_RUNS_DIR": str(runs)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
-
-
-@pytest.fixture(scope="module")
-def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that the attacker creates if it can execute a command."""
-    return tmp_path_factory.mktemp("attack") / "executed"
-
-
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[Case]:
-    """The attacked trainer, and those that this session tests."""
+    """The trainers that this session tests."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     tested = [item.callspec.params.get("case") for item in here]
-    return [case for case in CASES.values() if case in tested or case.trainer == ATTACKED]
+    return [case for case in CASES.values() if case in tested or case.trainer == ALWAYS]
 
 
 @pytest.fixture(scope="module")
-def is_attacked(request: pytest.FixtureRequest) -> bool:
-    """Whether this session tests the attack."""
-    return any(
-        item.name == test_other_user_on_another_node_cannot_use_the_sockets.__name__ for item in request.session.items
-    )
-
-
-@pytest.fixture(scope="module")
-def finished(
-    slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path, cases: list[Case], is_attacked: bool
-) -> dict[str, Finished]:
+def finished(slurm_runs: SlurmRuns, cases: list[Case]) -> dict[str, Finished]:
     """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
-    runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
+    runs, cluster, jobs, sockets = slurm_runs, slurm_runs.cluster, {}, {}
     for case in cases:
         words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes)
         code, output = runs.command("submit", *words, "--cluster", "devcluster")
@@ -186,12 +138,7 @@ def finished(
     for case in cases:
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
         wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=WAIT_S)
-        found = socket_report.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
-        if case.trainer == ATTACKED and is_attacked:
-            outside = {(host, port) for sockets in found.values() for host, port in sockets if host != "127.0.0.1"}
-            answers, errors = attack(cluster, marker, runs.folder, outside)
-            socket_report.answers.extend(answers)
-            socket_report.errors.append(errors)
+        sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
         cluster.run("scontrol", "requeue", jobs[case.trainer])
     for job in jobs.values():
         runs.start_now(job)
@@ -199,14 +146,14 @@ def finished(
         words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
         code, output = runs.command("run", *words)
         assert code == 0, output
-    return {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in cases}
+    return {case.trainer: wait_finished(runs, case, jobs[case.trainer], sockets[case.trainer]) for case in cases}
 
 
 def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:
     return RunDir(runs.folder / case.experiment / f"{case.trainer}-{kind}")
 
 
-def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
+def wait_finished(runs: SlurmRuns, case: Case, job: str, sockets: dict[int, set[tuple[str, int]]]) -> Finished:
     run, cluster = run_of(runs, case, "requeued"), runs.cluster
     cluster.wait_job_state(job, *JOB_ENDED)
     state = run.read_state()
@@ -221,6 +168,7 @@ def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
         control=run_of(runs, case, "control"),
         hosts=[str(beat.get("host")) for beat in beats],
         status=state.status,
+        sockets=sockets,
         num_starts=int(cluster.job(job)["Restarts"]) + 1,
         resumed_at=resumed[0] if resumed else -1,
         job_state=cluster.job(job)["JobState"],
@@ -231,7 +179,7 @@ def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
 def marks(case: Case) -> list[pytest.MarkDecorator]:
     if case.trainer in SLOW:
         return [pytest.mark.slow]
-    return [] if case.trainer == ATTACKED else [pytest.mark.faults]
+    return [] if case.trainer == ALWAYS else [pytest.mark.faults]
 
 
 @pytest.mark.parametrize(
@@ -256,29 +204,13 @@ def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Fi
         assert_states_equal(mine, undisturbed, name)
 
 
-def test_ranks_listen_only_on_loopback_and_the_cluster_network(
-    finished: dict[str, Finished], socket_report: SocketReport
-) -> None:
+def test_ranks_listen_only_on_loopback_and_cluster_network(finished: dict[str, Finished]) -> None:
     network = {str(address) for address in settings.NETWORK.hosts()}
-    for trainer, by_rank in socket_report.sockets.items():
-        assert set(by_rank) == set(range(len(finished[trainer].hosts)))
-        for rank, sockets in by_rank.items():
+    for trainer, found in finished.items():
+        assert set(found.sockets) == set(range(len(found.hosts)))
+        for rank, sockets in found.sockets.items():
             assert {host for host, _ in sockets} <= network, (trainer, rank)
             assert len([port for _, port in sockets if 20480 <= port < 32768]) == (rank == 0), "the store"
-
-
-@pytest.mark.slow
-def test_other_user_on_another_node_cannot_use_the_sockets(
-    finished: dict[str, Finished], socket_report: SocketReport, marker: Path
-) -> None:
-    (summary,) = [answer for answer in socket_report.answers if "reachable" in answer]
-    num_ranks = len(socket_report.sockets[ATTACKED])
-    assert len(summary["reachable"]) == 1 + num_ranks, f"the store and RPC of each rank: {socket_report.errors}"
-    assert len(socket_report.answers) > 1
-    assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in socket_report.answers)
-    assert not marker.exists()
-    log = finished[ATTACKED].run.attempt(1).log(0).read_text()
-    assert "without this attempt's key" in log
 
 
 # --- Sweeps on a real Slurm: one job array, each task of which is a run.

@@ -334,12 +334,6 @@ class Descendants:
 
 
 # --- sockets
-def documented_sockets() -> dict[str, str]:
-    """Return the address of each kind of listening socket, from the table in SECURITY.md."""
-    text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
-    table = text.partition("## Listening sockets")[2].partition("##")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    return {row[0]: row[2] for row in rows[1:]}
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -361,15 +355,6 @@ def listening(pid: int) -> set[tuple[str, int]]:
                 # The store's socket is of IPv6 and also listens on IPv4 addresses.
                 found.add((socket.inet_ntop(family, words).removeprefix("::ffff:"), int(port, 16)))
     return found
-
-
-def assert_no_ports(by_rank: list[set[tuple[str, int]]]) -> None:
-    """Assert that the ranks of a local run listen on no TCP port, and that SECURITY.md has all others."""
-    assert not any(by_rank), by_rank
-    documented = documented_sockets()
-    assert documented.keys() >= {"store", "gloo", "rpc", "nccl", "preflight", "ui"}
-    assert {documented[kind] for kind in ("store", "gloo", "rpc", "nccl")} == {"interface"}
-    assert documented["ui"] == "loopback"
 
 
 # --- The MLflow runs of a sweep, for tests of local sweeps and of sweeps on Slurm.

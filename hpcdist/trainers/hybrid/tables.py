@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -262,12 +261,9 @@ class _Update(NamedTuple):
 class TableServer:
     """Answers trainers until they leave. It divides gradients by the number of all trainers, as DDP does."""
 
-    def __init__(
-        self, shard: TableShard, group: dist.ProcessGroup, trainers: Sequence[int], timeout: timedelta
-    ) -> None:
+    def __init__(self, shard: TableShard, group: dist.ProcessGroup, trainers: Sequence[int]) -> None:
         self._shard = shard
         self._group = group
-        self._timeout = timeout  # without it, gloo may wait only as long as for the connections of a new group
         self._trainers = trainers  #: ranks
         self._touched = np.zeros(len(shard.weight), dtype=bool)
 
@@ -321,29 +317,29 @@ class TableServer:
             if len(part)
         ]
         for work in received:
-            work.wait(self._timeout)
+            work.wait()
         self._shard.update(update.rows, update.units, grads.div_(len(self._trainers)))
 
     def _receive_request(self, trainer: int) -> tuple[int, bool, Bags]:
         first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
-        self._group.recv([first], trainer, TAG_HEADER).wait(self._timeout)
+        self._group.recv([first], trainer, TAG_HEADER).wait()
         kind, num_rows, num_offsets, ahead = first[:HEADER_LENGTH].tolist()
         body = first[HEADER_LENGTH:][: num_rows + num_offsets]
         if len(body) < num_rows + num_offsets:
             body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
-            self._group.recv([body], trainer, TAG_ROWS).wait(self._timeout)
+            self._group.recv([body], trainer, TAG_ROWS).wait()
         rows = body[:num_rows]
         return kind, bool(ahead), Bags(rows, body[num_rows:]) if num_offsets else single_rows(rows)
 
     def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
         if tensor.numel():
-            self._group.send([tensor], trainer, tag).wait(self._timeout)
+            self._group.send([tensor], trainer, tag).wait()
 
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
     shard = TableShard(layout, ctx.role_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
-    server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"), ctx.timeout)
+    server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"))
     # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
     pool = ThreadPoolExecutor(1, thread_name_prefix="tables")
 
@@ -425,7 +421,6 @@ class TableClient:
         bags = [clicks.bags for clicks in first_batches]
         pool_at_server, self._ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
         self._group = group
-        self._timeout = ctx.timeout
         self._servers = ctx.roles.ranks_of("parameter_server")
         self._timer = ctx.timer
         self._starts = layout.starts
@@ -493,13 +488,13 @@ class TableClient:
             return
         with self._timer.waiting():
             for work in lookup.receiving:
-                work.wait(self._timeout)
+                work.wait()
             firsts = [0, *accumulate(lookup.counts)]
             for number, count in lookup.num_late.items():
                 if int(count):
                     units, values = torch.empty(int(count), dtype=torch.int64), torch.empty(int(count), self._dim)
-                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait(self._timeout)
-                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait(self._timeout)
+                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait()
+                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait()
                     put_rows(lookup.values, units + firsts[number], values)
             self._settle()
 
@@ -521,7 +516,7 @@ class TableClient:
     def _settle(self) -> None:
         """Wait until all messages so far are sent."""
         for work, _ in self._sending:
-            work.wait(self._timeout)
+            work.wait()
         self._sending.clear()
 
 
