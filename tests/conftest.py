@@ -1,5 +1,6 @@
 """Fixtures and hooks of all tests: a clean environment, groups for pytest-xdist, the fault table, container images."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from containers import Containers, missing_requirement
+from hpcdist_runs import create_database
 from io_faults import compile_library
 from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 from xdist.remote import Producer
@@ -53,6 +55,20 @@ def run(runs_dir: Path) -> RunDir:
 @pytest.fixture
 def attempt(run: RunDir) -> Attempt:
     return run.new_attempt()
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with empty tables, made once for all workers of pytest-xdist, since that takes seconds."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "empty.db"
+    with (folder / "empty.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            create_database(folder / "incomplete.db").rename(path)
+    return path
 
 
 # --- processes, and tests that run beside each other

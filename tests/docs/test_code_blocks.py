@@ -7,6 +7,7 @@ page. `tests/slurm/test_submit.py` executes the blocks that are also marked `slu
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,12 +28,13 @@ def pages_with_commands() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of the commands, with one MLflow database for all pages, because its creation is slow."""
+def env(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> dict[str, str]:
+    """Return the environment of the commands, with one MLflow database for all pages."""
+    database = shutil.copy(empty_database, tmp_path_factory.mktemp("mlflow") / "mlflow.db")
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{database}",
     }
 
 

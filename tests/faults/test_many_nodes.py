@@ -3,10 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-from hpcdist_runs import create_database
 from slurm_cluster import DevCluster, dev_cluster
 from slurm_runs import SlurmRuns
 
@@ -31,10 +31,9 @@ def sixteen_nodes() -> Iterator[DevCluster]:
 
 
 def test_32_ranks_on_16_nodes_all_reduce_and_train(
-    tmp_path_factory: pytest.TempPathFactory, sixteen_nodes: DevCluster
+    tmp_path: Path, empty_database: Path, sixteen_nodes: DevCluster
 ) -> None:
-    root = tmp_path_factory.mktemp("many_nodes")
-    runs = SlurmRuns(root, create_database(root / "empty.db"), sixteen_nodes)
+    runs = SlurmRuns(tmp_path, empty_database, sixteen_nodes)
     name = "many"
     job = runs.submit(
         name,

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import HPCDIST, Runs, assert_states_equal, create_database, rank_of, wait_for
+from hpcdist_runs import HPCDIST, Runs, assert_states_equal, rank_of, wait_for
 from slurm_faults import Cell
 
 from hpcdist.rank.processes import PARENT_MODULE
@@ -135,10 +135,10 @@ def results(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int]
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
-def test_run_survives_kills_at_random_moments(tmp_path: Path, cell: Cell, trainer: str) -> None:
+def test_run_survives_kills_at_random_moments(tmp_path: Path, empty_database: Path, cell: Cell, trainer: str) -> None:
     """A rank, the parent process that forks the ranks, or the supervisor; the run is resumed if its supervisor ends."""
     cell.fault, cell.trainer = f"SIGKILL at {NUM_KILLS} random moments", trainer
-    runs = Runs(tmp_path, create_database(tmp_path / "empty.db"))
+    runs = Runs(tmp_path, empty_database)
     config, *overrides = CONFIGS[trainer]
 
     def arguments(name: str) -> list[str]:

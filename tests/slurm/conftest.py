@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import create_database
 from slurm_cluster import DevCluster, dev_cluster
 from slurm_faults import SUBJECTS, Cell, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns
@@ -39,10 +38,9 @@ def cancel_jobs_of_module(devcluster: DevCluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm_runs(tmp_path_factory: pytest.TempPathFactory, devcluster: DevCluster) -> SlurmRuns:
+def slurm_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, devcluster: DevCluster) -> SlurmRuns:
     """One folder for the runs of all tests; run names are unique across tests."""
-    database = create_database(tmp_path_factory.mktemp("empty") / "mlflow.db")
-    return SlurmRuns(tmp_path_factory.mktemp("slurm_runs"), database, devcluster)
+    return SlurmRuns(tmp_path_factory.mktemp("slurm_runs"), empty_database, devcluster)
 
 
 @pytest.fixture(scope="session")

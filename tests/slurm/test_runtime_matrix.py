@@ -20,7 +20,7 @@ import psutil
 import pytest
 import runtime_cases
 from containers import Containers, mismatch, small_image
-from hpcdist_runs import HOLD_STEP, LAST_STEP, create_database
+from hpcdist_runs import HOLD_STEP, LAST_STEP
 from runtime_cases import CASES, RuntimeCase, assert_inside, assert_nothing_left, prepared
 from slurm_cluster import DevCluster
 from slurm_faults import Cell, FaultScene
@@ -234,14 +234,13 @@ def _podman(case: RuntimeCase, containers: Containers, runs: UserRuns) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def user_runs(devcluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UserRuns]:
+def user_runs(devcluster: DevCluster, empty_database: Path) -> Iterator[UserRuns]:
     """Runs of the user, in a folder that all users can enter, unlike those of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="hpcdist-user-"))
     folder.chmod(0o755)
     program = user_program(folder / "python")
-    database = create_database(tmp_path_factory.mktemp("empty") / "mlflow.db")
     (folder / "home").mkdir()
-    yield UserRuns(folder / "home", database, devcluster, program)
+    yield UserRuns(folder / "home", empty_database, devcluster, program)
     shutil.rmtree(folder)
 
 

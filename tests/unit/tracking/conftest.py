@@ -6,16 +6,6 @@ from pathlib import Path
 import pytest
 from tracking_scene import Scene
 
-from hpcdist.tracking.mlflow_client import open_client
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a database once, since creating its tables takes seconds, and copy it for each test."""
-    path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    open_client(f"sqlite:///{path}")
-    return path
-
 
 @pytest.fixture
 def scene(tmp_path: Path, empty_database: Path) -> Scene:
