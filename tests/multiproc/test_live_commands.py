@@ -32,8 +32,8 @@ from hpcdist.run.folder import Attempt, RunDir
 COMMANDS = "tracking.commands=[stop,save,profile]"
 #: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.
 PATIENCE_S = 600.0
-#: Steps of at least 0.1 s, so that the ranks mostly wait, until a command ends the run.
-LIVE = ("trainer=gated:train", "params.pace_s=0.1", "data.batch_size=16", "stop.max_epochs=100000", COMMANDS)
+#: Steps of at least 0.4 s, so that the ranks mostly wait, until a command ends the run.
+LIVE = ("trainer=gated:train", "params.pace_s=0.4", "data.batch_size=16", "stop.max_epochs=100000", COMMANDS)
 
 
 def profiled_steps(trace: Path) -> int:

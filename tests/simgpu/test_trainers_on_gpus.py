@@ -10,7 +10,7 @@ import pytest
 import test_live_commands
 import test_role_trainers
 import test_runs
-from hpcdist_runs import AUGMENTED, TRAINING, Runs
+from hpcdist_runs import TRAINING, Runs
 from slurm_faults import SIMULATED_GPUS, Cell
 
 pytestmark = pytest.mark.processes
@@ -29,10 +29,10 @@ KINDS = [pytest.param(kind, marks=SLOW) for kind in ROLES]
 
 
 @cache
-def ddp_control(runs: Runs, *overrides: str) -> str:
+def ddp_control(runs: Runs) -> str:
     """Return the name of an undisturbed run of `ddp`."""
-    name = f"control-ddp-{len(overrides)}"
-    code, output = runs.command("run", *runs.config(name, *TRAINING, *overrides))
+    name = "control-ddp"
+    code, output = runs.command("run", *runs.config(name, *TRAINING))
     assert code == 0, output
     return name
 
@@ -67,8 +67,7 @@ def test_run_restarts_exactly_after_a_rank_is_killed(
 ) -> None:
     cell.fault, cell.trainer = "rank killed", kind
     if kind == "ddp":
-        control = ddp_control(runs, *AUGMENTED)
-        test_runs.test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs, control)
+        test_runs.test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs, ddp_control(runs))
         fill(cell, runs, "rank-killed", gpus, 2)
         return
     num_gpus, victim, role = ROLES[kind]
