@@ -130,7 +130,6 @@ def pattern_runs(tmp_path: Path, empty_database: Path) -> Runs:
     launch = "{num_ranks: 2, device: cpu, max_restarts: 1}"
     (found.project / "patterns.yaml").write_text(f"{{experiment: patterns, launch: {launch}}}\n")
     (found.project / "patterns/nano_config.py").write_text("learning_rate = 0.02\n")
-    (found.project / "patterns/timm.yaml").write_text("opt: momentum\nepochs: 3\n")
     return found
 
 
@@ -210,16 +209,6 @@ def test_ddp_series_continues_from_its_snapshot_after_a_killed_rank(pattern_runs
             {"arg1": "patterns/nano_config.py", "max_iters": "5"},
         ),
         ("patterns/fsdp2.py --dcp-dir {out} --steps 3", {".metadata", "__0_0.distcp", "__1_0.distcp"}, {"steps": "3"}),
-        (
-            "patterns/imagenet.py -a tiny -b 8 --lr 0.2 {out}",
-            {"checkpoint.pth.tar", "model_best.pth.tar"},
-            {"a": "tiny", "b": "8", "lr": "0.2"},
-        ),
-        (
-            "patterns/timm_train.py -c patterns/timm.yaml --amp --lr 0.2 --output {out}",
-            {"args.yaml", "summary.csv"},
-            {"c": "patterns/timm.yaml", "amp": "true", "lr": "0.2"},
-        ),
     ],
     ids=lambda value: value.partition(".")[0].rpartition("/")[2] if isinstance(value, str) else "",
 )
@@ -269,6 +258,7 @@ def project(tmp_path: Path, empty_database: Path) -> Runs:
     return runs
 
 
+@pytest.mark.slow
 def test_script_of_hydra_runs_unchanged_in_a_sweep(project: Runs, tmp_path: Path) -> None:
     hydra = [f"hydra.run.dir={tmp_path}/out/" + "${params.lr}", "lr=${params.lr}", "name='010'"]
     axes = ["--sweep", "params.lr=0.1,0.2"]

@@ -139,8 +139,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 #: The most important files are tested with all kinds of damage, the others with a selection.
 READ_BY_DOCTOR = ("environment.json", "attempts/001/failure.json", "lease")
-ALL_DAMAGES = ("state.json", "lease", "slurm.json")
-SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "pipe", "endless", "newer")
+ALL_DAMAGES = ("state.json", "lease")
+SOME_DAMAGES = ("truncated", "wrong types", "huge", "folder", "pipe", "newer")
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +222,7 @@ def test_commands_report_a_damaged_file_in_one_line(
     name: str, undamaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_dir = tmp_path / "runs"
+    config = load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"])
     for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
         run = damaged_run(undamaged, runs_dir, name, DAMAGES[kind])
         label = f"{name}, {kind}"
@@ -244,7 +245,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         assert "counting/half" in output or name in ("state.json", "config.yaml"), label
         found = find_runs(runs_dir)
         assert found, label
-        find_unfinished(load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"]))
+        find_unfinished(config)
         link_to_newest(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
         links_at_end(run)
         longest_save(runs_dir / "counting")

@@ -84,6 +84,8 @@ class Scene:
         self.reads: list[str] = []  #: names of files that were read
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
+        if script:  # its limits are long
+            monkeypatch.setattr(watch_module, "POLL_S", 2.0)
         monkeypatch.setattr(progress_module, "read_json", self._read)
         monkeypatch.setattr(attempt, "read_request", self._read_request)
         self.notes: list[str] = []
