@@ -68,14 +68,20 @@ def test_readme_trainer_trains(tmp_path: Path, env: dict[str, str]) -> None:
     assert '"s":20,' in journal.read_text()
 
 
-def test_commands_of_the_page_for_agents_suffice_for_a_session(tmp_path: Path, env: dict[str, str]) -> None:
-    """The session of `examples/agent` starts, stops, resumes, compares and repairs runs."""
-    session = ROOT / "examples" / "agent" / "session.py"
+SESSION = ROOT / "examples" / "agent" / "session.py"
+
+
+def test_page_for_agents_has_the_commands_of_a_session() -> None:
     page, skill = (ROOT / "docs/how-to/for-agents.md").read_text(), (ROOT / "SKILL.md").read_text()
-    used = set(re.findall(r'hpcdist\("(\w+)"', session.read_text()))
+    used = set(re.findall(r'hpcdist\("(\w+)"', SESSION.read_text()))
     assert {"run", "status", "stop", "resume", "follow", "explain", "compare"} <= used
     assert [name for name in used if f"`hpcdist {name}" not in page or f"hpcdist {name}" not in skill] == []
-    exit_code, output = execute(f"{sys.executable} {session}", tmp_path, env)
+
+
+@pytest.mark.slow
+def test_session_of_an_agent_runs(tmp_path: Path, env: dict[str, str]) -> None:
+    """It starts, stops, resumes, compares and repairs runs."""
+    exit_code, output = execute(f"{sys.executable} {SESSION}", tmp_path, env)
     assert exit_code == 0, output
     for expected in (
         "optim.lr: {'first': '0.002', 'second': '0.01'}",

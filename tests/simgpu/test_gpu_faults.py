@@ -99,7 +99,9 @@ def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
     """A checkpoint after each step is copied to pinned memory while the next step changes the weights."""
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=20", "stop.max_steps=12")
     for name, delay in (("quick", "0"), ("late", "3000")):
-        code, output = runs.command("run", *runs.config(name, *SHORT, *every_step), SIMGPU_COPY_US=delay)
+        code, output = runs.command(
+            "run", *runs.config(name, *SHORT, *every_step), SIMGPU_COPY_US=delay, **runs.unshipped
+        )
         assert code == 0, output
     assert runs.checkpoint_steps("late") == runs.checkpoint_steps("quick") == list(range(1, 13))
     for quick in sorted(runs.run_dir("quick").checkpoints.glob("step-*")):

@@ -25,7 +25,7 @@ ROLES = {
     "pipeline": (2, 1, "stage:1"),
 }
 
-KINDS = [pytest.param(kind, marks=SLOW) for kind in ROLES]
+KINDS = [pytest.param(kind, marks=SLOW) for kind in ("ddp", *ROLES)]
 
 
 @cache
@@ -46,7 +46,7 @@ def fill(cell: Cell, runs: Runs, name: str, gpus: Path, num_gpus: int) -> None:
     cell.weights, cell.points, cell.mlflow = "equal", "once", runs.mlflow_status(name)
 
 
-@pytest.mark.parametrize("kind", ["ddp", *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_stopped_run_resumes_exactly(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
@@ -61,7 +61,7 @@ def test_stopped_run_resumes_exactly(
     fill(cell, runs, name, gpus, ROLES.get(kind, (2,))[0])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=SLOW), *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_run_restarts_exactly_after_a_rank_is_killed(
     runs: Runs, gpus: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, kind: str
 ) -> None:
