@@ -362,14 +362,10 @@ class LaunchConfig(ConfigSection):
     """Device of the ranks; `auto` uses GPUs of NVIDIA or AMD (`cuda`) if there are any."""
     devices: dict[str, str] = field(default_factory=dict)
     """Device by role, if it is not launch.device: `parameter_server: cpu` leaves the GPUs to the other roles."""
-    backend: Literal["auto", "gloo", "nccl", "xccl"] = "auto"
-    """Backend of torch.distributed; `auto` is that of the GPUs (`cuda`: nccl) if all ranks have one, else gloo."""
     num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
-    """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
-    private_network: bool = True
-    """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if they cannot download data."""
+    """Whether trainers are forked from a process that has imported torch; false for libraries that break in a fork."""
     init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)
@@ -380,8 +376,6 @@ class LaunchConfig(ConfigSection):
     """Maximum number of restarts from the newest checkpoint after failures."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
-    code_max_mb: float = number(50.0, above=0)
-    """Maximum size of the code snapshot in MB."""
 
     @property
     def hang_s(self) -> float:
@@ -395,8 +389,6 @@ class LaunchConfig(ConfigSection):
 
     def backend_on(self, *, gpus: bool) -> str:
         """Return the backend of ranks that all have GPUs, or do not."""
-        if self.backend != "auto":
-            return self.backend
         return GPU_BACKENDS[self.gpu_type] if gpus else "gloo"
 
     def problems(self) -> list[str]:

@@ -21,6 +21,18 @@ class Removed:
 
 #: By dotted key; `*` stands for any one name, such as that of a role.
 REMOVED_KEYS: dict[str, Removed] = {
+    "launch.backend": Removed(
+        default="auto",
+        instead="the backend follows from the devices: nccl or xccl if all ranks have GPUs, else gloo",
+    ),
+    "launch.code_max_mb": Removed(
+        default=50.0,
+        instead="the limit of the code snapshot is 200 MB; name data and outputs in .gitignore",
+    ),
+    "launch.private_network": Removed(
+        default=True,
+        instead="forked ranks of hpcdist's trainers always get a network namespace where the kernel allows it",
+    ),
     "launch.rpc": Removed(
         default="zmq",
         instead="the trainers always use ZeroMQ; a program of your own may use torch.distributed.rpc itself",

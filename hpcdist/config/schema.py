@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from hpcdist.config.launch_schema import (
-    GPU_BACKENDS,
     IS_PATH,
     MAX_RANKS,
     CheckpointConfig,
@@ -386,23 +385,11 @@ def cross_check(config: Config) -> list[str]:
         if ranks > MAX_RANKS:
             problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
     problems += _elastic_problems(config)
-    backend = config.launch.backend
     if config.launch.device == "cpu":
-        if backend not in ("auto", "gloo"):
-            problems.append(f"launch.backend={backend} needs GPUs, but launch.device=cpu: use launch.backend=gloo")
         if config.precision.dtype == "fp16":
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:
             problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
-    elif backend not in ("auto", "gloo", GPU_BACKENDS[config.launch.gpu_type]):
-        kind = next(kind for kind, name in GPU_BACKENDS.items() if name == backend)
-        problems.append(
-            f"launch.backend={backend} needs launch.device={kind}, got {config.launch.device}: use launch.backend=auto"
-        )
-    elif backend not in ("auto", "gloo"):
-        without = [role for role in config.roles if role_device(config, role) == "cpu"]
-        if without:
-            problems.append(f"launch.backend={backend} needs GPUs for all ranks, but {without[0]} has none: use gloo")
     if "trainer" in config.cluster.roles and not config.roles:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]

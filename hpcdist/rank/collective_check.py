@@ -279,7 +279,8 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
         return f"{start}: what {names[rank]} adds arrives wrong at {culprits[rank]} of {len(names)} ranks; {fix}"
     if sum(finders) == 1:
         return f"{start} at {names[finders.index(1)]} alone; {fix}"
-    return f"{start} at {sum(finders)} of {len(names)} ranks, by no single rank's fault; try another launch.backend"
+    where = f"{sum(finders)} of {len(names)} ranks"
+    return f"{start} at {where}, by no single rank's fault; have the network between the nodes tested"
 
 
 def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups) -> dict[str, Any]:

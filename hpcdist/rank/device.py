@@ -96,10 +96,7 @@ def select_device(config: Config, topology: Topology, env: Mapping[str, str]) ->
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         torch.backends.cudnn.allow_tf32 = config.precision.tf32
     # A rank without a GPU cannot be a member of a group of GPUs.
-    by_device = "gloo" if mixed else collective_backend(device)
-    backend = by_device if config.launch.backend == "auto" else config.launch.backend
-    if backend != "gloo" and device.type == "cpu":
-        raise ConfigError(f"launch.backend={backend} needs GPUs, and none is visible here: use gloo")
+    backend = "gloo" if mixed else collective_backend(device)
     found = Device.of(device, backend)
     log.info("device: %s", found)
     return found

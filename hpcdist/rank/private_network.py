@@ -25,7 +25,7 @@ def is_wanted(config: Config) -> bool:
     """Return whether the ranks need no other network: a trainer of hpcdist, whose data is not downloaded."""
     is_own = not config.trainer.script and ":" not in config.trainer.target
     may_download = config.data.download and config.data.name not in ("digits", "synthetic", "image_folder")
-    return config.launch.private_network and is_own and not may_download
+    return is_own and not may_download
 
 
 def is_private() -> bool:

@@ -235,6 +235,8 @@ def _secret_line(hunk: str, *, code: bool) -> int | None:
 
 _PACKAGES = ("torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
+#: A larger project folder has data or outputs in it, which each run would copy.
+MAX_CODE_MB = 200
 #: Limit of the untracked files that are recorded by name.
 MAX_UNTRACKED = 50
 #: Limit of the links from a copy to what it leaves out.
@@ -460,13 +462,12 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):  # it has vanished
             sizes[path] = path.lstat().st_size
     total = sum(sizes.values())
-    if total > config.launch.code_max_mb * MB:
+    if total > MAX_CODE_MB * MB:
         three = sorted(sizes.items(), key=lambda item: -item[1])[:3]
         largest = ", ".join(f"{path.relative_to(top)} ({size / MB:.1f} MB)" for path, size in three)
         raise UserMistake(
-            f"the code under {top} has {total / MB:.1f} MB, more than launch.code_max_mb={config.launch.code_max_mb:g}"
-            f" (largest: {largest}): name data and outputs in .gitignore (the copy then has links to them), or raise"
-            " the limit"
+            f"the code under {top} has {total / MB:.1f} MB, more than {MAX_CODE_MB} MB (largest: {largest}): name data"
+            " and outputs in .gitignore (the copy then has links to them)"
         )
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

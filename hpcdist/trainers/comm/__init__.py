@@ -33,7 +33,7 @@ def parse_bytes(value: int | str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(ConfigSection):
-    """A benchmark of launch.backend: correctness and speed of every operation on all ranks (`trainer: comm`)."""
+    """A benchmark of the collectives: correctness and speed of every operation on all ranks (`trainer: comm`)."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, PAIRS])
     """Operations to check and measure; `pairs`: each pair of ranks."""

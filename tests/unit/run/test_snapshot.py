@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 import hpcdist
-from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
@@ -260,19 +259,23 @@ def test_shipped_trainer_is_not_copied_and_has_the_commit_of_hpcdist(
     assert import_path(code(), run) == []
 
 
-def test_error_for_too_much_code_names_the_largest_files(project: Path, git: Git, run: RunDir) -> None:
+def test_error_for_too_much_code_names_the_largest_files(
+    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "MAX_CODE_MB", 1)
     write(project, train="1")
     for name, size_mb in (("a.bin", 0.2), ("b.bin", 0.6), ("c.bin", 0.4), ("d.bin", 0.3)):
         (project / name).write_bytes(b"\0" * int(size_mb * 2**20))
     with pytest.raises(UserMistake) as caught:
-        take(config(run, launch=LaunchConfig(code_max_mb=1.25)), run, project)
+        take(config(run), run, project)
     assert str(caught.value) == (
-        f"the code under {project} has 1.5 MB, more than launch.code_max_mb=1.25"
+        f"the code under {project} has 1.5 MB, more than 1 MB"
         " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore"
-        " (the copy then has links to them), or raise the limit"
+        " (the copy then has links to them)"
     )
     assert not run.code.exists()
-    take(config(run, launch=LaunchConfig(code_max_mb=2)), run, project)
+    monkeypatch.setattr(snapshot, "MAX_CODE_MB", 2)
+    take(config(run), run, project)
 
 
 # --- the tree that holds the trainer

@@ -299,7 +299,6 @@ def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
         (8, 4, {}, (4, "cuda", "nccl", 2)),
         (8, 4, {"num_ranks": 3}, (3, "cuda", "nccl", 2)),
         (8, 4, {"device": "cpu", "num_ranks": 8}, (8, "cpu", "gloo", 1)),
-        (8, 2, {"device": "cuda", "backend": "gloo"}, (2, "cuda", "gloo", 4)),
         (8, 0, {"device": "xpu", "num_ranks": 4}, (4, "xpu", "xccl", 2)),
         (2, 0, {"num_ranks": 5}, (5, "cpu", "gloo", 1)),
         (7, 0, {"num_ranks": 3, "num_threads": 5}, (3, "cpu", "gloo", 5)),
