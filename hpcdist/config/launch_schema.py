@@ -333,6 +333,8 @@ class TrackingConfig(ConfigSection):
     """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
     log_every_steps: int = number(50, least=1)
     """Optimizer steps between two values of the training metrics; the last step is logged as well."""
+    patch: bool = False
+    """Whether `code.patch`, the uncommitted changes of the code, is uploaded to MLflow as it is, secrets included."""
     system_interval_s: float = number(10.0, least=0)
     """Seconds between two values of each node's system metrics; 0 disables them."""
     drain_timeout_s: float = number(60.0, least=0)

@@ -1,8 +1,4 @@
-"""Detection and redaction of secrets in configs, messages, patches and logs.
-
-detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/run/test_secret_corpus.py`, reports 4 of
-the 100 other lines, and its import alone takes 0.3 s.
-"""
+"""Detection and redaction of secrets in configs, messages and logs."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -245,78 +241,3 @@ def is_redacted(value: Any) -> bool:
     if isinstance(value, Mapping | list):
         return any(map(is_redacted, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, str) and REDACTED in value
-
-
-# --- source code
-
-_ASSIGNMENTS = [
-    # `name = "literal"`, `"name": "literal"`, `name: str = "literal"`, `x["name"] = "literal"`
-    r"""(?<![\w.-])["']?(?P<name>[A-Za-z_][\w.-]{0,80})["']?\]?\s{0,8}(?::\s{0,8}str\b[ |A-Za-z]{0,12}=|[:=]{1,2})"""
-    r"""\s{0,8}["'](?P<value>[^"'\s]{4,200})["']""",
-    # `os.environ.get("name", "literal")`, `setenv("name", "literal")`
-    r"""(?:get|env|set|setdefault)\(\s{0,8}["'](?P<name>[A-Za-z_][\w.-]{0,80})["'],\s{0,8}(?:default=)?"""
-    r"""["'](?P<value>[^"'\s]{4,200})["']""",
-]
-#: For files other than source code.
-_PLAIN_ASSIGNMENTS = [
-    # `name: value`, `name = value`
-    r"""^\s*(?:export\s+|-\s+)?["']?(?P<name>[A-Za-z_][\w.-]{0,80})["']?\s{0,8}[:=]\s{0,8}"""
-    r"""(?P<value>[^\s"'#,{}()\[\]]{4,200})\s*(?:#.*)?$""",
-    # `ENV A=1 NAME=value`, `--name=value`
-    r"""(?<![\w.-])(?P<name>[\w-][\w.-]{0,80})=["']?(?P<value>[^\s"'#,;&{}()\[\]]{4,200})""",
-    # `ENV NAME value`, `--name value`, `machine host login user password value`
-    r"""(?:(?<!\S)--|\b(?:setenv|ENV|machine\s+\S+\s+login\s+\S+)\s+|^\s*(?=password\s+\S+$))(?P<name>[\w-]{1,80})\s+"""
-    r"""["']?(?P<value>[^\s"'(]{4,200})""",
-]
-#: `-u name:password`, `login("key")`
-_LOGIN = re.compile(r"""\s(?:-u|--user)\s+["']?[\w.@-]+:(?![$<*{])[^\s"']{4,}|\blogin\((?:\w+=)?["'][\w-]{20,}["']""")
-_PLACEHOLDER = re.compile(
-    r"[*.<$%{/~-]|x{3}|your|my[_-]|id=|change|example|dummy|none|null|true|false|env|(?:password|passwd|pass|secret|token)\b",
-    re.IGNORECASE,
-)
-#: Words in lower case of which a line with any other secret than a token contains one.
-_HINTS = (
-    *("://", "-u ", "--user", "pass", "secret", "credential", "key", "token", "auth", "pat", "pwd", "jwt", "hook"),
-    *("login", "bearer", "basic"),
-)
-_ALLOWED = re.compile(r"pragma:\s*allowlist secret|noqa: S10[567]|gitleaks:allow")
-#: A longer line is searched in overlapping pieces of this size.
-LINE_CHARS, OVERLAP = 4096, 512
-
-
-def holds_secret(line: str, *, code: bool) -> bool:
-    """Return whether a line of a file probably contains a secret in plain text.
-
-    Args:
-        line: the line, without its newline. The comment `pragma: allowlist secret`, as in detect-secrets, allows it.
-        code: whether the file is source code, in which a secret is a quoted literal.
-    """
-    starts = range(0, max(1, len(line) - OVERLAP), LINE_CHARS - OVERLAP)
-    return any(_finds(line[start : start + LINE_CHARS], code) for start in starts) and not _ALLOWED.search(line)
-
-
-def _finds(line: str, code: bool) -> bool:
-    if _LONG.search(line) and _TOKEN.search(line):
-        return True
-    if not any(map(line.lower().__contains__, _HINTS)):
-        return False
-    if any(one.search(line) for one in (_PRIVATE_KEY, _BEARER, _HOOK, _LOGIN)):
-        return True
-    passwords = (match[0].partition(":")[2] for match in _USERINFO.finditer(line))
-    if any(not _PLACEHOLDER.match(password) for password in passwords):
-        return True
-    patterns = _ASSIGNMENTS if code else _ASSIGNMENTS + _PLAIN_ASSIGNMENTS
-    found = (match.group("name", "value") for pattern in patterns for match in re.finditer(pattern, line))
-    return any(is_secret_name(name) and _is_likely(name, value) for name, value in found)
-
-
-def _is_likely(name: str, value: str) -> bool:
-    """Return whether the value of a secret's name is a secret, and not a placeholder or a plain word."""
-    if _PLACEHOLDER.match(value) or value == name:
-        return False
-    lowered = name.lower()
-    if lowered.endswith(("file", "path", "stdin")):
-        return False
-    if any(stem in lowered for stem in ("passw", "passphrase", "secret", "credential", "pwd")):
-        return True
-    return len(value) >= 8 and any(char.isdigit() for char in value) and any(char.isalpha() for char in value)

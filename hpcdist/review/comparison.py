@@ -112,9 +112,8 @@ def _judged(value: ComparedValue, found: uncertainty.Verdict) -> ComparedValue:
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
-    patch = run.path / "code.patch"
     try:
-        changes = retry(patch.read_bytes, patch)
+        changes = retry(run.patch.read_bytes, run.patch)
     except FileNotFoundError:
         changes = b""
     environment = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.schema import script_name
+from hpcdist.errors import few
 from hpcdist.review import uncertainty
 from hpcdist.review.facts import (
     Progress,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 #: Items of a list beyond these are counted.
 _MAX_NODES = 8
 _MAX_OVERRIDES = 30
+#: Files with uncommitted changes that are named.
+_MAX_CHANGED = 8
 #: Characters of the value of an override.
 _MAX_VALUE = 100
 
@@ -112,7 +115,11 @@ def _code(facts: RunFacts) -> str:
     # The commit of a shipped trainer is that of hpcdist's own work tree.
     parts = [f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip()] if facts.stored.trainer is not None else []
     if facts.git_commit:
-        commit = f"commit {facts.git_commit}" + " with uncommitted changes" * facts.git_dirty
+        commit = f"commit {facts.git_commit}"
+        if facts.git_dirty:
+            commit += " with uncommitted changes"
+        if facts.changed_files:
+            commit += f" of {few(facts.changed_files, _MAX_CHANGED)}"
         parts = [", ".join([*(f"{shipped} from a git work tree" for shipped in parts), commit])]
     elif facts.code_copied:
         parts.append("no commit, since it was not in a git repository; the run folder has a copy in code/")

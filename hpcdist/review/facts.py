@@ -269,7 +269,8 @@ class RunFacts:
     code_copied: bool = False
     code_digest: str = ""  #: of the names and contents of the copied files
     git_dirty: bool = False  #: whether there were uncommitted changes
-    has_patch: bool = False  #: whether `code.patch` holds them, likely secrets excepted
+    changed_files: tuple[str, ...] = ()  #: files with uncommitted changes
+    has_patch: bool = False  #: whether MLflow receives `code.patch`, which holds them
     num_untracked: int = 0  #: files of the copied code that are not in git
     live_code: tuple[str, ...] = ()  #: folders of code that the ranks import without a copy
     image: str = ""  #: container image of the ranks; empty without containers
@@ -413,7 +414,8 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         rank_python=rank_python,
         rank_versions=_texts({name: inside.get(name) for name in ("python", "torch", "cuda", "driver", "hpcdist")}),
         git_dirty=environment.get("git_dirty") is True,
-        has_patch=any(path.stat().st_size for path in run.path.glob("code.patch")),
+        changed_files=tuple(map(str, code["changed"])) if isinstance(code.get("changed"), list) else (),
+        has_patch=config.tracking.patch and run.patch.is_file(),
         num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
         live_code=tuple(map(str, code["live"])) if isinstance(code.get("live"), list) else (),
         code_copied=code.get("copied") is True,

@@ -338,6 +338,7 @@ class RunDir:
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"
         self.code = path / "code"
+        self.patch = path / "code.patch"
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"

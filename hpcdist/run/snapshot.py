@@ -1,20 +1,18 @@
-"""The code of a run: the tree that holds it, its snapshot without secrets, its origin, its restoration for a rerun."""
+"""The code of a run: the tree that holds it, its snapshot, its origin, its restoration for a rerun."""
 
 import filecmp
 import hashlib
 import logging
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -23,10 +21,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import hpcdist
-from hpcdist.config.redaction import holds_secret, redact_words
+from hpcdist.config.redaction import redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
-from hpcdist.errors import RunFolderError, UserMistake, few
+from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import machine
 from hpcdist.host.files import fill, parse_json, write_atomic, write_json
 from hpcdist.run.folder import DATABASE, RunDir, read_record
@@ -115,21 +113,7 @@ def import_roots(top: Path, files: Collection[Path]) -> list[str]:
     return [folder.relative_to(top).as_posix() for folder in dict.fromkeys(found) if folder in folders]
 
 
-# The filter of a snapshot. The patch is sent to MLflow, where other users can read it, so hunks with likely secrets are
-# left out. The copy of the code stays in the run folder. Files with secrets are left out of it, except Python modules,
-# because the run would fail without them.
-
-#: Names of files that usually hold secrets; compared in lower case.
-_SECRET_FILES = (
-    ".env", ".env.*", "*.env", "*.pem", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.key", "*.ppk",
-    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc",
-    ".htpasswd", ".git-credentials", "credentials", "credentials.*", "secrets.*", ".secrets", "kubeconfig",
-    "*.tfstate", "*.tfvars", "service-account*.json", "service_account*.json",
-)  # fmt: skip
-_HARMLESS_FILES = ("*.pub", "*.example", "*.sample", "*.template", "*.py", "*.pyi", "*.md", "*.rst")
-#: Folders with secrets in files of any name.
-_SECRET_FOLDERS = (".aws", ".kube", ".docker", ".ssh", ".gnupg", ".azure")
-_CODE = (".py", ".pyi", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".js", ".ts", ".java", ".go")
+# Files of a tree that are no code.
 
 
 def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
@@ -155,82 +139,6 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
     return is_foreign
 
 
-def is_secret_file(name: str) -> bool:
-    *folders, leaf = name.lower().split("/")
-    if any(fnmatchcase(leaf, pattern) for pattern in _HARMLESS_FILES):
-        return False
-    return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or not set(folders).isdisjoint(_SECRET_FOLDERS)
-
-
-def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
-    """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
-
-    Of files that are not in `new`, only the names are checked: their content is in git's history.
-    """
-    kept, left_out = [], []
-    for path in files:
-        name = path.relative_to(top).as_posix()
-        if is_secret_file(name):
-            left_out.append(name)
-        elif path in new and (line := _first_secret(path)) is not None:
-            left_out.append(f"{name}:{line}")
-        else:
-            kept.append(path)
-    return kept, left_out
-
-
-def _first_secret(path: Path) -> int | None:
-    """Return the number of the first line with a likely secret; None without one, or if the file is not scanned."""
-    if path.suffix in (".py", ".pyi", ".so") or path.is_symlink():  # ranks import modules from the copy
-        return None
-    try:
-        if path.stat().st_size > 2**20:  # settings and source files are smaller
-            return None
-        raw = path.read_bytes()
-    except OSError:  # it has vanished, or the copy will report it
-        return None
-    if b"\0" in raw[:8192]:
-        return None
-    lines = raw.decode(errors="replace").splitlines()
-    code = path.suffix in _CODE
-    return next((number for number, line in enumerate(lines, 1) if holds_secret(line, code=code)), None)
-
-
-def clean_patch(patch: str, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return a patch without hunks that hold a likely secret, and the locations of these: `name` or `name:line`.
-
-    `patch` is the output of `git diff --binary --no-renames` for the files `names`.
-    """
-    head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
-    if len(parts) != len(names):  # for example during a merge
-        return "", ["code.patch (files that are not merged yet)"]
-    kept, left_out = [head], []
-    for name, part in zip(names, parts, strict=True):
-        if is_secret_file(name):
-            left_out.append(name)
-            continue
-        # The data of a binary file is no hunk.
-        header, *hunks = [part] if "\nGIT binary patch\n" in part else re.split(r"^(?=@@ -)", part, flags=re.MULTILINE)
-        lines = [_secret_line(hunk, code=Path(name).suffix in _CODE) for hunk in hunks]
-        clean = [hunk for hunk, line in zip(hunks, lines, strict=True) if line is None]
-        # A file without hunks is binary, or was only renamed or made executable.
-        kept += [header, *clean] if clean or not hunks else []
-        left_out += [f"{name}:{line}" for line in lines if line is not None]
-    return "".join(kept), left_out
-
-
-def _secret_line(hunk: str, *, code: bool) -> int | None:
-    """Return the number of the first suspicious line in the new file; of a removed line, that of the line after it."""
-    first, *lines = hunk.split("\n")
-    match = re.match(r"@@ -\d+(?:,\d+)? \+(\d+)", first)
-    number = int(match[1]) if match else 0
-    for line in lines:
-        if holds_secret(line[1:].rstrip("\r"), code=code):
-            return number
-        number += line[:1] in ("+", " ")
-    return None
-
-
 # Snapshot of a run's code in its folder, and the description of its origin in `environment.json`.
 
 _PACKAGES = ("torchvision", "numpy", "mlflow", "omegaconf", "submitit")
@@ -250,8 +158,8 @@ class CodeState:
     git_commit: str | None
     git_dirty: bool  #: whether tracked files had changes
     copied: bool  #: whether the run folder holds a copy, which ranks import
-    #: Likely secrets that are neither in the copy nor in the patch: files, and lines such as `train.py:12`.
-    left_out: list[str] = field(default_factory=list)
+    #: Tracked files with uncommitted changes, by their path below the top of the git work tree.
+    changed: list[str] = field(default_factory=list)
     #: The first MAX_UNTRACKED files of the copy that are not in git, by their path below `root`.
     untracked: list[str] = field(default_factory=list)
     num_untracked: int = 0
@@ -263,9 +171,8 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
     The code is the git work tree that holds the trainer, without ignored files, else all files below `cwd`, without
-    hidden files and those that `.gitignore` excludes. Likely secrets are left out and logged, and so are runs and
-    virtual environments. Links in the copy lead to everything else. The code of a shipped trainer is copied only if
-    hpcdist itself is in the tree of `cwd`.
+    hidden files and those that `.gitignore` excludes. Runs and virtual environments are left out. Links in the copy
+    lead to everything else. The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
 
     Args:
         folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
@@ -273,16 +180,15 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
     top, root, copied = find_tree(config, cwd) if folder is None else (folder, folder, True)
     commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
     patch = ""
-    left_out: list[str] = []
+    changed: list[str] = []
     if root is not None and commit:
         options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
-        names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
         patch = git_output(root, "diff", "--binary", *options)
-        patch, left_out = clean_patch(patch, names)
+        changed = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
     if patch:
-        write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
+        write_atomic(run.patch, patch.encode(errors="surrogateescape"))
     else:
-        (run.path / "code.patch").unlink(missing_ok=True)
+        run.patch.unlink(missing_ok=True)
     new = set(git_paths(root, *UNTRACKED)) if root and copied else set()
     kept: list[Path] = []
     if copied:
@@ -290,18 +196,10 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         # git also lists deleted files, and submodules as folders.
         listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
         files = [path for path in listed if path.is_symlink() or path.is_file()]  # a link may be dangling
-        wanted = [path for path in files if not is_foreign(path)]
-        kept, secret = without_secrets(top, wanted, new if root else set(wanted))
-        left_out = list(dict.fromkeys([*left_out, *secret]))
+        kept = [path for path in files if not is_foreign(path)]
         _copy(top, kept, run.code, config)
         if folder is None:
             _link_rest(top, kept, run.code, is_foreign)
-    if left_out:
-        log.warning(
-            "likely secrets are left out of the run's patch and copy of the code: %s"
-            " (a comment `pragma: allowlist secret` keeps a line)",
-            few(left_out, 8),
-        )
     untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
     code = CodeState(
         cwd=str(cwd),
@@ -309,7 +207,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         git_commit=commit,
         git_dirty=bool(root and git_output(root, "status", "--porcelain", "--untracked-files=no")),
         copied=copied,
-        left_out=left_out,
+        changed=changed,
         untracked=untracked[:MAX_UNTRACKED],
         num_untracked=len(untracked),
         sources=import_roots(top, kept),
@@ -510,7 +408,7 @@ class CodeSource:
                 # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
                 take(replace(config, runs_dir=str(run.path)), run, Path(self.recorded.cwd), clone)
         if self.patch:
-            write_atomic(run.path / "code.patch", self.patch)
+            write_atomic(run.patch, self.patch)
         return self.recorded
 
 
@@ -518,11 +416,9 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
     """Return the source of a recorded run's code: the copy in its `folder`, else the first place with its commit."""
     if not recorded.copied:
         return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
-    kind = "likely secrets, which the run's record left out"
-    left_out = _missing(kind, recorded.left_out, len(recorded.left_out))
     if folder is not None and folder.code.is_dir():
         text = f"copied from {folder.code}"
-        return CodeSource(recorded=recorded, patch=patch, copy=folder.code, text=text, missing=left_out)
+        return CodeSource(recorded=recorded, patch=patch, copy=folder.code, text=text)
     advice = "`--with-current-code` runs the code of the current folder instead"
     if recorded.git_commit is None:
         raise UserMistake(
@@ -532,7 +428,7 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
         if (root := git_root(place)) and git_output(root, "cat-file", "-t", f"{recorded.git_commit}^{{commit}}"):
             text = f"commit {recorded.git_commit[:SHORT]} of {root}{' with code.patch' if patch else ''}"
             new = _missing("files that were not in git", recorded.untracked, recorded.num_untracked)
-            return CodeSource(recorded=recorded, patch=patch, repository=root, text=text, missing=(*new, *left_out))
+            return CodeSource(recorded=recorded, patch=patch, repository=root, text=text, missing=new)
     looked = ", ".join(dict.fromkeys(map(str, places)))
     raise UserMistake(
         f"commit {recorded.git_commit[:SHORT]} of the run is not in a git repository at {looked}:"

@@ -72,10 +72,16 @@ def leaves_folder(source: Path, run: RunDir) -> str:
     return ""
 
 
-def documents(run: RunDir) -> Iterator[Artifact]:
-    """Yield the config, the code, the environment, report and leaderboard, and the newest checks of the nodes."""
-    for path in (run.config, run.path / "code.patch", run.environment, run.report, run.leaderboard):
-        yield Artifact(path, PATCH if path.name == "code.patch" else path.name, fingerprint(path))
+def documents(run: RunDir, *, patch: bool) -> Iterator[Artifact]:
+    """Yield the config, the environment, report and leaderboard, and the newest checks of the nodes.
+
+    Args:
+        patch: also yield the uncommitted changes of the code.
+    """
+    for path in (run.config, run.environment, run.report, run.leaderboard):
+        yield Artifact(path, path.name, fingerprint(path))
+    if patch:
+        yield Artifact(run.patch, PATCH, fingerprint(run.patch))
     newest_first = run.attempts()[::-1]
     for name in ("preflight.json", "preflight.txt", "network.json"):
         for newest in [it for attempt in newest_first if (it := attempt.path / name).exists()][:1]:

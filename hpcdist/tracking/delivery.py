@@ -261,7 +261,7 @@ class Uploads:
     def ship(self, state: State, config: Config, last_step: int) -> None:
         """Upload what is new or has changed; `last_step` is that of the training in MLflow."""
         try:
-            found = artifacts.documents(self._run)
+            found = artifacts.documents(self._run, patch=config.tracking.patch)
             if state.status in ENDED:
                 weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
                 others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights

@@ -81,7 +81,6 @@ def _id_of(run: RunDir) -> str:
 def _from_folder(run: RunDir) -> RecordedRun:
     require_trusted(run.path, "rerun")
     facts = read_facts(run)
-    patch = run.path / "code.patch"
     environment = require_record(run.environment)
     return RecordedRun(
         name=run.name,
@@ -89,7 +88,7 @@ def _from_folder(run: RunDir) -> RecordedRun:
         config=run.config,
         environment=environment,
         code=code_of(environment, run.environment),
-        patch=retry.retry(patch.read_bytes, patch) if patch.is_file() else b"",
+        patch=retry.retry(run.patch.read_bytes, run.patch) if run.patch.is_file() else b"",
         world_size=facts.state.world_size,
         image=facts.image,
         image_digest=facts.image_digest,

@@ -183,7 +183,7 @@ def sync_without_mlflow(run: RunDir) -> None:
     sent.offsets = {}
     tail = JournalTail(run.journal, sent)
     tail.new_points(tail.next_chunks(1, over=True))
-    list(artifacts.documents(run))
+    list(artifacts.documents(run, patch=True))
     list(artifacts.trainer_artifacts(run))
     list(artifacts.reports(run, ended=True))
     list(artifacts.checkpoints(run, config.config.checkpoint))

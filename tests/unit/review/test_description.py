@@ -191,6 +191,7 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
          ["i, digest ends-sha256:1a (of its size, first and last MiB)"]),
         (BUILT, "Image", ["name not recorded, build 0123456789ab"]),
         ({}, "Code", ["commit c0ffee with uncommitted changes"]),
+        ({"changed_files": ("a.py", "b.py")}, "Code", ["commit c0ffee with uncommitted changes of a.py, b.py"]),
         (CLEAN | {"num_untracked": 2}, "Code", ["commit c0ffee; 2 files of the copy are not in git"]),
         (CLEAN | {"live_code": ("/me/lib",)}, "Code",
          ["commit c0ffee; imported without a copy, so later edits change the run: /me/lib"]),

@@ -19,7 +19,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, clean_patch, code_digest, import_path, is_secret_file, take
+from hpcdist.run.snapshot import CodeState, code_digest, import_path, take
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -72,6 +72,7 @@ def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Pat
         git_commit=git("rev-parse", "HEAD").strip(),
         git_dirty=True,
         copied=True,
+        changed=["gone.py", "train.py"],
         untracked=["new.py", "späte\nZeile .txt"],
         num_untracked=2,
     )
@@ -174,13 +175,11 @@ def test_files_that_vanish_during_the_copy_are_left_out(
     project: Path, run: RunDir, in_git: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, train="1", early="2", late="3", sub__folder="4")
-    (project / "early.txt").touch()
-    find, copy = snapshot.without_secrets, shutil.copy2
+    find, copy = snapshot._copy, shutil.copy2
 
-    def without_secrets(top: Path, files: list[Path], new: Any) -> Any:
+    def _copy(*arguments: Any) -> None:
         (project / "early.py").unlink()
-        (project / "early.txt").unlink()
-        return find(top, files, new)
+        find(*arguments)
 
     def copy2(source: Path, target: Path, **options: Any) -> None:
         (project / "late.py").unlink(missing_ok=True)
@@ -188,7 +187,7 @@ def test_files_that_vanish_during_the_copy_are_left_out(
         (project / "sub").touch()
         copy(source, target, **options)
 
-    monkeypatch.setattr(snapshot, "without_secrets", without_secrets)
+    monkeypatch.setattr(snapshot, "_copy", _copy)
     monkeypatch.setattr("shutil.copy2", copy2)
     take(config(run), run, project)
     assert contents(run.code) == {"train.py": "1"}
@@ -372,7 +371,7 @@ def test_editable_installs_outside_of_the_tree_are_recorded_as_live(
 def test_what_the_copy_leaves_out_is_linked_to_the_original(project: Path, in_git: bool) -> None:
     write(project, train="1", pkg__model="2", pkg__cache__x="3", data__y="4", env__lib__torch="5")
     (project / "env" / "pyvenv.cfg").touch()
-    (project / ".gitignore").write_text("data\ncache\nenv\n")
+    (project / ".gitignore").write_text("data\ncache\nenv\n.env\n")
     (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
     run = RunDir.create(project / "runs" / "exp" / "first")
     take(config(run), run, project)
@@ -399,68 +398,7 @@ def test_many_files_that_are_left_out_are_not_linked_one_by_one(
     assert f"over 5 files beside the code in {project} are neither copied nor linked" in caplog.text
 
 
-# --- secrets and ignored files
-
-TOKEN = "ghp_0123456789abcdefghijABCDEFGHIJ456789"
-
-
-def test_hunks_and_files_with_secrets_are_left_out_and_logged(
-    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    lines = [f"line = {number}\n" for number in range(60)]
-    (project / "train.py").write_text("".join(lines))
-    (project / "gone.py").write_text("x = 1\n")
-    (project / "tracked.pem").write_text("committed\n")
-    (project / "späte Zeile.txt").write_text("a\n")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "first")
-    lines[2] = f'token = "{TOKEN}"\n'
-    lines[30] = "changed = 30\n"
-    lines[44] = "password = 'correct horse 1'  # pragma: allowlist secret\n"
-    lines[57] = "password = 'hunter2'\n"
-    (project / "train.py").write_text("".join(lines))
-    (project / "tracked.pem").write_text("new-key-s3cret\n")
-    (project / "späte Zeile.txt").write_text(f"curl https://{TOKEN}@host\n")
-    (project / "added.py").write_text("api_key = 'abcdef0123456789'\n")
-    git("add", "added.py")
-    (project / ".env").write_text("WANDB_API_KEY=abcdef0123456789\n")
-    (project / "settings.yaml").write_text("a: 1\ndb_password: hunter2\n")
-    (project / "module.py").write_text("password = 'hunter2'\n")
-    (project / "data.bin").write_bytes(b"\0password='hunter2'\n")
-    (project / "fine.yaml").write_text("db_password: ${DB_PASSWORD}\n")
-
-    code = take(config(run), run, project)
-
-    patch = (run.path / "code.patch").read_text()
-    for secret in (TOKEN, "hunter2", "new-key-s3cret", "abcdef0123456789"):
-        assert secret not in patch
-    assert "+changed = 30" in patch
-    assert "correct horse 1" in patch
-    assert list(code.left_out) == [
-        "added.py:1",
-        "späte Zeile.txt:1",
-        "tracked.pem",
-        "train.py:3",
-        "train.py:58",
-        ".env",
-        "settings.yaml:2",
-    ]
-    # Modules are copied, because ranks import them, and so are committed text files.
-    assert set(contents(run.code)) == {
-        "added.py", "data.bin", "fine.yaml", "gone.py", "module.py", "späte Zeile.txt", "train.py",
-    }  # fmt: skip
-    (message,) = caplog.messages
-    assert message == (
-        "likely secrets are left out of the run's patch and copy of the code: added.py:1, späte Zeile.txt:1,"
-        " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2"
-        " (a comment `pragma: allowlist secret` keeps a line)"
-    )
-    git("checkout", "--quiet", ".")
-    git("rm", "--quiet", "--cached", "added.py")
-    git("apply", str(run.path / "code.patch"))
-    assert (project / "train.py").read_text().count("changed = 30") == 1
-    unmerged = clean_patch("diff --git a/x b/x\n", [])  # its parts cannot be assigned to files
-    assert unmerged == ("", ["code.patch (files that are not merged yet)"])
+# --- ignored files
 
 
 def test_gitignore_of_a_plain_folder_is_obeyed_where_git_is_installed(
@@ -473,15 +411,3 @@ def test_gitignore_of_a_plain_folder_is_obeyed_where_git_is_installed(
     monkeypatch.setenv("PATH", "/nowhere")
     take(config(run), run, project)
     assert set(contents(run.code)) == {"train.py", "sub/notes.py", "big/a.py", "big/b.py"}
-
-
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        (".env", True), ("a/.env.local", True), (".env.example", False), ("deploy.PEM", True), ("id_rsa", True),
-        ("id_rsa.pub", False), (".netrc", True), ("credentials.json", True), ("credentials.py", False),
-        ("secrets.yaml", True), (".aws/config", True), ("model.py", False), ("keys.yaml", False), ("x.key", True),
-    ],
-)  # fmt: skip
-def test_secret_files_are_recognized_by_name(name: str, secret: bool) -> None:
-    assert is_secret_file(name) == secret

@@ -32,7 +32,6 @@ ACCURACY = "eval/accuracy"
 
 def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
-    scene.file("code.patch", "diff")
     log = scene.file("attempts/001/rank-00000.log", "one\n")
     uploaded: list[str] = []
     upload = live.open_run().upload
@@ -41,7 +40,7 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     )
     live.ship_once()
     live.ship_once()
-    first = ["config.yaml", "code.patch.txt", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
+    first = ["config.yaml", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
     assert uploaded == first
     uploaded.clear()
     log.write_text("one\ntwo\n")
@@ -54,6 +53,19 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     assert uploaded == ["report.html", "logs/attempt-001/rank-00000.log", "logs/attempt-001/rank-00001.outcome.json"]
     copy = scene.client.download_artifacts(scene.run_id, "logs/attempt-001/rank-00000.log")
     assert Path(copy).read_text() == "one\ntwo\n"
+
+
+def with_patch(scene: Scene) -> None:
+    scene.write_config({**CONFIG, "tracking": {**CONFIG["tracking"], "patch": True}})
+
+
+def test_uncommitted_changes_are_uploaded_only_on_request(scene: Scene) -> None:
+    scene.file("code.patch", "diff")
+    scene.shipper().ship_once()
+    assert "code.patch.txt" not in scene.artifacts()
+    with_patch(scene)
+    scene.shipper().ship_once()
+    assert "code.patch.txt" in scene.artifacts()
 
 
 def reported(scene: Scene, *, ended: bool) -> list[str]:
@@ -177,6 +189,7 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
         (scene.run.path / name).symlink_to(secret)
     (scene.run.artifacts / "folder").symlink_to(secret.parent)
     (scene.run.artifacts / "same.txt").symlink_to("mine.txt")
+    with_patch(scene)
     scene.state(status="finished")
     shipper = scene.shipper()
     shipper.ship_once()
