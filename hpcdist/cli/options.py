@@ -130,6 +130,11 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 RUNS = Path("runs")
 
 
+def runs_dir() -> Path:
+    """Return the folder of all runs: HPCDIST_RUNS_DIR, by default `runs`."""
+    return Path(os.environ.get("HPCDIST_RUNS_DIR") or RUNS).expanduser()
+
+
 def _expanded(path: Path | None) -> Path | None:
     return path.expanduser() if path is not None else None
 
@@ -194,6 +199,10 @@ Experiment = Annotated[str | None, option("--experiment", "NAME", "Only runs of 
 TrackingUri = Annotated[
     str | None,
     option("--tracking-uri", "URI", "MLflow store instead of the configured one.", callback=_into_environment),
+]
+
+LikeRun = Annotated[
+    str | None, option("--like", "RUN", "Start with the config and the code of this run instead of a CONFIG.", runs)
 ]
 
 # --- Behaviour

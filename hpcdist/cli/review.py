@@ -156,7 +156,8 @@ def compare(
 ) -> None:
     """Show whether runs are better than the first one, and what differs in config, code, environment and outcome.
 
-    The verdict on the best value is clear, within noise, or not comparable (other data); equal rows are left out.
+    The verdict on the best value is clear, within noise, or not comparable (other data); equal rows are left out. The
+    last lines name the first step at which a logged value differs. Metrics of time, speed and hardware are left out.
 
     Of a sweep over seeds, it compares the settings with the best one; of any other sweep the cells.
 
@@ -164,11 +165,8 @@ def compare(
         hpcdist compare ddp-2026a ddp-2026b
         hpcdist compare tune
     """
-    from hpcdist.review.comparison import compare, compare_results
-    from hpcdist.review.facts import read_facts
     from hpcdist.run.lookup import resolve, resolve_run
     from hpcdist.run.sweeps import REPETITION, SweepDir
-    from hpcdist.tracking.points import read_series
 
     sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
     if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
@@ -178,25 +176,44 @@ def compare(
         runs = [str(cell.path) for cell in sweep.cells() if os.path.lexists(cell.config)]
         if not runs:
             raise UserMistake(f"no cell of sweep {sweep.name} has started yet")
-    chosen = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in runs)}.values()
+    chosen = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in runs)}
     if len(chosen) < 2:
-        raise UserMistake(f"only {next(iter(chosen)).name} is given: name a second run to compare it with")
+        raise UserMistake(f"only {next(iter(chosen.values())).name} is given: name a second run to compare it with")
+    compare_runs([*chosen.values()], as_json=as_json)
+
+
+def compare_runs(runs: Sequence["RunDir"], *, as_json: bool = False) -> bool:
+    """Print the comparison of two or more runs. Returns whether all have logged the same values as the first one."""
+    from hpcdist.review.comparison import compare, compare_results, compare_values
+    from hpcdist.review.facts import read_facts
+    from hpcdist.tracking.points import read_series, read_values
+
     for label in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
-        named = {label(run): run for run in chosen}
-        if len(named) == len(chosen):
+        named = {label(run): run for run in runs}
+        if len(named) == len(runs):
             break
     series = {label: read_series(run) for label, run in named.items()}
     facts = {label: read_facts(run) for label, run in named.items()}
     found, results = compare(facts, series), compare_results(facts, series)
+    first = read_values(runs[0])
+    values = {label: compare_values(first, read_values(run)) for label, run in [*named.items()][1:]}
+    are_equal = all(one.is_equal for one in values.values())
     if as_json:
-        say(json.dumps({"runs": list(named), "results": list(map(asdict, results)), "differences": found}, indent=2))
-        return
+        document = {
+            "runs": list(named),
+            "results": [asdict(one) for one in results],
+            "differences": found,
+            "values": {label: {"equal": one.is_equal, "text": one.sentence} for label, one in values.items()},
+        }
+        say(json.dumps(document, indent=2))
+        return are_equal
     if results:
         _print_results("results", "run", next(iter(named)), results)
     for title, rows in found.items():
         print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
-    if not found:
-        say("the runs do not differ")
+    for label, one in values.items():
+        say(f"{label}: {one.sentence}")
+    return are_equal
 
 
 def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:

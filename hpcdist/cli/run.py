@@ -6,8 +6,8 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpcdist.containers.spec import ContainerSpec
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
-    from hpcdist.run.snapshot import CodeState
     from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
@@ -39,10 +38,81 @@ Resume = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Like:
+    """What a new run has of another one."""
+
+    run: RunDir  #: the other run, whose code is copied
+    config: Config  #: its config with overrides, and with a name for the new run
+    origin: Origin | None  #: the config that the other run was started with; None if it is not recorded
+
+
+def load_like(name: str, words: Sequence[str], action: str) -> Like:
+    """Return what a new run has of the run of this name.
+
+    Args:
+        words: overrides of its config.
+        action: the command that starts the new run, for messages.
+    """
+    from hpcdist.run import create
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.records import read_origin
+
+    found = resolve_run(name, options.runs_dir())
+    require_trusted(found.path, action)
+    config = create.with_name(load_copied(found, ["name=''", *words], action))
+    origin = read_origin(found)
+    if origin is not None:
+        changed = [word.partition("=")[0] for word in words]
+        origin = replace(origin, written=[*origin.written, *changed])
+    return Like(run=found, config=config, origin=origin)
+
+
+def load_copied(found: RunDir, words: Sequence[str], action: str, code: Path | None = None) -> Config:
+    """Return the config of a run with overrides, for a start with the copy of its code or with that in `code`.
+
+    Secrets come from the run folder and from the environment.
+    """
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.config.written import with_params
+    from hpcdist.run import snapshot
+    from hpcdist.run.records import kept
+
+    config = load_run_config(found.config, words, {**kept(found), **os.environ})
+    if code is None:
+        copied = snapshot.import_path(snapshot.code_state(found), found)
+        if not copied:
+            return config
+        code = Path(copied[0])
+    return with_params(config, code, f"{action} {found.name}")
+
+
+def words_like(config: str | None, overrides: Sequence[str] | None, exclusive: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line with `--like`, all of which are overrides.
+
+    Args:
+        exclusive: options that have no meaning beside `--like`, with their values.
+    """
+    given = [name for name, value in exclusive.items() if value]
+    if given:
+        raise UserMistake(f"--like and {given[0]} exclude each other: --like takes config and code from the run")
+    words = [] if config is None else [config]
+    return [*words, *(overrides or [])]
+
+
+def require_config(config: str | None) -> str:
+    from hpcdist.config.document import shipped_configs
+
+    if config is None:
+        raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}")
+    return config
+
+
 @app.command(cls=options.ScriptCommand)
 def run(
-    config: options.ConfigName,
+    config: options.OptionalConfigName = None,
     overrides: options.Overrides = None,
+    like: options.LikeRun = None,
     sweep: options.SweepAxes = None,
     repeat: options.Repeat = None,
     dry_run: options.DryRun = False,
@@ -66,6 +136,7 @@ def run(
         hpcdist run ddp_mnist --detach
         hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --repeat 3
         hpcdist run ddp_mnist --in docker
+        hpcdist run --like ddp-2026 optim.lr=0.01
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
@@ -73,7 +144,11 @@ def run(
     from hpcdist.run.records import load_origin
     from hpcdist.run.sweeps import with_repetitions
 
-    config, overrides = with_script(config, overrides)
+    if like is not None:
+        exclusive = {"--sweep": sweep, "--repeat": repeat, "--in": engine}
+        other = load_like(like, words_like(config, overrides, exclusive), "run --like")
+        return run_here(other.config, origin=other.origin, like=other.run, follow=follow, dry_run=dry_run)
+    config, overrides = with_script(require_config(config), overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if axes := with_repetitions(sweep, repeat, words):
         from hpcdist.cli import sweep as sweeps
@@ -101,15 +176,15 @@ def run_here(
     found: RunDir | None = None,
     origin: Origin | None = None,
     *,
+    like: RunDir | None = None,
     follow: bool,
     dry_run: bool = False,
-    restore: Callable[[RunDir], CodeState] | None = None,
 ) -> int:
     """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
     Args:
         found: an unfinished run of this config to continue.
-        restore: for `rerun`: writes the code of the repeated run into the new folder.
+        like: a run whose code the new run has.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
@@ -132,7 +207,7 @@ def run_here(
     if dry_run:
         show()
         return 0
-    made = found or create.create_run(config, Path.cwd(), origin=origin, restore=restore)
+    made = found or create.create_run(config, Path.cwd(), origin=origin, like=like)
     return supervise_here(made, config, plan, uri, follow=follow, show=show)
 
 
@@ -274,8 +349,9 @@ def supervise_here(
 
 @app.command(cls=options.ScriptCommand)
 def submit(
-    config: options.ConfigName,
+    config: options.OptionalConfigName = None,
     overrides: options.Overrides = None,
+    like: options.LikeRun = None,
     cluster: options.Cluster = None,
     sweep: options.SweepAxes = None,
     repeat: options.Repeat = None,
@@ -309,12 +385,25 @@ def submit(
     from hpcdist.run.records import load_origin
     from hpcdist.run.sweeps import with_repetitions
 
-    config, overrides = with_script(config, overrides)
+    flags = submission_flags(dependency, begin)
+    if like is not None:
+        exclusive = {"--cluster": cluster, "--sweep": sweep, "--repeat": repeat}
+        other = load_like(like, words_like(config, overrides, exclusive), "submit --like")
+        return submit_run(
+            other.config,
+            flags,
+            other.origin,
+            like=other.run,
+            follow=follow,
+            dry_run=dry_run,
+            test=test,
+            force=force,
+        )
+    config, overrides = with_script(require_config(config), overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     axes = with_repetitions(sweep, repeat, words)
     if array_parallelism is not None and not axes:
         raise UserMistake("--array-parallelism needs --sweep or --repeat")
-    flags = submission_flags(dependency, begin)
     if axes:
         cells = sweeps.read_sweep(config, words, axes, cluster)
 
@@ -338,12 +427,12 @@ def submit_run(
     dry_run: bool = False,
     test: bool = False,
     force: bool = False,
-    restore: Callable[[RunDir], CodeState] | None = None,
+    like: RunDir | None = None,
 ) -> int:
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
     Args:
-        restore: for `rerun`: writes the code of the repeated run into the new folder.
+        like: a run whose code the new run has.
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
@@ -352,16 +441,18 @@ def submit_run(
     from hpcdist.slurm.job.submit import commented, render
 
     components = rank_table_lines(config)
+    # The trainer of a run like another one is in the copy of its code.
+    cwd = Path.cwd() if like is None else None
     if dry_run:
-        submit_checks.check_config(config, Path.cwd())
+        submit_checks.check_config(config, cwd)
         script, step = render(config, RunDir(config.folder), flags)
         say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
         return 0
-    check_submission(config, flags, Path.cwd() if restore is None else None, force=force)
+    check_submission(config, flags, cwd, force=force)
     say("\n".join(components))
     if test:
         return 0
-    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, restore=restore)
+    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, like=like)
     return enqueue(run, config, flags, follow=follow)
 
 
@@ -421,12 +512,10 @@ def resume(
         hpcdist resume
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.config.written import with_params
     from hpcdist.run import create, records, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import kept, reached_step, resume_point
+    from hpcdist.run.records import reached_step, resume_point
     from hpcdist.run.status import job_of, status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
@@ -434,7 +523,7 @@ def resume(
     words = with_options(overrides, tracking_uri=tracking_uri)
     found = resolve_run(named(run, runs_dir), runs_dir)
     require_trusted(found.path, "resume")
-    config = load_run_config(found.config, words, {**kept(found), **os.environ})
+    config = load_copied(found, words, "resume", Path.cwd() if with_current_code else None)
     if job_of(found) is not None and not (now := status_of(found)).final:
         raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
     if found.read_state().status == "finished" and not words:
@@ -443,9 +532,6 @@ def resume(
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
     flags = submission_flags(dependency, begin)
-    code = [str(Path.cwd())] if with_current_code else snapshot.import_path(snapshot.code_state(found), found)
-    if code:
-        config = with_params(config, Path(code[0]), f"resume {found.name}")
     records.check(found, config)
     if with_current_code:
         create.check_code(config, Path.cwd())

@@ -1,13 +1,11 @@
-"""The comparison of runs: results, configs, code, environments, and the values that a rerun repeats."""
+"""The comparison of runs: results, configs, code, environments, and each logged value."""
 
 import hashlib
 import math
 import re
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from hpcdist.host.retry import retry
 from hpcdist.review import uncertainty
@@ -18,12 +16,11 @@ from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.sweep import SweepFacts
 from hpcdist.review.text import clock, duration, text_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import DatasetRecord
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
 #: Keys of the environment that other rows show.
-_OWN_ENVIRONMENT = ("command", "code.", "git_", "slurm.")
+_OWN_ENVIRONMENT = ("command", "code.", "git_", "like.", "slurm.")
 
 
 def compare(
@@ -200,7 +197,6 @@ class ValueComparison:
     num_metrics: int
     num_differing: int
     differences: tuple[Difference, ...]  #: the first one of each differing metric, by step
-    measured: tuple[str, ...]  #: metrics that were not compared
     unshared: tuple[str, ...]  #: metrics that only one of the runs has logged
 
     @property
@@ -226,82 +222,38 @@ def is_measured(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in _MEASURED) or bool(_MEASURED_END.search(key))
 
 
-def compare_values(
-    before: Values, after: Values, *, until: int | None = None, exact: bool = True, tolerance: float = 0.0
-) -> ValueComparison:
+def compare_values(before: Values, after: Values) -> ValueComparison:
     """Compare the values of a run with those of an earlier run of the same training.
 
-    Args:
-        until: the last step of the second run if it was paused there, before the evaluation of this step.
-        exact: whether `before` has every value of its run. Otherwise values of the second run alone do not count.
-        tolerance: largest accepted relative difference; 0 compares exactly.
+    A value that only one of the runs has is a difference.
     """
     measured = sorted(key for key in {*before, *after} if is_measured(key))
     first = {key: points for key, points in before.items() if key not in measured}
     second = {key: points for key, points in after.items() if key not in measured}
-    if until is not None:
-        kept = {key: {step: points[step] for step in points if step <= until} for key, points in first.items()}
-        first = {key: points for key, points in kept.items() if points}
-        only_at_end = {key for key in first.keys() - second.keys() if min(first[key]) >= until}
-        first = {key: points for key, points in first.items() if key not in only_at_end}
-    last = max((step for points in first.values() for step in points), default=-1)
-    num_values, num_differing, steps, found = 0, 0, set(), []
+    num_values, num_differing = 0, 0
+    steps: set[int] = set()
+    found = []
     common = sorted(first.keys() & second.keys())
     for key in common:
         one, other = first[key], second[key]
         shared = one.keys() & other.keys()
-        missing = {step for step in one.keys() - shared if until is None or step < until}
-        added = {step for step in other.keys() - shared if exact and step < last}
-        differing = {step for step in shared if not _equal(one[step], other[step], tolerance)} | missing | added
+        unshared = one.keys() ^ other.keys()
+        differing = {step for step in shared if not _equal(one[step], other[step])} | unshared
         num_values += len(shared)
         num_differing += len(differing)
         steps |= shared
         if differing:
             step = min(differing)
             found.append(Difference(step=step, key=key, before=one.get(step), after=other.get(step)))
-    only_after = [key for key in second.keys() - first.keys() if exact and min(second[key]) < last]
     return ValueComparison(
         num_values=num_values,
         num_steps=len(steps),
         num_metrics=len(common),
         num_differing=num_differing,
         differences=tuple(sorted(found, key=lambda one: (one.step, one.key))),
-        measured=tuple(measured),
-        unshared=(*sorted(first.keys() - second.keys()), *sorted(only_after)),
+        unshared=tuple(sorted(first.keys() ^ second.keys())),
     )
 
 
-def _equal(one: float, other: float, tolerance: float) -> bool:
-    if math.isnan(one) or math.isnan(other):
-        return math.isnan(one) and math.isnan(other)
-    # MLflow's database stores infinities as the largest number.
-    one, other = (min(max(value, -sys.float_info.max), sys.float_info.max) for value in (one, other))
-    return one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=0.0)
-
-
-def data_differences(before: Collection[DatasetRecord], after: Collection[DatasetRecord]) -> list[str]:
-    """Return the datasets whose content differs, one sentence each; datasets without a digest are not compared."""
-    known = {(one.name, one.split): one.digest for one in before if one.digest}
-    return [
-        f"data: {one.name} ({one.split}) had digest {known[one.name, one.split]}, has {one.digest}"
-        for one in after
-        if one.digest and known.get((one.name, one.split), one.digest) != one.digest
-    ]
-
-
-def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, code_is_restored: bool) -> list[str]:
-    def versions_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-        named = facts.get("versions")
-        own = named if isinstance(named, dict) else {}
-        return {"Python": facts.get("python"), **own, "platform": facts.get("platform")}
-
-    old, new = versions_of(before), versions_of(after)
-    found = [
-        f"{name} {text} in the run, {new.get(name) or 'none'} here"
-        for name, text in old.items()
-        if text and text != new.get(name)
-    ]
-    sources = before.get("source_digest"), after.get("source_digest")
-    if all(sources) and sources[0] != sources[1] and not code_is_restored and old.get("hpcdist") == new.get("hpcdist"):
-        found.append(f"hpcdist {old['hpcdist']} has other source files here than in the run")
-    return found
+def _equal(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

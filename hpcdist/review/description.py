@@ -62,11 +62,9 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
             changed.append(f"{key} = {after} (config: {before})")
         num_shown = len(changed) if in_full else _MAX_OVERRIDES
         yield "Overrides", [*changed[:num_shown], *more(len(changed) - num_shown)] or ["none"]
-    if facts.rerun is not None:
-        known_as = f" (MLflow run {facts.rerun.run_id})" if facts.rerun.run_id else ""
-        yield "Repeats", [facts.rerun.name + known_as]
-        yield "Not restored", facts.rerun.missing or ["nothing"]
-        yield "Values", [facts.rerun.result or "not compared yet"]
+    if facts.like:
+        known_as = f" (MLflow run {facts.like_run_id})" if facts.like_run_id else ""
+        yield "Config and code of", [facts.like + known_as]
     if facts.sweep:
         yield "Sweep", [facts.sweep]
     yield "Trainer", [facts.trainer]
@@ -208,14 +206,8 @@ def run_again_command(facts: RunFacts) -> str:
 
 
 def rerun_command(facts: RunFacts) -> str:
-    """Return the command that repeats a run with its own code and compares the values; empty before its upload."""
-    if not facts.run_id:
-        return ""
-    words = ["hpcdist", "rerun", facts.run_id]
-    for word in _location(facts):
-        key, _, value = word.partition("=")
-        words += [f"--{key.replace('.', '-').replace('_', '-')}", value]
-    return _in_folder(facts, shlex.join(words))
+    """Return the command that repeats a run with its own config and code, and compares both."""
+    return shlex.join(["hpcdist", "rerun", str(facts.folder)])
 
 
 def resume_command(facts: RunFacts) -> str:
@@ -357,11 +349,10 @@ def _sections(
             "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
             f"{secrets}\n\n{_block(command, 'bash')}"
         )
-    if command := rerun_command(facts):
-        yield (
-            f"With the code of this run{', uncommitted changes included,' * facts.git_dirty} and a comparison of the"
-            " logged values:\n\n" + _block(command, "bash")
-        )
+    yield (
+        "With the config and the code of this run, and a comparison of the logged values, where its folder is:\n\n"
+        + _block(rerun_command(facts), "bash")
+    )
 
 
 def setup_table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:

@@ -284,7 +284,8 @@ class RunFacts:
     overrides: Mapping[str, records.Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
     overrides_known: bool = False  #: whether the config as given is recorded
-    rerun: records.RerunRecord | None = None  #: the run that this run repeats
+    like: str = ""  #: the run that has given its config and code
+    like_run_id: str = ""  #: its id in MLflow; empty if it was not uploaded
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
@@ -386,6 +387,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
     code, origin, config = _mapping(environment.get("code")), records.read_origin(run), stored.config
+    like = _mapping(environment.get("like"))
     rank_python: RankPython = ""
     if container or (environment.get("launcher") == "slurm" and config.container.runtime != "none"):
         rank_python = "container"
@@ -425,7 +427,8 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         cluster_name=origin.cluster if origin else "",
         overrides=records.overrides(origin, stored.values) if origin else {},
         overrides_known=origin is not None and bool(origin.values),
-        rerun=records.read_rerun(run),
+        like=_text(like.get("run")),
+        like_run_id=_text(like.get("run_id")),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
         model=config.model.name if stored.trainer and "model" in stored.trainer.shared_sections else "",
     )

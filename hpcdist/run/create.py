@@ -5,7 +5,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -15,7 +15,7 @@ from hpcdist.config.schema import Config, find_trainer, new_run_problems, traine
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.host import retry
-from hpcdist.host.files import write_atomic
+from hpcdist.host.files import read_json, write_atomic
 from hpcdist.run import records, snapshot
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import Origin, write_origin
@@ -94,27 +94,42 @@ def _check_syntax(key: str, file: Path) -> None:
 
 
 def create_run(
-    config: Config,
-    cwd: Path,
-    *,
-    launcher: str = "local",
-    origin: Origin | None = None,
-    restore: Callable[[RunDir], snapshot.CodeState] | None = None,
+    config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None, like: RunDir | None = None
 ) -> RunDir:
-    """Create the run folder with the code in `cwd`, or that which `restore` writes into it; remove it on errors."""
+    """Create the run folder with the code in `cwd`, or with that of the run `like`; remove the folder on errors."""
     run = RunDir.create(config.folder)
     try:
         records.keep(run, secrets_of(config))
         write_atomic(run.config, run_yaml(config), durable=True)
         if origin is not None:
             write_origin(run, origin)
-        code = snapshot.take(config, run, cwd) if restore is None else restore(run)
-        snapshot.write_environment(run, code, launcher=launcher)
-        file = config.trainer.script_file
-        if restore is not None and (file is None or run.snapshot_of(file) is None):
-            check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
+        if like is None:
+            code = snapshot.take(config, run, cwd)
+            snapshot.write_environment(run, code, launcher=launcher)
+        else:
+            code = snapshot.take_from(like, config, run, cwd)
+            snapshot.write_environment(run, code, launcher=launcher, like=likeness(like))
+            _check_copied_code(config, run, code)
     except BaseException:
         with suppress(OSError):  # the first error explains more
             retry.retry(lambda: shutil.rmtree(run.path), run.path)
         raise
     return run
+
+
+def likeness(run: RunDir) -> dict[str, str]:
+    """Return the names of a run in its folder of runs and in MLflow, for the record of a run that is like it."""
+    found = {"run": f"{run.experiment}/{run.name}"}
+    run_id = (read_json(run.mlflow) or {}).get("run_id")
+    if run_id:
+        found["run_id"] = str(run_id)
+    return found
+
+
+def _check_copied_code(config: Config, run: RunDir, code: snapshot.CodeState) -> None:
+    """Raise ConfigError if a run cannot start with the code in its folder; a script in the copy needs no check."""
+    file = config.trainer.script_file
+    if file is not None and run.snapshot_of(file) is not None:
+        return
+    folders = snapshot.import_path(code, run)
+    check_trainer(config, Path(folders[0] if folders else code.cwd))

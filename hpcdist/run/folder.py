@@ -9,7 +9,6 @@
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
-        rerun.json                               the run that this run repeats, and the result of the comparison
         standing.json                            the place of the run in its experiment when it ended
         container.json                           runtime, image, digest and versions of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)

@@ -477,27 +477,6 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
     }
 
 
-# The run that a run repeats, in `rerun.json` of its folder. `hpcdist rerun` writes it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RerunRecord:
-    name: str  #: of the original run
-    folder: str = ""  #: its run folder; empty if it was read from MLflow
-    run_id: str = ""  #: of MLflow; empty if it was never uploaded
-    uri: str = ""  #: the MLflow store that it was read from, without a password; empty if its folder was read
-    missing: list[str] = field(default_factory=list)  #: parts that could not be restored, one sentence each
-    result: str = ""  #: result of the comparison, one sentence; empty before it
-
-
-def write_rerun(run: RunDir, record: RerunRecord) -> None:
-    write_json(run.path / "rerun.json", asdict(record))
-
-
-def read_rerun(run: RunDir) -> RerunRecord | None:
-    return read_if_valid(RerunRecord, run.path / "rerun.json")
-
-
 # The place of a run among the ended runs of its MLflow experiment, in `standing.json`. The process that uploads the run
 # writes it once for each end of the run: later runs do not change it.
 

@@ -1,4 +1,4 @@
-"""The code of a run: the tree that holds it, its snapshot, its origin, its restoration for a rerun."""
+"""The code of a run: the tree that holds it, its snapshot, its origin, its copy for a run like it."""
 
 import filecmp
 import hashlib
@@ -167,17 +167,14 @@ class CodeState:
     live: list[str] = field(default_factory=list)  #: folders of code that ranks import without a copy
 
 
-def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> CodeState:
+def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
     The code is the git work tree that holds the trainer, without ignored files, else all files below `cwd`, without
     hidden files and those that `.gitignore` excludes. Runs and virtual environments are left out. Links in the copy
     lead to everything else. The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
-
-    Args:
-        folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
     """
-    top, root, copied = find_tree(config, cwd) if folder is None else (folder, folder, True)
+    top, root, copied = find_tree(config, cwd)
     commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
     patch = ""
     changed: list[str] = []
@@ -198,8 +195,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         files = [path for path in listed if path.is_symlink() or path.is_file()]  # a link may be dangling
         kept = [path for path in files if not is_foreign(path)]
         _copy(top, kept, run.code, config)
-        if folder is None:
-            _link_rest(top, kept, run.code, is_foreign)
+        _link_rest(top, kept, run.code, is_foreign)
     untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
     code = CodeState(
         cwd=str(cwd),
@@ -212,7 +208,26 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         num_untracked=len(untracked),
         sources=import_roots(top, kept),
     )
-    return replace(code, live=_live(config, run, code)) if is_own(config) and folder is None else code
+    return replace(code, live=_live(config, run, code)) if is_own(config) else code
+
+
+def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeState:
+    """Copy the code and the patch of another run. Code that it has not copied is taken as that of any new run.
+
+    Raises UserMistake if its copy of the code is gone.
+    """
+    code = code_state(original)
+    if not code.copied:
+        return take(config, run, cwd)
+    if not original.code.is_dir():
+        raise UserMistake(
+            f"the copy of the code of run {original.name} is gone: {original.code} does not exist; `git checkout"
+            f" {code.git_commit or 'COMMIT'}` in {code.root}, then `hpcdist run {original.config} name=NEW`"
+        )
+    shutil.copytree(original.code, run.code, symlinks=True)
+    if original.patch.is_file():
+        shutil.copyfile(original.patch, run.patch)
+    return code
 
 
 def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Callable[[Path], bool]) -> None:
@@ -374,79 +389,3 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError, NotADirectoryError):
             shutil.copy2(path, copy, follow_symlinks=False)
-
-
-# Restore the code of a recorded run into the folder of a new one: from its copy, or from git and its patch.
-
-#: Characters of a commit in messages.
-SHORT = 12
-#: Untracked files that a message names.
-_SHOWN = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeSource:
-    recorded: CodeState
-    patch: bytes = b""  #: uncommitted changes of the recorded run
-    copy: Path | None = None  #: the copy in its run folder
-    repository: Path | None = None  #: a git work tree with its commit
-    text: str  #: where the code comes from, for messages
-    missing: tuple[str, ...] = ()  #: what cannot be restored, one sentence each
-
-    def restore(self, run: RunDir, config: Config) -> CodeState:
-        """Write code and patch, from the copy or a temporary clone, into the folder of a run. Returns their origin."""
-        if self.copy is not None:
-            shutil.copytree(self.copy, run.code, symlinks=True)
-        elif self.repository is not None and self.recorded.git_commit is not None:
-            with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as folder:
-                clone = Path(folder) / "code"
-                _git(["clone", "--quiet", "--shared", "--no-checkout", str(self.repository), str(clone)])
-                _git(["-C", str(clone), "checkout", "--quiet", "--detach", self.recorded.git_commit])
-                if self.patch:
-                    # With the index, so that new files of the patch are not untracked ones.
-                    _git(["-C", str(clone), "apply", "--index", "--whitespace=nowarn", "-"], self.patch)
-                # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
-                take(replace(config, runs_dir=str(run.path)), run, Path(self.recorded.cwd), clone)
-        if self.patch:
-            write_atomic(run.patch, self.patch)
-        return self.recorded
-
-
-def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: Sequence[Path]) -> CodeSource:
-    """Return the source of a recorded run's code: the copy in its `folder`, else the first place with its commit."""
-    if not recorded.copied:
-        return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
-    if folder is not None and folder.code.is_dir():
-        text = f"copied from {folder.code}"
-        return CodeSource(recorded=recorded, patch=patch, copy=folder.code, text=text)
-    advice = "`--with-current-code` runs the code of the current folder instead"
-    if recorded.git_commit is None:
-        raise UserMistake(
-            f"the code of the run cannot be restored: it was not in git, and its run folder is not here: {advice}"
-        )
-    for place in places:
-        if (root := git_root(place)) and git_output(root, "cat-file", "-t", f"{recorded.git_commit}^{{commit}}"):
-            text = f"commit {recorded.git_commit[:SHORT]} of {root}{' with code.patch' if patch else ''}"
-            new = _missing("files that were not in git", recorded.untracked, recorded.num_untracked)
-            return CodeSource(recorded=recorded, patch=patch, repository=root, text=text, missing=new)
-    looked = ", ".join(dict.fromkeys(map(str, places)))
-    raise UserMistake(
-        f"commit {recorded.git_commit[:SHORT]} of the run is not in a git repository at {looked}:"
-        f" name one with --repository, or `git fetch` it; {advice}"
-    )
-
-
-def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
-    more = f" and {number - _SHOWN} more" if number > _SHOWN else ""
-    return (f"{kind}: {', '.join(names[:_SHOWN])}{more}",) if number else ()
-
-
-def _git(arguments: Sequence[str], data: bytes = b"") -> None:
-    try:
-        done = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=_git_env())
-    except FileNotFoundError:
-        raise UserMistake("the code of the run is in git, and git is not installed here: install it") from None
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        command = next(word for word in arguments if word in ("clone", "checkout", "apply"))
-        raise UserMistake(f"git {command} failed: {' '.join((lines or ['no message'])[-1].split())}")

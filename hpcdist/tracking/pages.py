@@ -96,8 +96,6 @@ def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
         "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
         "mlflow.source.type": "LOCAL",
     }
-    if (rerun := records.read_rerun(run)) is not None:
-        tags["hpcdist.rerun_of"] = rerun.run_id or rerun.name
     for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
         if environment.get(key):
             tags[tag] = str(environment[key])

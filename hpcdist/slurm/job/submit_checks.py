@@ -244,8 +244,8 @@ def rejected_flags(flags: Mapping[str, str]) -> list[str]:
 # rejects one. These checks run before `sbatch --test-only`; its rejection also counts.
 
 
-def check_config(config: Config, cwd: Path) -> None:
-    """Check a config without a cluster. Raises ConfigError with all problems."""
+def check_config(config: Config, cwd: Path | None) -> None:
+    """Check a config without a cluster; `cwd` as for `check_submission`. Raises ConfigError with all problems."""
     if problems := _config_problems(config, cwd):
         raise ConfigError(*problems)
 

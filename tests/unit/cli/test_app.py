@@ -245,7 +245,6 @@ CALLED = {"Console", "input", "pprint", "typer.echo", "typer.secho", "typer.prom
 PRINTERS = {
     "host.log_files": "the one place that prints",
     "cli.app": "sets the error handler of the streams",
-    "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
     "cli.runs": "asks whether standard output is a terminal",
     "trainers.comm.results": "a console that writes a file",
     "containers.images": "the standard output of a tool of the engine goes to standard error",
@@ -333,7 +332,7 @@ TERMINAL_COMMANDS = {
     "compare": ["compare", "first", "second"],
     "cost": ["cost"],
     "doctor": ["doctor", "first"],
-    "rerun": ["rerun", "first", "--dry-run"],
+    "run --like": ["run", "--like", "first", "--dry-run"],
     "sync": ["sync", "first"],
     "stop": ["stop", "first"],
     "report": ["report", "first"],
@@ -343,7 +342,7 @@ TERMINAL_COMMANDS = {
     "option": ["runs", f"--{EVIL}"],
 }
 #: In these, planted text must be visible; the others show none of it in this scene.
-SHOWING = ("runs", "status", "explain", "logs", "logs -f", "follow", "compare", "rerun", "sync", "unknown", "option")
+SHOWING = ("runs", "status", "explain", "logs", "logs -f", "follow", "compare", "sync", "unknown", "option")
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.sweep import CellFacts, SweepFacts, describe_sweep
 from hpcdist.review.text import Markdown, duration, escaped, table, with_code
 from hpcdist.run.folder import State
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override, RerunRecord
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override
 
 GAP = "&nbsp;&nbsp;|"
 FIRST = AttemptFacts(
@@ -97,7 +97,7 @@ def test_description_of_a_live_run() -> None:
         "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:\n\n```bash\n"
         "cd '/home/a b' &&\nhpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y' \\\n"
         "    runs_dir=/runs\n```",
-        "\n\n```bash\ncd '/home/a b' && hpcdist rerun abc --runs-dir /runs\n```",
+        "\n\n```bash\nhpcdist rerun /runs/exp/first\n```",
     ):
         assert row in text
     assert "### Cost" not in text, "the ledger is empty"
@@ -173,7 +173,6 @@ def test_models_that_a_finished_run_offers(changes: dict[str, Any], text: str) -
 ON_LOGIN = {"versions": {"torch": "2.15.0", "hpcdist": "1", "python": "3.11.7", "numpy": "2"}, "host": "login1"}
 BUILT = {"image_build": "0123456789abcdef"}
 CLEAN = {"git_dirty": False}
-RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run, 3 here"])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +180,8 @@ RERUN = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run
     [
         ({"stored": StoredConfig(problem="config.yaml has …")}, "Not read", ["config.yaml has …"]),
         ({}, "Config", ["mine.yaml, cluster profile site"]),
-        ({"rerun": RERUN}, "Repeats", ["original (MLflow run 0a1b)"]),
-        ({"rerun": RERUN}, "Not restored", ["torch 2 in the run, 3 here"]),
-        ({"rerun": RERUN}, "Values", ["not compared yet"]),
+        ({"like": "exp/old", "like_run_id": "0a1b"}, "Config and code of", ["exp/old (MLflow run 0a1b)"]),
+        ({"like": "exp/old"}, "Config and code of", ["exp/old"]),
         ({}, "Model", ["12,345 trainable parameters"]),
         ({}, "Data", ["digits (train), 1,437 samples, digest ab12"]),
         ({}, "Image", ["none, without a container"]),
@@ -264,16 +262,15 @@ def test_last_values_by_step_and_the_age_of_the_last_heartbeat() -> None:
 def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default() -> None:
     default = replace(FACTS, cwd="/home", folder=Path("/home/runs/exp/first"), launcher="local", cluster_name="")
     command = "cd /home && hpcdist run mine.yaml optim.lr=0.01 'params.text=x $y'"
-    for uri, key, option in (
-        ("", "", ""),
-        ("sqlite:////home/runs/mlflow.db", "", ""),
-        ("http://ada:***@m/", "", ""),
-        ("http://m:5000", " tracking.uri=http://m:5000", " --tracking-uri http://m:5000"),
-        ("sqlite:////db/x.db", " tracking.uri=sqlite:////db/x.db", " --tracking-uri sqlite:////db/x.db"),
+    for uri, key in (
+        ("", ""),
+        ("sqlite:////home/runs/mlflow.db", ""),
+        ("http://ada:***@m/", ""),
+        ("http://m:5000", " tracking.uri=http://m:5000"),
+        ("sqlite:////db/x.db", " tracking.uri=sqlite:////db/x.db"),
     ):
         text = described(replace(default, tracking_uri=uri)).replace("&&\n", "&& ").replace(" \\\n   ", "")
         assert f"\n{command}{key}\n" in text
-        assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     config = Config(trainer=TrainerConfig(script=["/home/train.py", "--lr", "0.1"]))
     plain = replace(default, config_name=PLAIN_SCRIPT, stored=StoredConfig(config=config))
     text = described(plain).replace("&&\n", "&& ").replace(" \\\n   ", "")
@@ -289,7 +286,7 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
 
 @pytest.mark.processes  # a shell
 def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
-    short = "cd /home && hpcdist rerun abc"
+    short = "cd /home && hpcdist run ddp_digits"
     assert wrapped(short) == short
     words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"path={'/x' * 60}", "--runs-dir", "/y" * 30]
     words += [f"params.key{number}=value" for number in range(9)]

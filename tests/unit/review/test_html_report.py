@@ -77,7 +77,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
         "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Stragglers", "Environment", "Config",
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
-    assert "Repeat and compare" + "hpcdist rerun 0a1b --runs-dir " in found.text
+    assert "Repeat and compare" + "hpcdist rerun /" in found.text
     assert "rank 1 on n2, last heartbeat at step 40: was killed by SIGKILL" in found.text
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"

@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import CHECKS_PER_S, WRITES_PER_S, RunDir, beat_interval_s, num_due_ranks, system_interval_s
 from hpcdist.run.lease import hold
 from hpcdist.run.records import all_job_starts, job_starts
-from hpcdist.run.snapshot import CodeState, find_code, take
 from hpcdist.run.status import (
     QUERY_EVERY_S,
     QUERY_UNAVAILABLE_S,
@@ -312,96 +309,6 @@ def test_heartbeats_and_checks_of_all_ranks_are_bounded_and_timely(num_ranks: in
         assert written + num_polls * poll_s <= 0.51 * hang_timeout_s + 2 * poll_s
     assert (system_interval_s(10.0, 512), system_interval_s(0.0, 10_000)) == (10.0, 0.0), "0: turned off"
     assert num_ranks / system_interval_s(10.0, num_ranks) <= WRITES_PER_S
-
-
-# --- Restored code of a recorded run: the copy of its folder, or its commit with its patch.
-
-
-Git = Callable[..., str]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return Config(runs_dir=str(tmp_path / "runs"), trainer=TrainerConfig(target="mine:train"))
-
-
-@pytest.fixture
-def recorded(git: Git, config: Config, tmp_path: Path) -> tuple[CodeState, RunDir]:
-    """A run with a commit, changes, a new file in the index and an untracked one; the project then moves on.
-
-    The run was started in a subfolder.
-    """
-    project = tmp_path / "project"
-    (project / "src").mkdir()
-    (project / "src" / "mine.py").write_text("x = 1\n")
-    (project / "gone.py").write_text("x = 1\n")
-    (project / "data.bin").write_bytes(b"\0\1" * 50)
-    git("add", ".")
-    git("commit", "--quiet", "-m", "first")
-    (project / "src" / "mine.py").write_text("x = 2\n")
-    (project / "added.py").write_text("y = 2\n")
-    (project / "data.bin").write_bytes(b"\0\2" * 50)
-    (project / "gone.py").unlink()
-    git("add", "added.py")
-    (project / "untracked.py").write_text("z = 2\n")
-    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
-    code = take(config, run, project / "src")
-    (project / "untracked.py").unlink()
-    git("add", ".")
-    git("commit", "--quiet", "-m", "second")
-    (project / "src" / "mine.py").write_text("x = 3\n")
-    return code, run
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def new_run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "runs" / "exp" / "second")
-
-
-@pytest.mark.processes
-def test_the_commit_and_the_patch_give_the_code_of_the_run(
-    recorded: tuple[CodeState, RunDir], config: Config, tmp_path: Path, git: Git
-) -> None:
-    code, first = recorded
-    patch = (first.path / "code.patch").read_bytes()
-    before = git("status", "--porcelain"), git("rev-parse", "HEAD"), git("worktree", "list")
-    source = find_code(code, patch, None, [tmp_path, tmp_path / "project"])
-    assert source.text == f"commit {str(code.git_commit)[:12]} of {tmp_path / 'project'} with code.patch"
-    assert source.missing == ("files that were not in git: untracked.py",)
-    second = new_run(tmp_path)
-    assert source.restore(second, config) == code
-    expected = contents(first.code)
-    assert expected.pop("untracked.py") == b"z = 2\n"
-    assert contents(second.code) == expected
-    assert (second.path / "code.patch").read_bytes() == patch
-    assert (git("status", "--porcelain"), git("rev-parse", "HEAD"), git("worktree", "list")) == before
-
-
-@pytest.mark.processes
-def test_the_copy_of_the_run_folder_is_complete(
-    recorded: tuple[CodeState, RunDir], config: Config, tmp_path: Path
-) -> None:
-    code, first = recorded
-    source = find_code(replace(code, left_out=["a.pem", "b.py:3"]), b"patch", first, [])
-    assert source.missing == ("likely secrets, which the run's record left out: a.pem, b.py:3",)
-    second = new_run(tmp_path)
-    source.restore(second, config)
-    assert contents(second.code) == contents(first.code)
-    assert (second.path / "code.patch").read_bytes() == b"patch"
-
-
-@pytest.mark.processes
-def test_code_that_is_nowhere_is_an_error(recorded: tuple[CodeState, RunDir], tmp_path: Path) -> None:
-    code, _ = recorded
-    other = replace(code, git_commit="0" * 40)
-    message = r"commit 000000000000 of the run is not in a git repository at .*: name one with --repository"
-    with pytest.raises(UserMistake, match=message):
-        find_code(other, b"", None, [tmp_path, tmp_path / "project"])
-    with pytest.raises(UserMistake, match="it was not in git, and its run folder is not here: `--with-current-code`"):
-        find_code(replace(code, git_commit=None), b"", None, [tmp_path / "project"])
 
 
 # --- Creation of a run folder that fails halfway.
