@@ -109,7 +109,7 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
             "Folder of runs",
             lambda: site.folder_checks(folder, on_cluster=slurm().reached, in_container=inside),
             60.0,  # the first access to a network file system may take seconds
-            f"its file system hangs: see `df {folder}`, or set another --runs-dir",
+            f"its file system hangs: see `df {folder}`, or set another HPCDIST_RUNS_DIR",
         ),
         Section(
             "MLflow",

@@ -199,7 +199,7 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
 GIB = 2**30
 #: Each block is synced, so caches do not hide the speed.
 _TEST_BYTES, _TEST_S = 32 * 2**20, 2.0
-_CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
+_CHOOSE = "set HPCDIST_RUNS_DIR to another folder"
 
 
 def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False) -> list[Check]:
@@ -260,7 +260,7 @@ def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
         return ok("file system", f"{text}, of this machine")
     private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE) or kind in storage.IN_MEMORY
     where = "each machine has its own" if private else "of this machine"
-    fix = "set a shared folder by --runs-dir or HPCDIST_RUNS_DIR; if the nodes see this one: cluster.shared_runs=true"
+    fix = "set HPCDIST_RUNS_DIR to a shared folder; if the nodes see this one: cluster.shared_runs=true"
     return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
 
 

@@ -1,11 +1,11 @@
 """`hpcdist bench`: measure communication between ranks."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import console, flag, with_options
+from hpcdist.cli.options import console
 from hpcdist.cli.run import run_here, submit_run
 from hpcdist.host.log_files import say
 
@@ -18,13 +18,9 @@ app = typer.Typer(name="bench", help="Measure communication between ranks, here 
 @app.command()
 def comm(
     overrides: options.Overrides = None,
-    on_slurm: Annotated[bool, flag("--submit", "Submit to Slurm; implied by --cluster.")] = False,
     cluster: options.Cluster = None,
     dry_run: options.DryRun = False,
     follow: options.Follow = True,
-    experiment: options.ExperimentKey = None,
-    runs_dir: options.RunsDirKey = None,
-    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Measure communication between ranks, in pairs and together, and locate the bottleneck.
 
@@ -39,10 +35,8 @@ def comm(
     from hpcdist.run.folder import RunDir
     from hpcdist.trainers.comm.results import ARTIFACT, read_results
 
-    on_slurm = on_slurm or cluster is not None
-    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    config = create.with_name(load_config("bench_comm", words, cluster=cluster))
-    if on_slurm:
+    config = create.with_name(load_config("bench_comm", overrides or [], cluster=cluster))
+    if cluster is not None:
         code = submit_run(config, {}, follow=follow, dry_run=dry_run)
     else:
         code = run_here(config, follow=follow, dry_run=dry_run)
@@ -55,7 +49,7 @@ def comm(
 
 
 @app.command()
-def show(run: options.RunName, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS) -> None:
+def show(run: options.RunName, as_json: options.Json = False) -> None:
     """Print the report of a benchmark run.
 
     Examples:
@@ -65,7 +59,7 @@ def show(run: options.RunName, as_json: options.Json = False, runs_dir: options.
     from hpcdist.run.lookup import resolve_run
     from hpcdist.trainers.comm.results import read_results
 
-    results = read_results(resolve_run(run, runs_dir).artifacts)
+    results = read_results(resolve_run(run, options.runs_dir()).artifacts)
     if as_json:
         say(results.to_json(), end="")
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import RUNS, Json, OptionalRunName, RunsDir, TrackingUri, argument, console, named, wrapped
+from hpcdist.cli.options import Json, OptionalRunName, argument, console, named, wrapped
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow",
 
 
 @app.command()
-def explain(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+def explain(run: OptionalRunName = None, as_json: Json = False) -> None:
     """Explain why a run failed or waits: cause, evidence and fix.
 
     Examples:
@@ -40,7 +40,7 @@ def explain(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDi
     from hpcdist.review.explain import explain
     from hpcdist.run.lookup import resolve_run
 
-    chosen = resolve_run(named(run, runs_dir), runs_dir)
+    chosen = resolve_run(named(run), options.runs_dir())
     found = explain(chosen)
     if as_json:
         document = {"run": f"{chosen.experiment}/{chosen.name}", "folder": str(chosen.path)} | asdict(found)
@@ -56,8 +56,6 @@ def doctor(
         str | None, argument("RUN", "Check the nodes of this run instead of this machine.", options.runs)
     ] = None,
     as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
 ) -> int:
     """Check this machine, or the nodes of a run; each finding comes with its fix.
 
@@ -76,7 +74,7 @@ def doctor(
     from hpcdist.run.records import kept
     from hpcdist.run.status import job_of
 
-    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    runs_dir = options.runs_dir()
     found = resolve_run(run, runs_dir) if run is not None else None
     if found is not None:
         require_trusted(found.path, "doctor")  # the checks connect to the server and the nodes of the run's config

@@ -67,14 +67,15 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(found, key=lambda entry: entry.name, reverse=True)
 
 
-def _experiments(ctx: typer.Context) -> list[os.DirEntry[str]]:
-    return _folders(Path(ctx.params.get("runs_dir") or os.environ.get("HPCDIST_RUNS_DIR") or "runs").expanduser())
+def runs_dir() -> Path:
+    """Return the folder of all runs: HPCDIST_RUNS_DIR, by default `runs`."""
+    return Path(os.environ.get("HPCDIST_RUNS_DIR") or "runs").expanduser()
 
 
 @_bounded
-def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+def runs(_: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of runs and sweeps; `experiment/name` where the word has a slash."""
-    for experiment in _experiments(ctx):
+    for experiment in _folders(runs_dir()):
         for run in _folders(Path(experiment.path)):
             name = f"{experiment.name}/{run.name}" if "/" in incomplete else run.name
             if name.startswith(incomplete) and any(
@@ -84,8 +85,8 @@ def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 
 @_bounded
-def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    for folder in _experiments(ctx):
+def experiments(_: typer.Context, incomplete: str) -> Iterator[str]:
+    for folder in _folders(runs_dir()):
         if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
             yield folder.name
 
@@ -127,24 +128,6 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 # Arguments and options that several commands share: one definition for each name.
 
-RUNS = Path("runs")
-
-
-def runs_dir() -> Path:
-    """Return the folder of all runs: HPCDIST_RUNS_DIR, by default `runs`."""
-    return Path(os.environ.get("HPCDIST_RUNS_DIR") or RUNS).expanduser()
-
-
-def _expanded(path: Path | None) -> Path | None:
-    return path.expanduser() if path is not None else None
-
-
-def _into_environment(uri: str | None) -> str | None:
-    """Make an explicit URI take precedence over the environment's, in this process and in the processes it starts."""
-    if uri:
-        os.environ["HPCDIST_TRACKING_URI"] = uri
-    return uri
-
 
 def argument(metavar: str, text: str, complete: Completer) -> Any:
     return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
@@ -175,32 +158,14 @@ Repeat = Annotated[
 Cluster = Annotated[
     str | None, option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", profiles)
 ]
-#: Commands that read a config: these options are short forms of overrides, see `with_options`.
-RunsDirKey = Annotated[
-    Path | None, option("--runs-dir", "DIR", "Folder of the runs; short for runs_dir=DIR.", callback=_expanded)
-]
-ExperimentKey = Annotated[
-    str | None, option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", experiments)
-]
-TrackingUriKey = Annotated[
-    str | None, option("--tracking-uri", "URI", "MLflow store; short for tracking.uri=URI.", callback=_into_environment)
-]
 
 # --- Existing runs
 
 RunName = Annotated[str, argument("RUN", "Name of a run, a unique prefix of it, or its folder.", runs)]
-_NEWEST = "Name of a run, a unique prefix of it, or its folder; by default the newest run in --runs-dir."
+_NEWEST = "Name of a run, a unique prefix of it, or its folder; by default the newest run."
 OptionalRunName = Annotated[str | None, argument("RUN", _NEWEST, runs)]
 RunNames = Annotated[list[str] | None, argument("RUN", "Names of runs; all runs by default.", runs)]
-RunsDir = Annotated[
-    Path, option("--runs-dir", "DIR", "Folder of the runs.", envvar="HPCDIST_RUNS_DIR", callback=_expanded)
-]
 Experiment = Annotated[str | None, option("--experiment", "NAME", "Only runs of this experiment.", experiments)]
-TrackingUri = Annotated[
-    str | None,
-    option("--tracking-uri", "URI", "MLflow store instead of the configured one.", callback=_into_environment),
-]
-
 LikeRun = Annotated[
     str | None, option("--like", "RUN", "Start with the config and the code of this run instead of a CONFIG.", runs)
 ]
@@ -217,17 +182,18 @@ Begin = Annotated[str | None, option("--begin", "TIME", "Earliest start, as for 
 Force = Annotated[bool, flag("--force", "Submit even if the checks of hpcdist, not Slurm, fail.")]
 
 
-def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
+def named(run: str | None, *, active: bool = False) -> str:
     """Return the argument RUN. If it was left out, print the name of the newest run (`active`: that runs or waits)."""
     if run is not None:
         return run
     from hpcdist.host.files import short_path
     from hpcdist.run.lookup import newest
 
-    found = newest(runs_dir, active=active)
+    folder = runs_dir()
+    found = newest(folder, active=active)
     kind = " that runs or waits" if active else ""
     # Standard output may be read by a program.
-    text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(runs_dir)}{kind})"
+    text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(folder)}{kind})"
     say(text, error=True)
     return str(found.path)
 
@@ -262,20 +228,6 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
 
     experiment = plain_name(script_name(command).removesuffix(".py"))
     return PLAIN_SCRIPT, [f"experiment={experiment}", *before, script]
-
-
-def with_options(
-    overrides: Sequence[str] | None,
-    *,
-    runs_dir: Path | None = None,
-    experiment: str | None = None,
-    tracking_uri: str | None = None,
-) -> list[str]:
-    """Return the overrides of a command line, those that were given as options included."""
-    values = {"runs_dir": runs_dir, "experiment": experiment, "tracking.uri": tracking_uri}
-    # Quoted, since overrides are YAML.
-    given = [f"{key}={json.dumps(str(value))}" for key, value in values.items() if value is not None]
-    return [*(overrides or []), *given]
 
 
 # Standard output of the commands, and their exit codes.

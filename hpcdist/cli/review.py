@@ -31,8 +31,6 @@ app = typer.Typer()
 @app.command()
 def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
-    runs_dir: options.RunsDir = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
 ) -> None:
     """Upload what MLflow lacks, start its UI on the runs' database, for this user only, and print the link to open.
 
@@ -41,13 +39,14 @@ def ui(
 
     Examples:
         hpcdist ui
-        hpcdist ui --port 5001 --runs-dir /shared/me/runs
+        HPCDIST_RUNS_DIR=/shared/me/runs hpcdist ui --port 5001
     """
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking import ui as server
     from hpcdist.tracking.uri import choose_uri, link_to_newest, sqlite_path, web_address
 
-    store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
+    runs_dir = options.runs_dir()
+    store = choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
         require_safe(database)
     is_server = store.startswith("http")
@@ -72,7 +71,7 @@ def ui(
 
 
 @app.command()
-def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = options.RUNS) -> None:
+def report(run: options.OptionalRunName = None) -> None:
     """Write the report of a run or sweep, one HTML page, as of now, and print its path.
 
     Example:  hpcdist report digits/first
@@ -81,7 +80,7 @@ def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
     from hpcdist.run.lookup import resolve
     from hpcdist.tracking.points import read_series
 
-    found = resolve(named(run, runs_dir), runs_dir)
+    found = resolve(named(run), options.runs_dir())
     if is_mine(found.path):
         write_report(found, read_series)
     elif not found.report.is_file():
@@ -92,9 +91,6 @@ def report(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
 @app.command()
 def sync(
     runs: options.RunNames = None,
-    experiment: options.Experiment = None,
-    runs_dir: options.RunsDir = options.RUNS,
-    tracking_uri: options.TrackingUri = None,
 ) -> int:
     """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
@@ -106,12 +102,12 @@ def sync(
     """
     from hpcdist.run.lookup import list_runs, resolve_run
 
-    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    runs_dir = options.runs_dir()
     own, note = list_runs(runs_dir)
     chosen = [resolve_run(name, runs_dir) for name in runs] if runs else own
     if note and not runs:
         say(note)
-    code, counts = _upload([run for run in chosen if experiment in (None, run.experiment)], verbose=bool(runs))
+    code, counts = _upload(chosen, verbose=bool(runs))
     if not runs:
         results = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing to upload"
         say(f"{counts.total()} run{'s' * (counts.total() != 1)}: {results}")
@@ -152,7 +148,6 @@ def compare(
         list[str], argument("RUN", "Names of two or more runs, or their folders, or the name of a sweep.", options.runs)
     ],
     as_json: options.Json = False,
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Show whether runs are better than the first one, and what differs in config, code, environment and outcome.
 
@@ -168,6 +163,7 @@ def compare(
     from hpcdist.run.lookup import resolve, resolve_run
     from hpcdist.run.sweeps import REPETITION, SweepDir
 
+    runs_dir = options.runs_dir()
     sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
     if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
         _compare_settings(sweep, as_json=as_json)
@@ -253,7 +249,6 @@ def cost(
         str | None,
         argument("RUN|EXPERIMENT", "Name of a run, a sweep or an experiment; by default the newest run.", options.runs),
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Show the allocated GPU-hours, or core-hours of runs without GPUs: of one run by cause, of several run by run.
 
@@ -266,7 +261,8 @@ def cost(
     from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
 
-    name = named(name, runs_dir)
+    runs_dir = options.runs_dir()
+    name = named(name)
     own, note = list_runs(runs_dir)
     runs = [run for run in own if run.experiment == name]
     notes = [note] if note and runs else []
@@ -344,7 +340,6 @@ def export(
     output: Annotated[
         Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Write the weights of a checkpoint to a file that is loaded without hpcdist.
 
@@ -357,7 +352,7 @@ def export(
     from hpcdist.config.written import read_stored
     from hpcdist.run.lookup import resolve_run
 
-    found = resolve_run(named(run, runs_dir), runs_dir)
+    found = resolve_run(named(run), options.runs_dir())
     monitored = read_stored(found.config).config.checkpoint
 
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import console, exit_code, flag, named, option, with_options, with_script
+from hpcdist.cli.options import console, exit_code, flag, named, option, with_script
 from hpcdist.errors import ConfigError, ImageError, UserMistake
 from hpcdist.host.files import require_trusted
 from hpcdist.host.log_files import say
@@ -120,9 +120,6 @@ def run(
     resume: Resume = None,
     engine: Annotated[str | None, option("--in", "ENGINE", "Run in a container of docker or podman.")] = None,
     image: Annotated[str, option("--image", "IMAGE", "Image for --in.")] = "hpcdist",
-    experiment: options.ExperimentKey = None,
-    runs_dir: options.RunsDirKey = None,
-    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Start a run on this machine.
 
@@ -148,8 +145,7 @@ def run(
         exclusive = {"--sweep": sweep, "--repeat": repeat, "--in": engine}
         other = load_like(like, words_like(config, overrides, exclusive), "run --like")
         return run_here(other.config, origin=other.origin, like=other.run, follow=follow, dry_run=dry_run)
-    config, overrides = with_script(require_config(config), overrides)
-    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+    config, words = with_script(require_config(config), overrides)
     if axes := with_repetitions(sweep, repeat, words):
         from hpcdist.cli import sweep as sweeps
 
@@ -364,9 +360,6 @@ def submit(
     array_parallelism: Annotated[
         int | None, option("--array-parallelism", "N", "Cells of a sweep that run at a time.", min=1)
     ] = None,
-    experiment: options.ExperimentKey = None,
-    runs_dir: options.RunsDirKey = None,
-    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Submit a run to Slurm, or a sweep as one job array.
 
@@ -399,8 +392,7 @@ def submit(
             test=test,
             force=force,
         )
-    config, overrides = with_script(require_config(config), overrides)
-    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+    config, words = with_script(require_config(config), overrides)
     axes = with_repetitions(sweep, repeat, words)
     if array_parallelism is not None and not axes:
         raise UserMistake("--array-parallelism needs --sweep or --repeat")
@@ -501,8 +493,6 @@ def resume(
     dependency: options.Dependency = None,
     begin: options.Begin = None,
     force: options.Force = False,
-    runs_dir: options.RunsDir = options.RUNS,
-    tracking_uri: options.TrackingUriKey = None,
 ) -> int:
     """Continue a run from its newest valid checkpoint, in the same MLflow run.
 
@@ -520,8 +510,8 @@ def resume(
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
         overrides, run = [run, *(overrides or [])], None
-    words = with_options(overrides, tracking_uri=tracking_uri)
-    found = resolve_run(named(run, runs_dir), runs_dir)
+    words = overrides or []
+    found = resolve_run(named(run), options.runs_dir())
     require_trusted(found.path, "resume")
     config = load_copied(found, words, "resume", Path.cwd() if with_current_code else None)
     if job_of(found) is not None and not (now := status_of(found)).final:
@@ -564,9 +554,6 @@ def show_config(
     ] = False,
     for_editors: Annotated[bool, flag("--json-schema", "Print the JSON Schema of a config.")] = False,
     as_json: options.Json = False,
-    experiment: options.ExperimentKey = None,
-    runs_dir: options.RunsDirKey = None,
-    tracking_uri: options.TrackingUriKey = None,
 ) -> None:
     """Print a resolved config with secrets redacted, or the schema of all configs.
 
@@ -597,8 +584,7 @@ def show_config(
     elif config is None:
         raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}; or use --schema")
     else:
-        words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-        loaded = load_config(config, words, cluster=cluster)
+        loaded = load_config(config, overrides or [], cluster=cluster)
         say(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))
 
 

@@ -244,10 +244,10 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         program = shlex.quote(os.path.relpath(started)) if is_script else f"{sys.executable} -m hpcdist"
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         _print_line(console, f"straggler: {text}", "yellow")
-    store = f"--runs-dir {shlex.quote(short_path(config.runs_dir))}"
+    store = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))}"
     if config.tracking.uri:
-        store = f"--tracking-uri {shlex.quote(redact_text(config.tracking.uri))}"
-    lines = links_at_end(run) or [f"review in MLflow: {program} ui {store}"]
+        store = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))}"
+    lines = links_at_end(run) or [f"review in MLflow: {store} {program} ui"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():

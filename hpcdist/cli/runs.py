@@ -5,13 +5,12 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hpcdist.cli import options
-from hpcdist.cli.options import argument, console, flag, named, option
+from hpcdist.cli.options import argument, console, named, option
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import is_mine, require_mine
 from hpcdist.host.log_files import say
@@ -30,7 +29,6 @@ def runs(
         option("--sort", "COLUMN", "created: the newest run last; best: the best one by checkpoint.monitor last."),
     ] = "created",
     as_json: options.Json = False,
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """List runs with their best value of checkpoint.monitor, cost, start and duration, the newest last.
 
@@ -41,19 +39,18 @@ def runs(
     from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
-    found, note = list_runs(runs_dir)
+    folder = options.runs_dir()
+    found, note = list_runs(folder)
     rows, notes = read_rows(found, experiment, sort)
     notes += [note] if note else []
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
-        show_runs(console(), rows, notes, runs_dir)
+        show_runs(console(), rows, notes, folder)
 
 
 @app.command()
-def status(
-    run: options.OptionalRunName = None, as_json: options.Json = False, runs_dir: options.RunsDir = options.RUNS
-) -> None:
+def status(run: options.OptionalRunName = None, as_json: options.Json = False) -> None:
     """Show a run's state, the last step of each rank and the checkpoints, or the cells of a sweep.
 
     Examples:
@@ -64,7 +61,7 @@ def status(
     from hpcdist.run.lookup import resolve
     from hpcdist.run.sweeps import SweepDir
 
-    found = resolve(named(run, runs_dir), runs_dir)
+    found = resolve(named(run), options.runs_dir())
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import show_cells
         from hpcdist.review.sweep import read_sweep_facts
@@ -92,24 +89,23 @@ def logs(
     ] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
-    runs_dir: options.RunsDir = options.RUNS,
-    raw: Annotated[bool, flag("--raw", "Keep control sequences on a terminal, such as colours.")] = False,
 ) -> None:
     """Print the log of a rank: unchanged into a pipe or file, as plain text on a terminal.
 
     Examples:
         hpcdist logs --rank 1
         hpcdist logs digits/first -f
+        hpcdist logs digits/first | less -R
     """
     from hpcdist.cli.run_views import stream_log
     from hpcdist.run.lookup import resolve_run
 
-    for text in stream_log(resolve_run(named(run, runs_dir), runs_dir), rank, attempt, follow=follow):
-        say(text, end="", raw=raw or not sys.stdout.isatty())
+    for text in stream_log(resolve_run(named(run), options.runs_dir()), rank, attempt, follow=follow):
+        say(text, end="", raw=not sys.stdout.isatty())
 
 
 @app.command()
-def follow(run: options.OptionalRunName = None, runs_dir: options.RunsDir = options.RUNS) -> int:
+def follow(run: options.OptionalRunName = None) -> int:
     """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
     Examples:
@@ -122,7 +118,7 @@ def follow(run: options.OptionalRunName = None, runs_dir: options.RunsDir = opti
     from hpcdist.run.records import kept
     from hpcdist.run.status import status_of
 
-    found = resolve_run(named(run, runs_dir), runs_dir)
+    found = resolve_run(named(run), options.runs_dir())
     if status_of(found).name == "created":
         raise UserMistake(f"run {found.name} was never started: `{found.resume_command}` starts it")
     # The config of another user must not receive the caller's secrets.
@@ -137,7 +133,6 @@ def stop(
         str | None,
         argument("RUN", "Name, prefix or folder; by default the newest run that runs or waits.", options.runs),
     ] = None,
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> None:
     """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
 
@@ -145,26 +140,26 @@ def stop(
 
     Example:  hpcdist stop
     """
-    _end(named(run, runs_dir, active=True), runs_dir, "stop")
+    _end(named(run, active=True), "stop")
 
 
 @app.command()
-def cancel(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> None:
+def cancel(run: options.RunName) -> None:
     """End a run at once, without a last checkpoint; of a sweep, all its cells.
 
     Steps since the newest checkpoint are lost.
 
     Example:  hpcdist cancel ddp-2026
     """
-    _end(run, runs_dir, "cancel")
+    _end(run, "cancel")
 
 
-def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
+def _end(name: str, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.run.lookup import resolve
     from hpcdist.run.status import end
     from hpcdist.run.sweeps import SweepDir
 
-    found = resolve(name, runs_dir)
+    found = resolve(name, options.runs_dir())
     require_mine(found.path, action)
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import end_sweep
@@ -175,7 +170,7 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
 
 
 @app.command()
-def save(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> int:
+def save(run: options.RunName) -> int:
     """Save a checkpoint of a running run, which continues, and wait until it is on disk.
 
     Example:  hpcdist save ddp-2026
@@ -183,7 +178,7 @@ def save(run: options.RunName, runs_dir: options.RunsDir = options.RUNS) -> int:
     from hpcdist.run.commands import LiveCommand
     from hpcdist.run.lease import user_name
 
-    return _send(run, runs_dir, LiveCommand(action="save", by=user_name()))
+    return _send(run, LiveCommand(action="save", by=user_name()))
 
 
 @app.command()
@@ -191,7 +186,6 @@ def profile(
     run: options.RunName,
     steps: Annotated[int, option("--steps", "N", "Training steps to profile.")] = 10,
     ranks: Annotated[str, option("--ranks", "RANKS", "Ranks to profile, separated by commas.")] = "0",
-    runs_dir: options.RunsDir = options.RUNS,
 ) -> int:
     """Profile some steps of a running run with torch.profiler, and wait for the traces.
 
@@ -204,16 +198,16 @@ def profile(
     """
     from hpcdist.run.commands import parse_ranks, profile_command
 
-    return _send(run, runs_dir, profile_command(steps, parse_ranks(ranks, "--ranks")))
+    return _send(run, profile_command(steps, parse_ranks(ranks, "--ranks")))
 
 
-def _send(name: str, runs_dir: Path, command: "LiveCommand") -> int:
+def _send(name: str, command: "LiveCommand") -> int:
     """Send a command to an own run, wait for its results and print them. Returns the exit code."""
     from hpcdist.run.commands import outcome_of, send_command
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import resolve_run
 
-    run = resolve_run(name, runs_dir)
+    run = resolve_run(name, options.runs_dir())
     require_mine(run.path, command.action)
     attempt, number = send_command(run, command)
     while True:

@@ -78,7 +78,9 @@ def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
                 found[run.read_state().created] = run
     if not found:
         kind = " runs or waits" if active else ""
-        raise RunFolderError(f"no run in {runs_dir.absolute()}{kind}: name one, or its folder by --runs-dir")
+        raise RunFolderError(
+            f"no run in {runs_dir.absolute()}{kind}: name one, or set HPCDIST_RUNS_DIR to the folder of all runs"
+        )
     return found[max(found)]
 
 

@@ -99,8 +99,8 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
     log = state / "ui.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [str(HPCDIST), "ui", "--port", str(port), "--runs-dir", str(runs.folder)],
-            env=runs.env(XDG_STATE_HOME=str(state)),
+            [str(HPCDIST), "ui", "--port", str(port)],
+            env=runs.env(XDG_STATE_HOME=str(state), HPCDIST_RUNS_DIR=str(runs.folder)),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

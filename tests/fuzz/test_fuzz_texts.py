@@ -21,7 +21,7 @@ APP = make_app()
 COMMANDS = [["run", "--dry-run"]] + [
     [name] for name in ("config", "runs", "status", "logs", "explain", "stop", "cancel", "resume")
 ]
-OPTIONS = ["ddp_digits", "--sweep", "--runs-dir", "--rank", "--attempt", "--help", "--schema", "--", "-x", "*", "a**b"]
+OPTIONS = ["ddp_digits", "--sweep", "--rank", "--attempt", "--help", "--schema", "--", "-x", "*", "a**b"]
 #: Words without NUL characters, which arguments of a process cannot contain.
 WORDS = st.one_of(
     st.sampled_from([*NASTY, *OPTIONS]), st.text(max_size=12), overrides, axes.map(lambda text: f"--sweep={text}")

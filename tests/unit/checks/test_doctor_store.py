@@ -147,7 +147,7 @@ def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pyte
     assert check.text == (
         f"{tmp_path} belongs to {tmp_path.owner()} and cannot be written by user {me}: a run would fail"
     )
-    assert check.fix == "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
+    assert check.fix == "set HPCDIST_RUNS_DIR to another folder"
     (check,) = folder_checks(tmp_path, in_container=True)
     assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
 

@@ -23,8 +23,7 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
-    monkeypatch.delenv("HPCDIST_TRACKING_URI")
+    monkeypatch.delenv("HPCDIST_TRACKING_URI", raising=False)
 
     def call(*arguments: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])

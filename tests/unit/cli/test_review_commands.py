@@ -327,7 +327,8 @@ def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monk
     run = make("first", status="finished")
     write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow", "views": ["hpcdist-cost"]})
     listing = "http://mlflow/#/experiments/7/runs?workflowType=machine_learning"
-    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow") == (0, f"review in MLflow: {listing}\n", "")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://ada:s3cret@mlflow")
+    assert hpcdist("ui") == (0, f"review in MLflow: {listing}\n", "")
     monkeypatch.delenv("HPCDIST_TRACKING_URI")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
     page = "https://other/#/experiments?workflowType=machine_learning"
@@ -338,7 +339,8 @@ def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monk
 
     monkeypatch.setattr(sync_runs, "sync", ship)
     make("second", status="finished")
-    result = hpcdist("ui", "--tracking-uri", "http://mlflow")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://mlflow")
+    result = hpcdist("ui")
     assert (result.code, result.err) == (0, "first: the server does not answer\n"), "it is asked only once"
 
 

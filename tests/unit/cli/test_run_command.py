@@ -298,16 +298,16 @@ def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervise
     assert config.name.startswith("train-20")
 
 
-def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: Seen) -> None:
+def test_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: Seen) -> None:
     config = script.with_name("mine.yaml")
     config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")
-    result = hpcdist("run", "--tracking-uri", "sqlite:///a.db", "mine.yaml", "name=x.py", "./train.py")
+    result = hpcdist("run", "mine.yaml", "tracking.uri=sqlite:///a.db", "name=x.py", "./train.py")
     assert (result.code, result.err) == (0, "")
     found = supervised["config"]
     assert found.trainer.script == [str(script)]
     assert (found.seed, found.experiment, found.name) == (4, "mine", "x.py")
     assert found.tracking.uri == f"sqlite:///{script.parent}/a.db"
-    assert hpcdist("run", "--experiment", "second", "train.py").code == 0
+    assert hpcdist("run", "experiment=second", "train.py").code == 0
     assert supervised["config"].experiment == "second"
 
 

@@ -177,7 +177,7 @@ def test_printed_commands_run_in_the_same_shell(
         ("/x/__main__.py", f"{sys.executable} -m hpcdist"),
     ):
         monkeypatch.setattr(sys, "argv", [started, "run"])
-        assert f"review in MLflow: {shown} ui --runs-dir '/my runs'" in end(console, run, run.read_state())
+        assert f"review in MLflow: HPCDIST_RUNS_DIR='/my runs' {shown} ui" in end(console, run, run.read_state())
 
 
 def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
@@ -195,7 +195,7 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
     beat(run, 2, 0, metrics=METRICS)
     run.artifacts.mkdir()
     assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
-        "review in MLflow: hpcdist ui --runs-dir '/my runs'",
+        "review in MLflow: HPCDIST_RUNS_DIR='/my runs' hpcdist ui",
         f"report: hpcdist bench show {run.path}",
         "finished: all [3] epochs are done",
     ], "the last metrics of a benchmark are those of its largest message only"
@@ -210,7 +210,7 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
     uri = TrackingConfig(uri="http://ada:s3cret@mlflow")
     failed = State(status="failed", reason="a reason")
     assert end(console, run, failed, tracking=uri)[-4:] == [
-        "review in MLflow: hpcdist ui --tracking-uri 'http://ada:***@mlflow'",
+        "review in MLflow: MLFLOW_TRACKING_URI='http://ada:***@mlflow' hpcdist ui",
         "report: runs/exp/first/report.html",
         "continue: hpcdist resume runs/exp/first",
         "failed: a reason",

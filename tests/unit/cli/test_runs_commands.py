@@ -235,7 +235,7 @@ def test_resume_takes_overrides_without_a_name(hpcdist: Cli, made: list[RunDir],
 def test_stop_takes_the_newest_run_that_runs_or_waits(
     hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path
 ) -> None:
-    fix = "name one, or its folder by --runs-dir"
+    fix = "name one, or set HPCDIST_RUNS_DIR to the folder of all runs"
     assert one_line(hpcdist("stop")) == f"no run in {tmp_path / 'runs'} runs or waits: {fix}"
     older = make("older", status="running", attempt=1, created=3.0)
     newer = make("newer", status="running", attempt=1, created=4.0)
@@ -311,6 +311,7 @@ def test_text_without_a_matching_run_is_a_one_line_error(
 ) -> None:
     make_sweep(runs_dir / "exp", "grid-1")
     before = first.path.joinpath("state.json").read_bytes()
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", str(runs_dir))
     monkeypatch.chdir(runs_dir)
     (runs_dir / "a_file").touch()
     texts = ["", " ", "*", "f*", "a**b", "?irst", "[f]irst", ".", "..", "/", "a_file", "exp", "x" * 5000, "exp/*"]
@@ -318,7 +319,7 @@ def test_text_without_a_matching_run_is_a_one_line_error(
     for words in COMMANDS:
         # `cost` also takes an experiment.
         for text in [text for text in texts if (words, text) != (("cost",), "exp")]:
-            code, out, err = hpcdist(*words, "--runs-dir", str(runs_dir), "--", text)
+            code, out, err = hpcdist(*words, "--", text)
             assert code == 2, (words, text, out)
             assert "Traceback" not in err
             assert len(out + err) < 500, (words, text)
@@ -330,6 +331,7 @@ def test_text_without_a_matching_run_is_a_one_line_error(
 def test_run_is_found_by_folder_name_and_prefix(
     hpcdist: Cli, first: RunDir, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", str(runs_dir))
     monkeypatch.chdir(runs_dir.parent)
     for name in (f"{first.path}/", "runs/exp/first", "runs/exp/../exp/first", "exp/first", "fir", "."):
         if name == ".":
@@ -337,9 +339,9 @@ def test_run_is_found_by_folder_name_and_prefix(
         found = resolve_run(name, runs_dir)
         assert (found.path, found.name, found.experiment) == (first.path, "first", "exp")
     for command in READING:
-        assert hpcdist(command, "--runs-dir", str(runs_dir), "fir").code == 0, command
+        assert hpcdist(command, "fir").code == 0, command
     for command in ("stop", "cancel"):
-        message = one_line(hpcdist(command, "--runs-dir", str(runs_dir), "fir"))
+        message = one_line(hpcdist(command, "fir"))
         assert message == "run first is not running: it has no supervisor, and its last state is 'finished'"
 
 

@@ -288,7 +288,7 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
 def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
     short = "cd /home && hpcdist run ddp_digits"
     assert wrapped(short) == short
-    words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"path={'/x' * 60}", "--runs-dir", "/y" * 30]
+    words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"path={'/x' * 60}", "--option", "/y" * 30]
     words += [f"params.key{number}=value" for number in range(9)]
     lines = wrapped(f"cd '/tmp' && {shlex.join(words)}").splitlines()
     assert lines[0] == "cd '/tmp' &&"
