@@ -74,7 +74,10 @@ def hpcdist(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Distributed PyTorch runs from one YAML file, on this machine or on Slurm, reviewed in MLflow."""
+    """Distributed PyTorch runs from one YAML file, on this machine or on Slurm, reviewed in MLflow.
+
+    Runs are found by their names in the folder HPCDIST_RUNS_DIR, by default `runs`, or by the paths of their folders.
+    """
 
 
 def main() -> NoReturn:

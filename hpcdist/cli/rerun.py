@@ -3,8 +3,9 @@
 import typer
 
 from hpcdist.cli import options
+from hpcdist.cli.like import load_like
 from hpcdist.cli.review import compare_runs
-from hpcdist.cli.run import load_like, run_here, submit_run
+from hpcdist.cli.run import run_here, submit_run
 
 app = typer.Typer()
 

@@ -6,14 +6,15 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcdist.cli import options
+from hpcdist.cli.like import load_copied, load_like, words_like
 from hpcdist.cli.options import console, exit_code, flag, named, option, with_script
 from hpcdist.errors import ConfigError, ImageError, UserMistake
 from hpcdist.host.files import require_trusted
@@ -36,68 +37,6 @@ Resume = Annotated[
         help="Continue the unfinished run of this config, if there is one. Default in hpcdist's images.",
     ),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Like:
-    """What a new run has of another one."""
-
-    run: RunDir  #: the other run, whose code is copied
-    config: Config  #: its config with overrides, and with a name for the new run
-    origin: Origin | None  #: the config that the other run was started with; None if it is not recorded
-
-
-def load_like(name: str, words: Sequence[str], action: str) -> Like:
-    """Return what a new run has of the run of this name.
-
-    Args:
-        words: overrides of its config.
-        action: the command that starts the new run, for messages.
-    """
-    from hpcdist.run import create
-    from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import read_origin
-
-    found = resolve_run(name, options.runs_dir())
-    require_trusted(found.path, action)
-    config = create.with_name(load_copied(found, ["name=''", *words], action))
-    origin = read_origin(found)
-    if origin is not None:
-        changed = [word.partition("=")[0] for word in words]
-        origin = replace(origin, written=[*origin.written, *changed])
-    return Like(run=found, config=config, origin=origin)
-
-
-def load_copied(found: RunDir, words: Sequence[str], action: str, code: Path | None = None) -> Config:
-    """Return the config of a run with overrides, for a start with the copy of its code or with that in `code`.
-
-    Secrets come from the run folder and from the environment.
-    """
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.config.written import with_params
-    from hpcdist.run import snapshot
-    from hpcdist.run.records import kept
-
-    config = load_run_config(found.config, words, {**kept(found), **os.environ})
-    if code is None:
-        copied = snapshot.import_path(snapshot.code_state(found), found)
-        if not copied:
-            return config
-        code = Path(copied[0])
-    return with_params(config, code, f"{action} {found.name}")
-
-
-def words_like(config: str | None, overrides: Sequence[str] | None, exclusive: Mapping[str, object]) -> list[str]:
-    """Return the words of a command line with `--like`, all of which are overrides.
-
-    Args:
-        exclusive: options that have no meaning beside `--like`, with their values.
-    """
-    given = [name for name, value in exclusive.items() if value]
-    if given:
-        raise UserMistake(f"--like and {given[0]} exclude each other: --like takes config and code from the run")
-    words = [] if config is None else [config]
-    return [*words, *(overrides or [])]
 
 
 def require_config(config: str | None) -> str:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -279,16 +279,11 @@ def code_state(run: RunDir) -> CodeState:
     facts = read_record(run.environment)
     if facts is None:
         raise RunFolderError(f"run {run.name} is incomplete (no environment.json): remove {run.path}")
-    return code_of(facts, run.environment)
-
-
-def code_of(facts: Mapping[str, Any], path: Path) -> CodeState:
-    """Return the origin of a run's code from the content of its `environment.json`, which messages call `path`."""
     code = facts.get("code")
-    found = fill(CodeState, code if isinstance(code, dict) else {}, path)
+    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
     for folder in [found.cwd, *found.sources] if found.copied else []:
         if ".." in Path(folder).parts or Path(folder).is_absolute() == (folder in found.sources):
-            raise RunFolderError(f"{path} is damaged: {folder} is not a folder of code")
+            raise RunFolderError(f"{run.environment} is damaged: {folder} is not a folder of code")
     return found
 
 
