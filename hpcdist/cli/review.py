@@ -184,15 +184,15 @@ def compare_runs(runs: Sequence["RunDir"], *, as_json: bool = False) -> bool:
     from hpcdist.review.facts import read_facts
     from hpcdist.tracking.points import read_series, read_values
 
-    for label in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
-        named = {label(run): run for run in runs}
+    for name_of in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
+        named = {name_of(run): run for run in runs}
         if len(named) == len(runs):
             break
     series = {label: read_series(run) for label, run in named.items()}
     facts = {label: read_facts(run) for label, run in named.items()}
     found, results = compare(facts, series), compare_results(facts, series)
     first = read_values(runs[0])
-    values = {label: compare_values(first, read_values(run)) for label, run in [*named.items()][1:]}
+    values = {label: compare_values(first, read_values(run)) for label, run in named.items() if run is not runs[0]}
     are_equal = all(one.is_equal for one in values.values())
     if as_json:
         document = {

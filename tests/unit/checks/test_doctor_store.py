@@ -149,7 +149,7 @@ def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pyte
     )
     assert check.fix == "set HPCDIST_RUNS_DIR to another folder"
     (check,) = folder_checks(tmp_path, in_container=True)
-    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
+    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set HPCDIST_RUNS_DIR")
 
 
 @pytest.mark.usefixtures("fast_disk")

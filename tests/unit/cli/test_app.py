@@ -74,7 +74,7 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
         (["supervise", "nope"], "nope holds no run"),
         (["run", "ddp_digits", "tracking.uri=http://ada:***@mlflow"], "the password of http://ada:***@mlflow is not"),
         (["runn"], "No such command 'runn'"),
-        (["run"], "Missing argument 'CONFIG'"),
+        (["run"], "CONFIG is missing: shipped configs are "),
         (["bench", "comm", "--nonsense"], "(see `hpcdist bench comm --help`)"),
         (["run", "--lr", "0.1"], ": config keys are written key=value, as in optim.lr=0.1 (see `hpcdist run --help`)"),
     ],
