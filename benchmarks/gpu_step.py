@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, StopConfig
 from hpcdist.config.topology import Topology
+from hpcdist.data import loading
 from hpcdist.data.loading import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.device import bind_to_cpus, cpus_beside, select_device
@@ -71,10 +72,8 @@ def make_config(arguments: argparse.Namespace, num_ranks: int) -> Config:
             root="",
             image_size=arguments.image_size,
             batch_size=arguments.batch_size,
-            eval_batch_size=arguments.batch_size,
             num_samples=per_epoch * arguments.batch_size * num_ranks,
             num_classes=NUM_CLASSES,
-            preload="always",
         ),
         optim=OptimConfig(name="sgd", lr=0.01),
         precision=PrecisionConfig(dtype="bf16"),
@@ -137,6 +136,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         if syncs is not None:
             stack.enter_context(syncs)
+        loading.PRELOAD_MAX_BYTES = 1 << 40  # all images are on the device, as the batch of the bare loop
         train.train(ctx, config)
         ctx.close()
     if syncs is not None and topology.rank == 0:

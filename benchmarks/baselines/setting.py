@@ -33,7 +33,6 @@ def training_tensors(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
         root=arguments.root,
         num_samples=arguments.num_samples,
         image_size=arguments.image_size,
-        preload="always",
     )
     split = load_datasets(data, seed=0).train
     assert isinstance(split, PreloadedSplit)

@@ -41,6 +41,28 @@ REMOVED_KEYS: dict[str, Removed] = {
         default=False,
         instead="the sockets of RPC are always authenticated",
     ),
+    "model.sync_batch_norm": Removed(
+        instead="call torch.nn.SyncBatchNorm.convert_sync_batchnorm before ctx.wrap in a trainer of your own",
+        default=False,
+    ),
+    "data.preload": Removed(
+        instead="a dataset of at most 1 GiB is kept in memory, except an augmented image_folder", default="auto"
+    ),
+    "data.eval_batch_size": Removed(instead="evaluations take 256 samples per rank and batch", default=256),
+    "optim.grad_accum_steps": Removed(
+        instead="set data.global_batch_size, and elastic.micro_batches to the number of its parts", default=1
+    ),
+    "schedule.min_lr_factor": Removed(
+        instead="the cosine schedule ends at 0; another schedule needs a trainer of your own", default=0.0
+    ),
+    "precision.tf32": Removed(instead="TF32 is always allowed; set torch.backends in code of your own", default=True),
+    "elastic.grow": Removed(
+        instead="a run always restarts on nodes that return; for a fixed number of nodes leave out cluster.min_nodes",
+        default="restart",
+    ),
+    "pipeline.activation_checkpointing": Removed(
+        instead="use more stages (roles.stage), or smaller parts (pipeline.num_micro_batches)", default=False
+    ),
 }
 
 #: Values that a key no longer takes, by dotted key and value.

@@ -53,8 +53,6 @@ class Trainer:
     """Its roles in rank order, each with an example of a count; empty if it has none."""
     single_roles: tuple[str, ...] = ()
     """The roles that have exactly one rank."""
-    instead_of_accumulation: str = ""
-    """The key to use instead of optim.grad_accum_steps, for a trainer without support for it."""
     is_elastic: bool = False
     """Whether the trainer supports `data.global_batch_size`."""
     check: Check = _no_problems
@@ -144,8 +142,6 @@ class ModelConfig:
     """`simple_cnn`, or one of torchvision's ResNets (`resnet18` … `resnet152`, `wide_resnet50_2`, …)."""
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on GPUs, and on CPUs for large images."""
-    sync_batch_norm: bool = False
-    """Synchronize batch normalisation over all ranks (GPUs only)."""
     compile: bool = False
     """Compile the model with torch.compile; the names in checkpoints do not change."""
 
@@ -161,19 +157,15 @@ class DataConfig(ConfigSection):
     download: bool = True
     """Download a missing dataset to `root`, once per node."""
     batch_size: int = number(64, least=1)
-    """Training samples per rank and micro-batch, unless global_batch_size is set."""
+    """Training samples per rank and step, unless global_batch_size is set."""
     global_batch_size: int | None = number(None, least=1)
     """Training samples of an optimizer step on any number of ranks (see `elastic`); null: batch_size on each rank."""
-    eval_batch_size: int = number(256, least=1)
-    """Test samples per rank and batch."""
     image_size: int | None = number(None, least=1)
     """Height and width of the images in pixels; null keeps those of the dataset (image_folder: 224)."""
     augment: bool = False
     """Augment training images by random crops and flips, which a resume reproduces."""
-    preload: Literal["auto", "always", "never"] = "auto"
-    """Keep the whole dataset in memory as one tensor; `auto` does so up to 1 GiB."""
     num_workers: int = number(2, least=0)
-    """Data loader processes per rank, for datasets that are not preloaded."""
+    """Data loader processes per rank, for datasets beyond 1 GiB and augmented image folders; others are in memory."""
     num_samples: int = number(2048, least=1)
     """Training samples of the synthetic dataset; its test set is a fifth as large."""
     num_classes: int = number(10, least=2)
@@ -194,8 +186,6 @@ class OptimConfig(ConfigSection):
     """Momentum of sgd."""
     max_grad_norm: float | None = number(None, above=0)
     """Maximum norm of the gradients, for clipping; null disables it."""
-    grad_accum_steps: int = number(1, least=1)
-    """Micro-batches per optimizer step; gradients are reduced after the last one only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +193,9 @@ class ScheduleConfig(ConfigSection):
     """The learning rate over the steps."""
 
     name: Literal["constant", "cosine"] = "constant"
-    """Learning-rate schedule after the warmup; `cosine` ends at the last step of the run."""
+    """Learning-rate schedule after the warmup; `cosine` falls to 0 at the last step of the run."""
     warmup_steps: int = number(0, least=0)
     """Optimizer steps of linear warmup."""
-    min_lr_factor: float = number(0.0, least=0)
-    """Final learning rate of `cosine`, as a fraction of `optim.lr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +203,7 @@ class PrecisionConfig:
     """Data types of the computations."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Data type of the forward pass under autocast; fp16 uses loss scaling and needs a GPU."""
-    tf32: bool = True
-    """Allow TF32 for fp32 matrix products and convolutions on GPUs that support it."""
+    """Data type of the forward pass under autocast; fp16 uses loss scaling and needs a GPU, fp32 uses TF32 there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +234,6 @@ class ElasticConfig(ConfigSection):
     """Equal parts of the global batch that are computed one by one; null: the largest number of ranks of the config."""
     exact: bool = False
     """Sum gradients in an order that does not depend on the number of ranks: bit-equal weights on CPUs, slower."""
-    grow: Literal["restart", "never"] = "restart"
-    """When nodes return to an allocation: restart on them after the next checkpoint, or only at a requeue."""
 
 
 def division_problems(global_batch_size: int, num_micro_batches: int) -> list[str]:
@@ -388,8 +372,6 @@ def cross_check(config: Config) -> list[str]:
     if config.launch.device == "cpu":
         if config.precision.dtype == "fp16":
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
-        if config.model.sync_batch_norm:
-            problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
     if "trainer" in config.cluster.roles and not config.roles:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
@@ -413,11 +395,6 @@ def _trainer_problems(config: Config) -> list[str]:
         needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
         example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
         problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
-    if trainer.instead_of_accumulation and config.optim.grad_accum_steps != 1:
-        problems.append(
-            f"optim.grad_accum_steps={config.optim.grad_accum_steps} is not for trainer {name}:"
-            f" use {trainer.instead_of_accumulation}"
-        )
     return problems + trainer.check(config)
 
 
@@ -450,16 +427,6 @@ def _elastic_problems(config: Config) -> list[str]:
     trainer = find_trainer(config.trainer.target)
     if trainer is not None and not trainer.is_elastic:
         return [*problems, f"data.global_batch_size is not for trainer {config.trainer.target}: remove it"]
-    if config.optim.grad_accum_steps != 1:
-        problems.append(
-            f"optim.grad_accum_steps={config.optim.grad_accum_steps} and data.global_batch_size exclude each other:"
-            " set elastic.micro_batches instead"
-        )
-    if config.model.sync_batch_norm:
-        problems.append(
-            "model.sync_batch_norm normalises over the ranks, and data.global_batch_size over micro-batches on any"
-            " number of ranks: set model.sync_batch_norm=false"
-        )
     if config.roles:
         problems.append(
             "roles and data.global_batch_size exclude each other, because all ranks share the micro-batches: remove one"

@@ -214,8 +214,10 @@ Split: TypeAlias = PreloadedSplit | StreamingSplit
 
 log = logging.getLogger(__name__)
 
+#: Up to this size as uint8 a split is kept in memory: each rank of a node holds its own copy.
 PRELOAD_MAX_BYTES = 1 << 30
-"""With preload=auto, a split up to this size as uint8 is kept in memory."""
+#: Test samples per rank and batch. Without gradients, they need less memory than a training batch of usual size.
+EVAL_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +232,18 @@ class ImageData:
     class_names: tuple[str, ...] = ()  #: empty if classes have numbers only
 
 
-def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, channels_last: bool = False) -> ImageData:
+def load_datasets(
+    data: DataConfig,
+    seed: int,
+    device: torch.device = CPU,
+    *,
+    channels_last: bool = False,
+    preload: bool = True,
+) -> ImageData:
     """Read the dataset `data.name` (a key of DATASETS) from disk; call download.prepare before.
 
-    `seed` determines the augmentation and synthetic images. Batches are on `device`. Raises DataError for missing,
-    unreadable or truncated files, ConfigError for settings that exclude each other.
+    `seed` determines the augmentation and synthetic images. Batches are on `device`. Without `preload`, for a rank that
+    needs the labels only, no split is kept in memory. Raises DataError for missing, unreadable or truncated files.
     """
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
@@ -260,9 +269,10 @@ def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, ch
         train, test = (TensorImages(*arrays, image_size=size, flip=spec.flip) for arrays in _arrays(data))
     normalize = Normalize(spec.mean, spec.std, device)
     options = {"normalize": normalize, "device": device, "channels_last": channels_last}
+    train_options = {**options, "augment_seed": seed if data.augment else None}
     return ImageData(
-        train=_split(train, data, {**options, "augment_seed": seed if data.augment else None}, spec.flip),
-        test=_split(test, data, options, spec.flip),
+        train=_split(train, data, train_options, flip=spec.flip, preload=preload),
+        test=_split(test, data, options, flip=spec.flip, preload=preload),
         num_classes=len(names) or spec.num_classes or data.num_classes,
         in_channels=spec.in_channels,
         image_size=size,
@@ -270,14 +280,11 @@ def load_datasets(data: DataConfig, seed: int, device: torch.device = CPU, *, ch
     )
 
 
-def _split(source: ImageSource, data: DataConfig, options: dict[str, Any], flip: bool) -> Split:
+def _split(source: ImageSource, data: DataConfig, options: dict[str, Any], *, flip: bool, preload: bool) -> Split:
     # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and options.get("augment_seed") is not None
-    if needs_files and data.preload == "always":
-        raise ConfigError("data.preload=always and data.augment=true exclude each other for image_folder: remove one")
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
-    small = num_bytes <= PRELOAD_MAX_BYTES
-    if data.preload == "always" or (data.preload == "auto" and small and not needs_files):
+    if preload and num_bytes <= PRELOAD_MAX_BYTES and not needs_files:
         log.info("preloading %d images, %.0f MB", len(source.labels), num_bytes / 1e6)
         return PreloadedSplit(source.all_images(), source.labels, flip=flip, **options)
     return StreamingSplit(source, num_workers=data.num_workers, **options)

@@ -32,6 +32,9 @@ from hpcdist.host.machine import require_compiler, text_of
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+#: TF32 for fp32 matrix products and convolutions, several times faster on GPUs that support it: training tolerates its
+#: shorter mantissa. Code of one's own may set `torch.backends` otherwise.
+ALLOW_TF32 = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +92,10 @@ def select_device(config: Config, topology: Topology, env: Mapping[str, str]) ->
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
             raise ConfigError("precision.dtype=fp16 needs a GPU, and none is visible here: use bf16")
-        if config.model.sync_batch_norm:
-            raise ConfigError("model.sync_batch_norm needs GPUs, and none is visible here: set it to false")
     else:
         torch.accelerator.set_device_index(device)
-        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+        torch.backends.cuda.matmul.allow_tf32 = ALLOW_TF32
+        torch.backends.cudnn.allow_tf32 = ALLOW_TF32
     # A rank without a GPU cannot be a member of a group of GPUs.
     backend = "gloo" if mixed else collective_backend(device)
     found = Device.of(device, backend)

@@ -203,7 +203,7 @@ def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
     if cfg.name == "constant":
         return 1.0
     fraction = (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps)
-    return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -4,11 +4,9 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import load_weights
@@ -31,7 +28,7 @@ from hpcdist.config.schema import (
     ScheduleConfig,
     StopConfig,
 )
-from hpcdist.data.loading import ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
+from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
@@ -41,9 +38,9 @@ from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
 
 #: For two ranks. One rank with twice the batch size has the same samples in each step.
-DATA = DataConfig(name="synthetic", image_size=8, num_samples=67, num_classes=5, batch_size=8, eval_batch_size=4)
+DATA = DataConfig(name="synthetic", image_size=8, num_samples=67, num_classes=5, batch_size=8)
 SGD = OptimConfig(name="sgd", lr=0.1, momentum=0.0)
-SIZES = (1, 2, 3, 7, 8, 9, 23)
+SIZES = (1, 2, 3, 7, 2 * EVAL_BATCH_SIZE + 5)
 
 
 def config(**sections: Any) -> Config:
@@ -66,19 +63,11 @@ def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
 
 
 def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
-    """Train some steps; return weights, loss, distances between steps, and the number of gradient exchanges."""
+    """Train some steps; return weights, loss and distances between steps."""
     data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
     model = train.build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=False)
-    exchanges = []
-    if not model.static_graph:  # a hook would change how DDP optimises a static graph
-
-        def count(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
-            exchanges.append(bucket.index())
-            return allreduce_hook(state, bucket)
-
-        model.register_comm_hook(None, count)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     distances, loss_sum = [], 0.0
     progress = Progress(cfg, train.steps_per_epoch(ctx, cfg, data))
@@ -91,16 +80,12 @@ def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]
     return {
         "model": {key: value.clone() for key, value in model.module.state_dict().items()},
         "distances": distances,
-        "num_exchanges": len([index for index in exchanges if index == 0]),
         "loss": loss_sum,
     }
 
 
 VARIANTS = {
     "plain": config(),
-    "accumulated": config(
-        data=dataclasses.replace(DATA, batch_size=2), optim=dataclasses.replace(SGD, grad_accum_steps=4)
-    ),
     "clipped": config(optim=dataclasses.replace(SGD, max_grad_norm=0.01)),
     "bf16": config(precision=PrecisionConfig(dtype="bf16")),
     "channels_last": config(model=ModelConfig(channels_last=True)),
@@ -146,7 +131,7 @@ def is_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tole
 
 
 def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The sizes include sets that are no multiple of ranks or batches, and ranks without samples."""
+    """The sizes include sets of several batches, sets that are no multiple of the ranks, and ranks without samples."""
     with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         expected = evaluations(ctx)
         ctx.close()
@@ -168,13 +153,6 @@ def test_two_ranks_equal_one_rank_with_twice_the_batch_size(pair: list[dict[str,
     assert is_close(pair[0]["plain"]["model"], alone["model"])
     assert (pair[0]["plain"]["loss"] + pair[1]["plain"]["loss"]) / 2 == pytest.approx(alone["loss"], rel=1e-5)
     assert len(pair[0]["plain"]["distances"]) == 3
-
-
-def test_accumulated_micro_batches_equal_the_whole_batch(pair: list[dict[str, Any]]) -> None:
-    for results in pair:
-        assert is_close(results["accumulated"]["model"], results["plain"]["model"])
-        assert results["accumulated"]["loss"] == pytest.approx(results["plain"]["loss"], rel=1e-5)
-        assert results["accumulated"]["num_exchanges"] == 3, "one exchange per step"
 
 
 def test_clipping_and_warm_up_limit_the_length_of_a_step(pair: list[dict[str, Any]]) -> None:
@@ -274,23 +252,6 @@ def test_each_epoch_trains_evaluates_and_saves(tmp_path: Path) -> None:
 
 
 # --- without ranks
-
-
-@pytest.mark.parametrize("step_in_epoch", [0, 2, 3])
-def test_last_step_of_an_epoch_may_have_fewer_micro_batches(tmp_path: Path, step_in_epoch: int) -> None:
-    """67 samples are 9 batches: two steps of four and one of a single batch."""
-    cfg = config(optim=dataclasses.replace(SGD, grad_accum_steps=4))
-    data = load_datasets(cfg.data, cfg.seed)
-    with open_context(SINGLE_RANK, new_run(tmp_path), cfg) as ctx:
-        model = cast(DistributedDataParallel, SimpleNamespace(no_sync=nullcontext))
-        progress = Progress(cfg, train.steps_per_epoch(ctx, cfg, data))
-        progress.step_in_epoch = step_in_epoch
-        steps = [
-            [(len(labels), weight) for _, labels, weight in step]
-            for step in train.epoch_steps(ctx, cfg, data, model, progress)
-        ]
-        ctx.close()
-    assert steps == [[(8, 0.25)] * 4, [(8, 0.25)] * 4, [(3, 1.0)]][step_in_epoch:]
 
 
 @pytest.mark.faults  # slow: it compiles for half a minute

@@ -96,7 +96,7 @@ def differences(ctx: Context, engine: RpcEngine, losses: Tensor, logits: list[Te
 
 @contextmanager
 def stage_context(here: Rank, path: Path) -> Iterator[Context]:
-    config = Config(roles={"stage": here.world_size}, data=DataConfig(batch_size=SIZE, eval_batch_size=SIZE))
+    config = Config(roles={"stage": here.world_size}, data=DataConfig(batch_size=SIZE))
     with open_context(here, RunDir(path), config) as ctx:
         yield ctx
 

@@ -46,7 +46,7 @@ HYBRID = (
 )
 #: 22 steps per epoch; checkpoints at 15, 22, 30 and 44. A measured split may differ between runs on a busy machine.
 PIPELINE = (
-    *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
+    *("model.name=resnet18", "data.image_size=16", "data.batch_size=64"),
     *("pipeline.split_points=[layer2]", "checkpoint.every_steps=15", "stop.max_epochs=2"),
     *("optim.max_grad_norm=1.0", "schedule.warmup_steps=5"),
 )

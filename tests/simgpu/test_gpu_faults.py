@@ -111,11 +111,11 @@ def test_late_copies_leave_checkpoints_as_they_are(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_settings_of_the_gpu_are_those_of_the_config(runs: Runs) -> None:
-    settings = ["precision={dtype: fp16, tf32: false}", "model.channels_last=true", "launch.hang_timeout_s=700"]
+    settings = ["precision.dtype=fp16", "model.channels_last=true", "launch.hang_timeout_s=700"]
     config = runs.config("settings", "trainer=on_gpus:train", "stop.max_steps=2", *settings)
     code, output = runs.command("run", *config)
     assert code == 0, output
     facts = read_json(runs.attempt("settings").path / "gpu.json") or {}
     assert (facts["device_id"], facts["timeout_s"]) == ("cuda:1", 760)
     assert (facts["autocast"], facts["scaled"], facts["channels_last"]) == ("torch.float16", True, True)
-    assert (facts["fused"], facts["tf32"]) == ([True], [False, False])
+    assert (facts["fused"], facts["tf32"]) == ([True], [True, True])

@@ -63,10 +63,7 @@ CASES = {
         Case(
             *("pipeline_resnet50", "pipeline", "pipeline", 2, 16),
             # Measured split points of two runs differ on a busy machine.
-            words(
-                "model.name=resnet18 data.batch_size=8 data.eval_batch_size=360 stop.max_steps=16"
-                " pipeline.split_points=[layer2]"
-            ),
+            words("model.name=resnet18 data.batch_size=8 stop.max_steps=16 pipeline.split_points=[layer2]"),
             words("cluster.nodes=2 cluster.tasks_per_node=1"),
             num_stepping=2,
             shards=(0, 1),

@@ -273,7 +273,6 @@ class ElasticNodes(FixedNodes):
         self._job = job
         self._tasks_per_node = cluster.tasks_per_node
         self._env = env
-        self._may_grow = config.elastic.grow == "restart"
         self._probe = HostProbe(addresses_of(nodes), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
@@ -397,7 +396,7 @@ class ElasticNodes(FixedNodes):
         """Return lost nodes that answer again if a checkpoint is newer than the attempt's start; otherwise ""."""
         if self._returned:
             return ", ".join(self._returned)
-        if not self._may_grow or not self.pool.missing:
+        if not self.pool.missing:
             return ""
         # The nodes are checked in another thread, since this is called several times a second.
         if self._check is not None and self._check.done():

@@ -7,8 +7,7 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutori
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import DistributedSampler
 
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import Batch, ImageData, build_model, load_datasets, log_image_data
+from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.rank.context import Context
 from hpcdist.rank.training_loop import (
     Meter,
@@ -148,39 +147,30 @@ def steps_per_epoch(ctx: Context, cfg: Config, data: ImageData) -> int:
     """Return the number of optimizer steps in an epoch. The last one may have fewer samples."""
     if cfg.data.global_batch_size is not None:
         return ctx.division(len(data.train)).steps_per_epoch
-    num_batches = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-    return math.ceil(num_batches / cfg.optim.grad_accum_steps)
+    share = math.ceil(len(data.train) / ctx.world_size)
+    return math.ceil(share / cfg.data.batch_size)
 
 
 def epoch_steps(
     ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel, progress: Progress
 ) -> Iterator[Iterator[WeightedBatch]]:
-    """Yield this rank's micro-batches of each optimizer step until the next evaluation.
+    """Yield this rank's micro-batches of each optimizer step until the next evaluation: one batch, or several.
 
     In an elastic run (`data.global_batch_size`) they are a part of a global batch that is the same for any number of
     ranks; a rank may have none in the last step of an epoch.
     """
-    accum_steps, is_elastic = cfg.optim.grad_accum_steps, cfg.data.global_batch_size is not None
+    is_elastic = cfg.data.global_batch_size is not None
     if is_elastic:
         index_batches = ctx.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
     else:
         whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
-        index_batches = list(whole_epoch[progress.step_in_epoch * accum_steps :])
+        index_batches = list(whole_epoch[progress.step_in_epoch :])
     batches = data.train.batches(index_batches, epoch=progress.epoch)
     for step in range(progress.step, progress.step + progress.steps_until_evaluation):
         if is_elastic:  # after the last of them `micro_batches` sums the gradients over the ranks
             yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
         else:
-            yield plain_micro_batches(model, list(islice(batches, accum_steps)))
-
-
-def plain_micro_batches(model: DistributedDataParallel, batches: Sequence[Batch]) -> Iterator[WeightedBatch]:
-    """Yield the batches whose gradients are accumulated in one step."""
-    for number, (images, labels) in enumerate(batches, start=1):
-        # Each batch has the same weight, also a shorter last one, as usual with accumulated gradients.
-        # Gradients are exchanged once per step, during the last backward pass: the caller's passes run in this `with`.
-        with nullcontext() if number == len(batches) else model.no_sync():
-            yield images, labels, 1 / len(batches)
+            yield iter([(*next(batches), 1.0)])
 
 
 def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
@@ -200,14 +190,11 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
     module = build_model(
         cfg.model.name, num_classes=data.num_classes, in_channels=data.in_channels, image_size=data.image_size
     )
-    if cfg.model.sync_batch_norm:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     if cfg.model.channels_last:
         module = module.to(memory_format=torch.channels_last)
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
-    # DDP supports no_sync() only without a static graph. `wrap` ignores the option in an elastic run.
-    options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
+    options: dict[str, Any] = {"static_graph": True}  # `wrap` ignores it in an elastic run
     if ctx.device.type == "cpu":
         # An explicit size also applies to the first bucket (default 1 MB): on CPU, few messages are faster.
         options["bucket_cap_mb"] = 25
@@ -246,7 +233,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = torch.arange(len(data.test))[ctx.rank :: ctx.world_size]  # without padding; shares may be empty
-    for images, labels in data.test.batches(indices.split(cfg.data.eval_batch_size)):
+    for images, labels in data.test.batches(indices.split(EVAL_BATCH_SIZE)):
         with autocast(ctx, cfg):
             logits = module(images)
         predicted = logits.argmax(dim=1)

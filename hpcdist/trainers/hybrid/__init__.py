@@ -85,7 +85,6 @@ TRAINER = Trainer(
     section=HybridConfig,
     shared_sections=("optim",),
     roles={"trainer": 2, "parameter_server": 2},
-    instead_of_accumulation="hybrid.batch_size",
     check=_check,
     check_host=_check_host,
     charts={"AUC": ("eval/auc", "eval/best_auc")},

@@ -17,8 +17,6 @@ class PipelineConfig(ConfigSection):
     """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
     num_micro_batches: int = number(4, least=1)
     """Equal parts of a batch, each with its own batch statistics."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time, equal results."""
 
 
 def _check(config: Config) -> list[str]:
@@ -28,8 +26,8 @@ def _check(config: Config) -> list[str]:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
         )
-    if config.model.sync_batch_norm or config.model.compile:
-        problems.append("model.sync_batch_norm and model.compile are not for trainer pipeline: set them to false")
+    if config.model.compile:
+        problems.append("model.compile is not for trainer pipeline: set it to false")
     if config.precision.dtype != "fp32":
         problems.append(f"precision.dtype={config.precision.dtype} is not for trainer pipeline: leave it out")
     if config.data.batch_size % parts:
@@ -44,7 +42,6 @@ TRAINER = Trainer(
     section=PipelineConfig,
     shared_sections=("model", "data", "optim", "schedule"),
     roles={"stage": 2},
-    instead_of_accumulation="pipeline.num_micro_batches",
     check=_check,
     charts={
         "bubble: share of a step that stages are idle": ("pipeline/bubble", "pipeline/bubble_in_theory"),

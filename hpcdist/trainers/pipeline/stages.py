@@ -11,14 +11,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpcdist.errors import ConfigError
 from hpcdist.rank.collective_check import synchronize
@@ -50,14 +48,11 @@ class Stage(nn.Module):
     """Consecutive `units` of a ResNet, whose parameters it shares. Its state dict is a part of the whole model's.
 
     Each forward pass in training mode normalises by the statistics of its micro-batch and updates the running ones.
-    `checkpointing` keeps only the input of each unit for the backward pass, which recomputes the rest (Chen et al.
-    2016, arXiv:1604.06174). Running statistics are still updated once.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str], *, checkpointing: bool = False) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
         self.units = tuple(units)
-        self.checkpointing = checkpointing
         for name in (part for unit in units for part in _PARTS.get(unit, (unit,))):
             parent, _, child = name.rpartition(".")
             if parent and parent not in self._modules:
@@ -69,25 +64,8 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, or logits [B, num_classes], for images or activations [B, C, H, W]."""
         for unit in self._chain:
-            if self.checkpointing and torch.is_grad_enabled():
-                contexts = lambda: (nullcontext(), _keep_statistics(unit))  # noqa: B023, E731 (called at once)
-                x = checkpoint(unit, x, use_reentrant=False, context_fn=contexts)
-            else:
-                x = unit(x)
+            x = unit(x)
         return x
-
-
-@contextmanager
-def _keep_statistics(module: nn.Module) -> Iterator[None]:
-    """Discard updates of running statistics, since the first forward pass has made them."""
-    kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    for part, buffers in kept:
-        part._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
-    try:
-        yield
-    finally:
-        for part, buffers in kept:
-            part._buffers.update(buffers)
 
 
 def use_onednn_for_pointwise(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/dist_pipel
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import ImageData, build_model, load_datasets, log_image_data
+from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group
@@ -143,7 +143,7 @@ def interval_metrics(
 
 def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
-    size = cfg.data.eval_batch_size
+    size = EVAL_BATCH_SIZE
     num_left = len(data.test)
     num_batches = math.ceil(num_left / size)
     # All batches have the same size; the samples that fill up the last one are not counted.
@@ -235,7 +235,7 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
     stage_units = choose_stages(ctx, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
-    stage = Stage(model, stage_units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
+    stage = Stage(model, stage_units[ctx.rank])
     del model  # frees the other stages
     stage, wire = stage.to(ctx.device), Wire(ctx.device)
     with rpc_group(ctx, wire.functions) as wire.rpc:  # it sends tensors to the next stage and back
@@ -259,8 +259,8 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
-    section = cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never")
-    data = load_datasets(section, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
+    is_first = ctx.rank == 0
+    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last, preload=is_first)
     if len(data.train) < cfg.data.batch_size:
         raise ConfigError(f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images")
     log_image_data(ctx, cfg.data, data, cfg.seed)

@@ -63,7 +63,6 @@ TRAINER = Trainer(
     shared_sections=("optim", "schedule"),
     roles={"agent": 1, "observer": 2},
     single_roles=("agent",),
-    instead_of_accumulation="rl.num_minibatches",
     charts={"mean return of an episode": ("train/return", "eval/return")},
     fixed_keys=("rl.env_id", "rl.hidden_sizes", "rl.normalize_observations", "optim.name"),
 )

@@ -53,7 +53,6 @@ TRAINER = Trainer(
     section=RnnConfig,
     shared_sections=("optim", "schedule"),
     roles={"trainer": 1, "parameter_server": 1},
-    instead_of_accumulation="rnn.batch_size",
     charts={"perplexity": ("eval/perplexity",)},
     fixed_keys=("rnn.embedding_size", "rnn.hidden_size", "rnn.num_layers", "optim.name"),
 )

@@ -3,7 +3,6 @@ import hashlib
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,29 +129,25 @@ def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_nam
 
 def test_augmented_image_folder_is_streamed(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    config = params("image_folder", root=str(tmp_path), image_size=8, augment=True)
-    data = load_datasets(config, seed=0)
+    data = load_datasets(params("image_folder", root=str(tmp_path), image_size=8, augment=True), seed=0)
     assert isinstance(data.train, StreamingSplit)
     assert data.train.augment_seed == 0
     assert isinstance(data.test, PreloadedSplit)
-    with pytest.raises(ConfigError, match=r"data\.preload=always and data\.augment=true exclude each other"):
-        load_datasets(replace(config, preload="always"), seed=0)
 
 
 @pytest.mark.parametrize(
     ("preload", "limit_bytes", "expected"),
     [
-        ("auto", 40 * 3072, PreloadedSplit),
-        ("auto", 40 * 3072 - 1, StreamingSplit),
-        ("never", 1 << 30, StreamingSplit),
-        ("always", 0, PreloadedSplit),
+        (True, 40 * 3072, PreloadedSplit),
+        (True, 40 * 3072 - 1, StreamingSplit),
+        (False, 1 << 30, StreamingSplit),
     ],
 )
-def test_split_is_preloaded_or_streamed_by_preload_and_size(
-    preload: str, limit_bytes: int, expected: type, monkeypatch: pytest.MonkeyPatch
+def test_large_split_is_streamed(
+    preload: bool, limit_bytes: int, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PRELOAD_MAX_BYTES", limit_bytes)
-    data = load_datasets(params("synthetic", preload=preload, num_workers=2), seed=3)
+    data = load_datasets(params("synthetic", num_workers=2), seed=3, preload=preload)
     assert type(data.train) is expected
     if isinstance(data.train, StreamingSplit):
         assert data.train.num_workers == 2
@@ -232,10 +227,9 @@ def test_both_splits_are_declared_by_rank_0_alone() -> None:
 
 
 def test_synthetic_images_depend_on_the_seed() -> None:
-    for preload in ("always", "never"):
-        data = DataConfig(name="synthetic", num_samples=50, image_size=8, preload=preload)
-        found = [logged(data, seed)["synthetic train"]["digest"] for seed in (0, 0, 1)]
-        assert found[0] == found[1] != found[2]
+    data = DataConfig(name="synthetic", num_samples=50, image_size=8)
+    found = [logged(data, seed)["synthetic train"]["digest"] for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
     assert logged(data)["synthetic test"]["num_samples"] == 10, "a fifth"
 
 

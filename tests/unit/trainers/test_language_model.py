@@ -35,7 +35,6 @@ def test_initial_rows_do_not_depend_on_the_shards() -> None:
     [
         ("roles={server: 1, trainer: 1}",
          "roles: trainer rnn needs trainers, then parameter_servers, got server: 1, trainer: 1: set"),
-        ("optim.grad_accum_steps=2", "optim.grad_accum_steps=2 is not for trainer rnn: use rnn.batch_size"),
         ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
     ],
 )  # fmt: skip

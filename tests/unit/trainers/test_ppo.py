@@ -128,15 +128,13 @@ def test_clipping_limits_the_change_of_an_update() -> None:
 # --- Validation of configs of `trainer: rl`.
 
 
-def test_roles_sizes_and_gradient_accumulation_are_validated() -> None:
+def test_roles_and_sizes_are_validated() -> None:
     config = load_config("rl_cartpole")
     assert config.roles == {"agent": 1, "observer": 2}
     with pytest.raises(ConfigError, match="needs one agent, then observers, got agent: 2, observer: 2"):
         load_config("rl_cartpole", ["roles.agent=2"])
     with pytest.raises(ValueError, match="hidden_sizes must hold sizes >= 1, got 0"):
         RlConfig(hidden_sizes=[64, 0])
-    with pytest.raises(ConfigError, match=r"optim\.grad_accum_steps=2 is not for trainer rl: use rl\.num_minibatches"):
-        load_config("rl_cartpole", ["optim.grad_accum_steps=2"])
 
 
 # --- Environments, rollouts and greedy episodes.
