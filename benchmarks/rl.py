@@ -73,7 +73,7 @@ def solved_in_s(seed: int) -> float:
 
 def step_alone(num_envs: int) -> float:
     """Return the environment steps per second of one process that only steps."""
-    envs = make_environments(Problem.of("CartPole-v1", {}), num_envs, np.random.default_rng(0))
+    envs = make_environments(Problem.of("CartPole-v1"), num_envs, np.random.default_rng(0))
     actions = np.random.default_rng(0).integers(2, size=(20_000, num_envs))
     began = time.perf_counter()
     for chosen in actions:

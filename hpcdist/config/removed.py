@@ -63,6 +63,20 @@ REMOVED_KEYS: dict[str, Removed] = {
     "pipeline.activation_checkpointing": Removed(
         instead="use more stages (roles.stage), or smaller parts (pipeline.num_micro_batches)", default=False
     ),
+    "rl.env_kwargs": Removed(
+        instead="register an environment with these arguments, such as rl.env_id=module:Name-v0",
+        default={},
+    ),
+    "rl.max_episode_steps": Removed(
+        instead="register an environment with max_episode_steps, such as rl.env_id=module:Name-v0"
+    ),
+    "rl.normalize_observations": Removed(
+        instead="scale the observations in an environment of your own, such as rl.env_id=module:Name-v0",
+        default=False,
+    ),
+    "rl.gae_lambda": Removed(instead="lambda of generalised advantage estimation is always 0.95", default=0.95),
+    "rl.clip_range": Removed(instead="PPO always clips the probability ratio at 0.8 and 1.2", default=0.2),
+    "rl.value_coef": Removed(instead="the value loss always has the weight 0.5", default=0.5),
 }
 
 #: Values that a key no longer takes, by dotted key and value.

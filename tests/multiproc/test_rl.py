@@ -46,7 +46,7 @@ def train_on_ranks(here: Rank, path: Path, cfg: Config) -> None:
 def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
     """Return the weights after the same training in one process."""
     seed_everything(cfg.seed)
-    problem = Problem.of(cfg.section(RlConfig).env_id, cfg.section(RlConfig).env_kwargs)
+    problem = Problem.of(cfg.section(RlConfig).env_id)
     policy = Policy(cfg.section(RlConfig), problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     collectors = [Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=index) for index in range(2)]
@@ -71,9 +71,7 @@ def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
     "values",
     [
         {},
-        pytest.param(
-            {"mode": "async", "env_id": "Pendulum-v1", "normalize_observations": True}, marks=pytest.mark.slow
-        ),
+        pytest.param({"mode": "async", "env_id": "Pendulum-v1"}, marks=pytest.mark.slow),
     ],
     ids=["sync", "async"],
 )

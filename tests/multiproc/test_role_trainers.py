@@ -34,7 +34,7 @@ RL = (
     *("stop.max_epochs=2", "stop.threshold=1000", "checkpoint.every_steps=4"),
 )
 #: Box actions, environments in a loop, and a pending rollout at each checkpoint.
-ASYNC = ("rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16")
+ASYNC = ("rl.env_id=Pendulum-v1", "rl.mode=async", "rl.num_rollout_steps=16")
 RNN = (
     *("roles.trainer=2", "rnn.max_corpus_mb=0.05", "rnn.vocab_size=300", "rnn.embedding_size=16"),
     *("rnn.hidden_size=16", "rnn.batch_size=8", "rnn.bptt=16"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hpcdist.config.launch_schema import ConfigSection, number
 from hpcdist.config.schema import Trainer
@@ -19,10 +19,6 @@ class RlConfig(ConfigSection):
 
     env_id: str = "CartPole-v1"
     """Gymnasium environment with vector observations and discrete or box actions; `module:Name-v0` imports a module."""
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment."""
-    max_episode_steps: int | None = number(None, least=1)
-    """Truncate episodes after this many steps; null keeps the environment's own limit."""
     num_envs: int = number(8, least=1)
     """Environments per collector, stepped together; at the first start of a run each observer has one collector."""
     num_rollout_steps: int = number(128, least=1)
@@ -37,20 +33,12 @@ class RlConfig(ConfigSection):
     """Sizes of the hidden layers of the policy network and of the value network."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Activation of the hidden layers; `relu` is faster, `tanh` usually learns better with box actions."""
-    normalize_observations: bool = False
-    """Scale observations by their running mean and standard deviation, which are saved with the model."""
     gamma: float = number(0.99, least=0, most=1)
     """Discount factor per step."""
-    gae_lambda: float = number(0.95, least=0, most=1)
-    """Lambda of generalised advantage estimation: 1 is the Monte Carlo return, 0 the one-step TD error."""
-    clip_range: float = number(0.2, above=0)
-    """PPO clipping parameter: the maximum deviation of the probability ratio from 1."""
     update_epochs: int = number(4, least=1)
     """Passes over the rollouts in each update; 1, with num_minibatches=1, is A2C."""
     num_minibatches: int = number(4, least=1)
     """Minibatches, and therefore optimizer steps, per pass."""
-    value_coef: float = number(0.5, least=0)
-    """Coefficient of the value loss."""
     entropy_coef: float = number(0.01, least=0)
     """Coefficient of the entropy bonus, which encourages exploration."""
 
@@ -64,5 +52,5 @@ TRAINER = Trainer(
     roles={"agent": 1, "observer": 2},
     single_roles=("agent",),
     charts={"mean return of an episode": ("train/return", "eval/return")},
-    fixed_keys=("rl.env_id", "rl.hidden_sizes", "rl.normalize_observations", "optim.name"),
+    fixed_keys=("rl.env_id", "rl.hidden_sizes", "optim.name"),
 )

@@ -30,7 +30,6 @@ class Problem:
     """Properties of an environment that determine the policy. Create it with `Problem.of`."""
 
     name: str
-    options: Mapping[str, Any]
     num_inputs: int
     num_outputs: int  #: number of choices, or length of an action
     is_discrete: bool
@@ -40,15 +39,12 @@ class Problem:
     reward_threshold: float | None
 
     @classmethod
-    def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Self:
+    def of(cls, name: str) -> Self:
         """Inspect an environment. Raises ConfigError if it cannot be made or has unsupported spaces."""
-        options = dict(options)
-        if max_episode_steps is not None:
-            options["max_episode_steps"] = max_episode_steps
         observed: Any
         acts: Any
         try:
-            with gymnasium.make(name, **options) as env:
+            with gymnasium.make(name) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError(f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}") from error
@@ -59,13 +55,12 @@ class Problem:
         elif not is_box and not isinstance(acts, spaces.Discrete):
             mistake = f"the action space {acts}: trainer rl supports Discrete and a Box with one axis"
         elif spec.max_episode_steps is None:
-            mistake = "no time limit: set rl.max_episode_steps"
+            mistake = "no time limit: register it with max_episode_steps"
         if mistake:
             raise ConfigError(f"rl.env_id={name} has {mistake}")
         none = np.zeros(0, np.float32)
         return cls(
             name=name,
-            options=options,
             num_inputs=observed.shape[0],
             num_outputs=acts.shape[0] if is_box else int(acts.n),
             is_discrete=not is_box,
@@ -124,9 +119,7 @@ class Vectorized:
 
     def __init__(self, problem: Problem, num_envs: int) -> None:
         self.num_envs = num_envs
-        self._env = gymnasium.make_vec(
-            problem.name, num_envs=num_envs, vectorization_mode="vector_entry_point", **problem.options
-        )
+        self._env = gymnasium.make_vec(problem.name, num_envs=num_envs, vectorization_mode="vector_entry_point")
         if self._env.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
             raise _NotSaveable("its autoreset mode is not NEXT_STEP")
         self._inner: Any = self._env.unwrapped
@@ -180,7 +173,7 @@ class Separate:
 
     def __init__(self, problem: Problem, num_envs: int) -> None:
         self.num_envs = num_envs
-        self._envs = [gymnasium.make(problem.name, **problem.options) for _ in range(num_envs)]
+        self._envs = [gymnasium.make(problem.name) for _ in range(num_envs)]
         self._rng = np.random.default_rng(0)
         self._seeds = [0] * num_envs
         self._actions: list[list[Any]] = [[] for _ in range(num_envs)]

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from hpcdist.trainers.rl import RlConfig
 
-#: Normalised observations are clipped to plus and minus this value.
-OBSERVATION_LIMIT = 10.0
 Floats = NDArray[np.float32]
 
 
@@ -21,8 +19,7 @@ class Policy(nn.Module):
     """Separate networks for actions (`actor`) and state values (`critic`).
 
     `forward` takes observations [n, num_inputs] and returns the logits of discrete actions [n, num_outputs], or the
-    means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations. With
-    `normalize_observations`, observations are scaled by their running statistics.
+    means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations.
     """
 
     def __init__(self, cfg: RlConfig, num_inputs: int, num_outputs: int, *, is_discrete: bool) -> None:
@@ -32,50 +29,23 @@ class Policy(nn.Module):
         self.actor = _mlp(num_inputs, cfg.hidden_sizes, num_outputs, cfg.activation, last_gain=0.01)
         self.critic = _mlp(num_inputs, cfg.hidden_sizes, 1, cfg.activation, last_gain=1.0)
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(num_outputs))
-        self.normalize = cfg.normalize_observations
-        if self.normalize:
-            self.observed_mean: Tensor
-            self.register_buffer("observed_mean", torch.zeros(num_inputs))
-            self.observed_var: Tensor
-            self.register_buffer("observed_var", torch.ones(num_inputs))
-            self.observed_count: Tensor
-            self.register_buffer("observed_count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, observations: Tensor) -> Tensor:
-        actions: Tensor = self.actor(self._scaled(observations))
+        actions: Tensor = self.actor(observations)
         return actions
 
     def outputs_and_values(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of `forward` and the value of each observation [n]."""
-        scaled = self._scaled(observations)
-        return self.actor(scaled), self.critic(scaled).squeeze(-1)
+        return self.forward(observations), self.value(observations)
 
     def value(self, observations: Tensor) -> Tensor:
-        value: Tensor = self.critic(self._scaled(observations)).squeeze(-1)
+        """Return the value of each observation [n]."""
+        value: Tensor = self.critic(observations).squeeze(-1)
         return value
-
-    @torch.no_grad()
-    def update_observation_statistics(self, observations: Tensor) -> None:
-        """Update the running statistics by observations [n, num_inputs] (Chan's parallel update)."""
-        count = self.observed_count + len(observations)
-        weight = (len(observations) / count).float()
-        var, mean = torch.var_mean(observations, dim=0, correction=0)
-        delta = mean - self.observed_mean
-        self.observed_var.lerp_(var, weight).add_(delta**2 * weight * (1 - weight))
-        self.observed_mean.lerp_(mean, weight)
-        self.observed_count.copy_(count)
-
-    def _scaled(self, observations: Tensor) -> Tensor:
-        if not self.normalize:
-            return observations
-        scaled = (observations - self.observed_mean) * torch.rsqrt(self.observed_var + 1e-8)
-        return scaled.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
 
     def actor_state(self) -> dict[str, Tensor]:
         """Return the part of the state dict that `Actor` needs, as a copy on the CPU that learning does not change."""
-        needed = {
-            name: it for name, it in self.state_dict().items() if name.startswith(("actor.", "log_std", "observed_"))
-        }
+        needed = {name: it for name, it in self.state_dict().items() if name.startswith(("actor.", "log_std"))}
         return {name: value.to("cpu", copy=True) for name, value in needed.items()}
 
 
@@ -114,15 +84,10 @@ class Actor:
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
         self._layers = [(np.ascontiguousarray(arrays[f"{n}.weight"].T), arrays[f"{n}.bias"]) for n in names]
-        self._mean = arrays.get("observed_mean")
-        if self._mean is not None:
-            self._factor = 1 / np.sqrt(arrays["observed_var"] + np.float32(1e-8))
 
     def __call__(self, observations: Floats) -> Floats:
         """Return logits or means [n, num_outputs] for observations [n, num_inputs]."""
         x = observations
-        if self._mean is not None:
-            x = ((x - self._mean) * self._factor).clip(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
         for weight, bias in self._layers[:-1]:
             x = x @ weight
             x += bias

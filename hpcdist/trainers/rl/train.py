@@ -38,6 +38,15 @@ from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
 #: Part of the seed of an evaluation's environments; the seeds of collectors have 0 there. After it follows 0 when the
 #: environments are made, and 1 + step at an evaluation.
 EVALUATION = 1
+#: Stands for arguments of an environment in its digest, which stays that of earlier versions.
+NO_OPTIONS: dict[str, Any] = {}
+#: PPO clips the probability ratio of an action to 1 plus and minus this value (arXiv:1707.06347, section 6.1).
+CLIP_RANGE = 0.2
+#: Lambda of generalised advantage estimation: 1 is the Monte Carlo return, 0 the one-step TD error (arXiv:1506.02438
+#: finds the best values between 0.9 and 0.99).
+GAE_LAMBDA = 0.95
+#: Weight of the value loss. Policy and values have separate networks, so it only scales the steps of the latter.
+VALUE_COEF = 0.5
 #: Of one evaluation: environment steps before it; mean, smallest and largest return.
 Evaluation: TypeAlias = tuple[int, float, float, float]
 
@@ -45,12 +54,12 @@ Evaluation: TypeAlias = tuple[int, float, float, float]
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     rl = cfg.section(RlConfig)
-    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)  # the environment's spaces and options
+    problem = Problem.of(rl.env_id)  # the environment's spaces
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
-    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
+    digest = digest_of(problem.name, NO_OPTIONS, gymnasium.__version__)
     # In MLflow the environment takes the place of a dataset.
     ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
@@ -136,7 +145,7 @@ def train_step(
     rl, valid = cfg.section(RlConfig), rollout.valid  # [T, n]; False where a step only begins an episode
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
-    all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
+    all_advantages = gae(rollout, values.numpy(), rl.gamma)
     advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
     value_targets = advantages + values
     advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
@@ -152,19 +161,17 @@ def train_step(
             new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
             log_ratio = new_log_prob - old_log_prob
             ratio = log_ratio.exp()
-            clipped = ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range)
+            clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
             policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
             value_loss = nn.functional.mse_loss(value, value_target)
             entropy, kl = entropies.mean(), -log_ratio.mean()
             optimizer.zero_grad()
-            (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
+            (policy_loss + VALUE_COEF * value_loss - rl.entropy_coef * entropy).backward()
             if cfg.optim.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm)
             optimizer.step()
             losses += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
             num_minibatches += 1
-    if policy.normalize:  # after the update: the log-probabilities of the rollout belong to the old statistics
-        policy.update_observation_statistics(rollout.observations[:-1][valid].to(device))
     return {
         "losses": losses,
         "num_minibatches": num_minibatches,
@@ -174,7 +181,7 @@ def train_step(
     }
 
 
-def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
+def gae(rollout: Rollout, values: Floats, gamma: float) -> Floats:
     """Return advantages [T, n] by generalised advantage estimation from `values` [T + 1, n].
 
     Those of invalid actions have no meaning. The value after the end of a terminated episode is zero, after a truncated
@@ -182,7 +189,7 @@ def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Fl
     """
     rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
     advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
-    factors = np.float32(gamma * gae_lambda) * ~(terminated | rollout.truncated.numpy())
+    factors = np.float32(gamma * GAE_LAMBDA) * ~(terminated | rollout.truncated.numpy())
     for t in range(len(advantages) - 2, -1, -1):
         advantages[t] += factors[t] * advantages[t + 1]
     return cast(Floats, advantages)
