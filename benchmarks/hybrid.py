@@ -13,6 +13,7 @@ first seconds of a run and takes a third of a core. Ratios are computed within e
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import socket
 import statistics
@@ -27,6 +28,8 @@ import numpy as np
 import pyarrow as pa
 from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, loss_readings, median_ratio
 from pyarrow import parquet
+
+from hpcdist.trainers.hybrid.train import EVAL_FRACTION
 
 BASELINE = BASELINES / "hybrid.py"
 NUM_TRAINERS = 2
@@ -59,8 +62,7 @@ CASES = (
 
 def run_ours(case: Case, folder: Path, env: Mapping[str, str]) -> float:
     steps, window = case.steps[0], case.steps[0] // 6
-    test = 64
-    num_samples = steps * case.bags * NUM_TRAINERS + test
+    num_samples = math.ceil(steps * case.bags * NUM_TRAINERS / (1 - EVAL_FRACTION))
     log = _write_log(folder / "clicks.parquet", case, num_samples)
     config = folder / "ours.yaml"  # overrides would add to the tables of the shipped config
     roles = f"{{trainer: {NUM_TRAINERS}, parameter_server: {case.servers}}}"
@@ -74,7 +76,7 @@ def run_ours(case: Case, folder: Path, env: Mapping[str, str]) -> float:
             "hybrid.hidden_sizes=[8]",
         ),
         *("hybrid.table_optimizer=sgd", f"hybrid.batch_size={case.bags}", f"hybrid.file={log}"),
-        *(f"hybrid.eval_fraction={test / num_samples}", "optim.name=sgd", "hybrid.export_max_mb=0"),
+        "optim.name=sgd",
         *("stop.max_epochs=1", f"tracking.log_every_steps={window}", "tracking.register_as=null"),
         *("launch.device=cpu", "launch.num_threads=1"),
     ]

@@ -78,7 +78,7 @@ CASES = {
         goals={"ours": 1.4},
     ),
 }
-TEXT = {"max_corpus_mb": 4.0, "eval_fraction": 0.01}
+TEXT = {"max_corpus_mb": 4.0}
 
 
 class Contender:

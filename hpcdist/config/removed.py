@@ -77,6 +77,17 @@ REMOVED_KEYS: dict[str, Removed] = {
     "rl.gae_lambda": Removed(instead="lambda of generalised advantage estimation is always 0.95", default=0.95),
     "rl.clip_range": Removed(instead="PPO always clips the probability ratio at 0.8 and 1.2", default=0.2),
     "rl.value_coef": Removed(instead="the value loss always has the weight 0.5", default=0.5),
+    "hybrid.init_scale": Removed(instead="the initial rows of tables are always uniform in ±0.01", default=0.01),
+    "hybrid.eval_batch_size": Removed(
+        instead="evaluations always take 4,096 samples per trainer and batch", default=4096
+    ),
+    "hybrid.label_column": Removed(
+        instead="the column of the labels is always called label: rename it", default="label"
+    ),
+    "hybrid.eval_fraction": Removed(instead="the last tenth of the samples is always for the evaluation", default=0.1),
+    "hybrid.num_numeric_columns": Removed(instead="the synthetic log always has 4 numeric features", default=4),
+    "hybrid.export_max_mb": Removed(instead="a model is exported if its tables have at most 256 MB", default=256.0),
+    "rnn.eval_fraction": Removed(instead="a twentieth of the text is always for the evaluation", default=0.05),
 }
 
 #: Values that a key no longer takes, by dotted key and value.

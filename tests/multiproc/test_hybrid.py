@@ -25,7 +25,7 @@ from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches
-from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose
+from hpcdist.trainers.hybrid.tables import INIT_SCALE, Layout, TableShard, choose
 from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
@@ -43,12 +43,8 @@ def config(num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: 
                 tables=dict(tables),
                 embedding_dim=4,
                 hidden_sizes=[5],
-                init_scale=0.5,
                 batch_size=16,
-                eval_batch_size=64,
                 num_samples=400,
-                num_numeric_columns=2,
-                eval_fraction=0.25,
                 table_lr=0.1,
                 **options,
             )
@@ -64,6 +60,7 @@ def config(num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: 
 def train_on_rank(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
+        train.EVAL_BATCH_SIZE = 16  # several batches
         train.train(ctx, cfg)
         ctx.close()
 
@@ -91,7 +88,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
-        fill_rows(table.weight.data, range(options.tables[name]), table=name, scale=options.init_scale, seed=cfg.seed)
+        fill_rows(table.weight.data, range(options.tables[name]), table=name, scale=INIT_SCALE, seed=cfg.seed)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
@@ -235,9 +232,7 @@ def memory_growth(here: Rank, small: Path, large: Path, cfg: Config) -> int:
 def test_no_rank_holds_a_whole_table(tmp_path: Path) -> None:
     """A server copies its rows once for a checkpoint: two thirds of a table are less than the whole."""
     cfg = config(num_servers=3)
-    options = replace(
-        cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200
-    )
+    options = replace(cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", num_samples=200)
     cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(max_steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
     growth = spawn_ranks(memory_growth, 5, small=small.path, large=large.path, cfg=cfg)

@@ -27,7 +27,7 @@ SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
 def config(trainers: int, servers: int, optim: OptimConfig, steps: int, **options: Any) -> Config:
-    text = {"tokenizer": "byte", "max_corpus_mb": 0.01, "eval_fraction": 0.2}
+    text = {"tokenizer": "byte", "max_corpus_mb": 0.02}
     sizes = {"embedding_size": 12, "hidden_size": 12, "dropout": 0.0, "batch_size": 4, "bptt": 5}
     return Config(
         roles={"trainer": trainers, "parameter_server": servers},

@@ -9,6 +9,9 @@ from typing import Literal
 from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
 from hpcdist.config.schema import Config, Trainer
 
+#: Numeric features of a sample of the synthetic log.
+NUM_SYNTHETIC_NUMERIC = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(ConfigSection):
@@ -18,8 +21,6 @@ class HybridConfig(ConfigSection):
     """Number of rows by embedding table, `{user: 1000, item: 500}`; rows are sharded over all parameter servers."""
     embedding_dim: int = number(8, least=1)
     """Length of an embedding row, the same in all tables."""
-    init_scale: float = number(0.01, least=0)
-    """Initial rows are uniform in ± this value and depend on (seed, table, row) only."""
     hidden_sizes: list[int] = field(default_factory=lambda: [32])
     """Sizes of the hidden layers of the dense part."""
     table_optimizer: Literal["sgd", "adagrad", "sparse_adam"] = "adagrad"
@@ -28,33 +29,22 @@ class HybridConfig(ConfigSection):
     """Learning rate of the tables."""
     batch_size: int = number(512, least=1)
     """Samples per share and step; at the first start of a run each trainer has one share of the samples."""
-    eval_batch_size: int = number(4096, least=1)
-    """Test samples per trainer and batch."""
     file: str = field(default="", metadata=IS_PATH)
-    """Click log, a Parquet or CSV file; empty generates a synthetic log, whose highest possible AUC is known."""
-    label_column: str = "label"
-    """Column of the file with the labels 0 and 1."""
+    """Click log, a Parquet or CSV file with a column `label` of 0 and 1; empty: a synthetic log of known best AUC."""
     numeric_columns: list[str] = field(default_factory=list)
     """Numeric columns of the file. Id columns have the names of their tables: an id, a list, or text as `3|17`."""
     hashed_tables: list[str] = field(default_factory=list)
     """Tables whose ids are any text or number, mapped to a row by CRC-32; in others ids are 0 to rows - 1."""
-    eval_fraction: float = 0.1
-    """Fraction of samples, at the end of the file or of the synthetic log, for the evaluation."""
     num_samples: int = number(200_000, least=1)
-    """Samples of the synthetic log."""
-    num_numeric_columns: int = number(4, least=0)
-    """Numeric features of the synthetic log."""
-    export_max_mb: float = number(256.0, least=0)
-    """Maximum size of the tables for an export as MLflow model, as rank 0 has to hold all of them."""
+    """Samples of the synthetic log. The last tenth of a log is for the evaluation."""
 
     @property
     def num_numeric(self) -> int:
         """Number of numeric features of a sample."""
-        return len(self.numeric_columns) if self.file else self.num_numeric_columns
+        return len(self.numeric_columns) if self.file else NUM_SYNTHETIC_NUMERIC
 
     def problems(self) -> list[str]:
-        problems = [] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"]
-        problems += [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
+        problems = [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
         problems += [f"tables: {name!r} must not contain '.'" for name in self.tables if "." in name or not name]
         problems += [f"hidden_sizes must be >= 1 each, got {size}" for size in self.hidden_sizes if size < 1]
         known = ", ".join(self.tables)

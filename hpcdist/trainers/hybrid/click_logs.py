@@ -19,8 +19,10 @@ from torch import Tensor
 
 from hpcdist.data.loading import digest_of
 from hpcdist.errors import DataError
-from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.hybrid import NUM_SYNTHETIC_NUMERIC, HybridConfig
 
+#: Column of a file with the labels 0 and 1.
+LABEL_COLUMN = "label"
 #: Number of samples of the synthetic log that are drawn together.
 BLOCK = 4096
 #: Maximum number of ids in a bag of the synthetic log. Its first rows are the most popular: row = rows × u², u uniform.
@@ -92,7 +94,7 @@ def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: 
 def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
     """Return name, source and digest of the click log; for a file, the digest covers its size, start and end."""
     if not cfg.file:
-        synthetic = (cfg.num_samples, cfg.tables, cfg.num_numeric_columns)
+        synthetic = (cfg.num_samples, cfg.tables, NUM_SYNTHETIC_NUMERIC)
         return "synthetic-clicks", "generated", digest_of(list(synthetic), seed)
     path = Path(cfg.file).expanduser()
     with open(path, "rb") as file:
@@ -110,7 +112,7 @@ class SyntheticLog:
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         self._effects = [torch.randn(rows, generator=generator) for rows in cfg.tables.values()]
-        self._numeric = torch.randn(cfg.num_numeric_columns, generator=generator)
+        self._numeric = torch.randn(NUM_SYNTHETIC_NUMERIC, generator=generator)
 
     def __len__(self) -> int:
         return self._cfg.num_samples
@@ -134,7 +136,7 @@ class SyntheticLog:
             effect[mine] = effects[ids[mine]]
         sample = torch.arange(BLOCK).repeat_interleave(lengths.view(BLOCK, count).sum(1))
         score = torch.zeros(BLOCK).index_add_(0, sample, effect)
-        numeric = torch.randn(BLOCK, cfg.num_numeric_columns, generator=generator)
+        numeric = torch.randn(BLOCK, NUM_SYNTHETIC_NUMERIC, generator=generator)
         num_ids = count * (MAX_BAG_SIZE + 1) / 2  # of a sample, on average
         score = BIAS + ROW_EFFECT * score / num_ids**0.5 + NUMERIC_EFFECT * numeric @ self._numeric
         labels = torch.bernoulli(score.sigmoid(), generator=generator)
@@ -166,7 +168,7 @@ class FileLog:
             pa.ArrowException,
         )
         self._cfg = cfg
-        self._columns = [cfg.label_column, *cfg.numeric_columns, *cfg.tables]
+        self._columns = [LABEL_COLUMN, *cfg.numeric_columns, *cfg.tables]
         self._path = Path(cfg.file).expanduser()
         self._parquet: Any = None
         try:
@@ -190,8 +192,8 @@ class FileLog:
             raise DataError(f"{self._path} is damaged: its row groups do not have {self._num_rows} rows")
         if missing := set(self._columns) - set(self._parquet.schema_arrow.names):
             raise DataError(
-                f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
-                "hybrid.numeric_columns and hybrid.tables"
+                f"{self._path} has no column {sorted(missing)[0]!r}: it needs {LABEL_COLUMN!r} and those of"
+                " hybrid.numeric_columns and hybrid.tables"
             )
         # Equal values need no space in the file, but 8 bytes each in memory. A file is refused if they take more than
         # 256 times its size, unless they take little.
@@ -229,9 +231,9 @@ class FileLog:
             groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
             begin = ends[groups.start] - self._groups[groups.start].num_rows
             table = self._parquet.read_row_groups(groups, columns=self._columns).slice(first - begin, end - first)
-        labels = self._numbers(table, cfg.label_column)
+        labels = self._numbers(table, LABEL_COLUMN)
         if not bool(((labels == 0) | (labels == 1)).all()):
-            raise DataError(f"{self._path}: column {cfg.label_column!r} must be 0 or 1")
+            raise DataError(f"{self._path}: column {LABEL_COLUMN!r} must be 0 or 1")
         numeric = torch.zeros(len(labels), len(cfg.numeric_columns))
         for number, name in enumerate(cfg.numeric_columns):
             numeric[:, number] = self._numbers(table, name)

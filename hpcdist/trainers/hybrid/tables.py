@@ -28,6 +28,8 @@ from hpcdist.rank.training_loop import fill_rows
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks
 
+#: Initial rows are uniform in plus and minus this value.
+INIT_SCALE = 0.01
 #: Number of rows that are updated together, so that their gradients and state fit into a core's cache.
 UPDATE_ROWS = 2048
 
@@ -157,7 +159,7 @@ class TableShard:
         self._layout = layout
         self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
         for table, span in self._spans.items():
-            fill_rows(self.table_rows(table), span, table=table, scale=cfg.init_scale, seed=seed)
+            fill_rows(self.table_rows(table), span, table=table, scale=INIT_SCALE, seed=seed)
         self.optimizer = SparseOptimizer(cfg.table_optimizer, cfg.table_lr, self.weight)
 
     def values(self, units: Bags) -> Tensor:

@@ -42,6 +42,12 @@ from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, ba
 from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
 
 log = logging.getLogger(__name__)
+#: Test samples per trainer and batch.
+EVAL_BATCH_SIZE = 4096
+#: Fraction of the samples, at the end of the log, for the evaluation.
+EVAL_FRACTION = 0.1
+#: Maximum size of the tables for an export as MLflow model, since rank 0 has to hold all of them.
+EXPORT_MAX_MB = 256
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -132,7 +138,7 @@ def train_dense_part(
                     save({})
             with meter.paused():
                 with ctx.evaluating():  # its time counts apart from training
-                    metrics = evaluate(ctx, cfg, trainers, tables, model.module, samples)
+                    metrics = evaluate(ctx, trainers, tables, model.module, samples)
                 ctx.log(metrics, progress.step)
                 progress.end_epoch(metrics)
                 save(metrics)
@@ -176,16 +182,18 @@ def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict
 
 @torch.no_grad()
 def evaluate(
-    ctx: Context, cfg: Config, trainers: Groups, tables: TableClient, dense: nn.Module, samples: "Samples"
+    ctx: Context, trainers: Groups, tables: TableClient, dense: nn.Module, samples: "Samples"
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 
     The scores of all trainers are gathered: an AUC is not a mean of parts.
     """
-    size, test = cfg.section(HybridConfig).eval_batch_size, samples.test
+    test = samples.test
     indices = torch.arange(len(test))
     # A trainer with fewer samples than others ends with empty batches.
-    parts = (test.take(indices[number * size :][:size]) for number in range(samples.num_eval_batches))
+    parts = (
+        test.take(indices[number * EVAL_BATCH_SIZE :][:EVAL_BATCH_SIZE]) for number in range(samples.num_eval_batches)
+    )
     scores = [torch.zeros(0)]
     for clicks, lookup in tables.look_up(parts, train=False):
         if len(clicks):
@@ -253,7 +261,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
         shares=shares,
         num_shares=num_shares,
         steps_per_epoch=math.ceil(share_size / hybrid.batch_size),
-        num_eval_batches=math.ceil(max(test_sizes) / hybrid.eval_batch_size),
+        num_eval_batches=math.ceil(max(test_sizes) / EVAL_BATCH_SIZE),
         example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
     )
 
@@ -261,7 +269,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
 def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
     """Return training and test samples of a trainer. Shares are equal: up to `num_shares` - 1 samples are not used."""
     source: FileLog | SyntheticLog = FileLog(cfg) if cfg.file else SyntheticLog(cfg, seed)
-    num_test = max(1, round(len(source) * cfg.eval_fraction))
+    num_test = max(1, round(len(source) * EVAL_FRACTION))
     share_size = (len(source) - num_test) // num_shares
     if share_size < 1:
         raise DataError(
@@ -297,11 +305,11 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
     """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
     hybrid = cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
-    if size_mb > hybrid.export_max_mb:
+    if size_mb > EXPORT_MAX_MB:
         log.info(
-            "no model is exported: its tables have %.0f MB, hybrid.export_max_mb is %g; checkpoints/ has the weights",
+            "no model is exported: its tables have %.0f MB, more than %g; checkpoints/ has the weights",
             size_mb,
-            hybrid.export_max_mb,
+            EXPORT_MAX_MB,
         )
         return
     bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)

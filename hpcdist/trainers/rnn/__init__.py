@@ -19,9 +19,7 @@ class RnnConfig(ConfigSection):
     files: list[str] = field(default_factory=list, metadata=IS_PATH)
     """Training text: paths or globs (`**` includes subfolders); empty uses the source of Python's standard library."""
     max_corpus_mb: float = number(2.0, above=0)
-    """Maximum size of the text in MB; `seed` determines the order of the files."""
-    eval_fraction: float = number(0.05, above=0)
-    """Fraction of the text for the perplexity: whole files, or the end of the text if there are few files."""
+    """Maximum size of the text in MB, a twentieth of it for the perplexity; `seed` determines the order of files."""
     tokenizer: Literal["word", "byte"] = "word"
     """`word`: the most frequent words and separators; `byte`: 256 tokens, for any text."""
     vocab_size: int = number(10_000, least=2)
@@ -42,11 +40,7 @@ class RnnConfig(ConfigSection):
     """`sync` equals training in one process; `async` has two batches in flight, with weights one update old."""
 
     def problems(self) -> list[str]:
-        return [
-            f"{name} must be < 1, got {value}"
-            for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))
-            if not value < 1
-        ]
+        return [] if self.dropout < 1 else [f"dropout must be < 1, got {self.dropout}"]
 
 
 TRAINER = Trainer(

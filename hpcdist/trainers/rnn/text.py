@@ -19,6 +19,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 
 UNKNOWN = "<unk>"
+#: One of so many files is held out for the perplexity; of fewer files, as large a part at the end of the text.
+HELD_OUT_EVERY = 20
 #: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces
 #: are the text.
 PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
@@ -58,13 +60,12 @@ class Corpus:
 def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
     """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
     texts = read_texts(cfg.files, cfg.max_corpus_mb, seed)
-    num_held_out = max(1, round(1 / cfg.eval_fraction))
-    if len(texts) >= num_held_out:
-        held_out = texts[::num_held_out]
-        train = [text for number, text in enumerate(texts) if number % num_held_out]
+    if len(texts) >= HELD_OUT_EVERY:
+        held_out = texts[::HELD_OUT_EVERY]
+        train = [text for number, text in enumerate(texts) if number % HELD_OUT_EVERY]
     else:
         joined = "".join(texts)
-        cut = round(len(joined) * (1 - cfg.eval_fraction))
+        cut = round(len(joined) * (1 - 1 / HELD_OUT_EVERY))
         train, held_out = [joined[:cut]], [joined[cut:]]
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
     encode, vocab_size = (encode_bytes, 256) if cfg.tokenizer == "byte" else word_encoder(train, cfg.vocab_size)
@@ -122,7 +123,7 @@ class Columns:
         if length < 2:
             raise ConfigError(
                 f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
-                 "raise rnn.max_corpus_mb or rnn.eval_fraction, or lower rnn.batch_size"
+                 "raise rnn.max_corpus_mb, or lower rnn.batch_size"
             )  # fmt: skip
         columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
         self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()

@@ -1,5 +1,6 @@
 """The trainer `rnn` without ranks: initial rows, config, text, and vocabulary shards and servers."""
 
+import string
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,13 +72,13 @@ def test_files_are_matched_by_globs_or_selected_from_the_standard_library(tmp_pa
 
 
 def test_whole_files_are_held_out_or_the_end_of_the_text_if_there_are_few(tmp_path: Path) -> None:
-    for number in range(10):
-        (tmp_path / f"{number}.txt").write_text(str(number) * 100)
-    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
-    assert (len(corpus.train), len(corpus.held_out)) == (800, 200)
+    for letter in string.ascii_lowercase[:20]:
+        (tmp_path / f"{letter}.txt").write_text(letter * 100)
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte"), seed=0)
+    assert (len(corpus.train), len(corpus.held_out)) == (1900, 100)
     assert not set(corpus.train.tolist()) & set(corpus.held_out.tolist())
-    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/3.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
-    assert (len(corpus.train), len(corpus.held_out)) == (80, 20)
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/c.txt"], tokenizer="byte"), seed=0)
+    assert (len(corpus.train), len(corpus.held_out)) == (95, 5)
 
 
 def test_columns_continue_from_batch_to_batch() -> None:
