@@ -46,7 +46,7 @@ from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweeps import checkpoint_config
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.tracking.uri import links_at_end
+from hpcdist.tracking.uri import link_to_run
 
 PLAIN_INTERVAL_S = 5.0
 COLOURS = {
@@ -247,7 +247,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     store = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))}"
     if config.tracking.uri:
         store = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))}"
-    lines = links_at_end(run) or [f"review in MLflow: {store} {program} ui"]
+    lines = [f"review in MLflow: {link_to_run(run) or f'{store} {program} ui'}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():

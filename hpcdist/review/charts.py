@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from markupsafe import Markup
 
@@ -129,14 +128,12 @@ def line_chart(
     x_label: str,
     y_label: str = "",
     starts: Mapping[float, str] | None = None,
-    grey: str = "",
     dot: tuple[Point, str] | None = None,
 ) -> Markup:
     """Return a chart of lines, empty without any point; losses that span a power of ten have a logarithmic axis.
 
     Args:
         starts: names of attempts, by the step at which each begins.
-        grey: the name of a line that is shown as background.
         dot: a point to mark, and its title.
     """
     lines = {name: points for name, points in lines.items() if points}
@@ -144,13 +141,13 @@ def line_chart(
         return Markup()
     shown = [point for points in lines.values() for point in points] + ([dot[0]] if dot else [])
     xs, ys = zip(*shown, strict=True)
-    if is_log := all("loss" in name.lower() for name in lines if name != grey) and 0 < 10 * min(ys) <= max(ys):
+    if is_log := all("loss" in name.lower() for name in lines) and 0 < 10 * min(ys) <= max(ys):
         ys = tuple(map(math.log10, ys))
     margin = 0.04 * (max(ys) - min(ys))
     frame = _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin), is_log)
     parts = _bands(frame, starts or {}) + frame.axes(x_label, y_label)
-    colours = {name: "var(--muted)" if name == grey else _colour(index) for index, name in enumerate(lines)}
-    for name, points in sorted(lines.items(), key=lambda line: line[0] != grey):
+    colours = {name: _colour(index) for index, name in enumerate(lines)}
+    for name, points in lines.items():
         if len(points) == 1:
             x, y = points[0]
             title, style = _tag("title", f"{name}: {number(y)}"), f"fill:{colours[name]}"
@@ -293,7 +290,11 @@ def metric_charts(
 
 
 def _chart(
-    title: str, keys: Sequence[str], series: Mapping[str, Series], facts: RunFacts | None, **options: Any
+    title: str,
+    keys: Sequence[str],
+    series: Mapping[str, Series],
+    facts: RunFacts | None,
+    dot: tuple[Point, str] | None = None,
 ) -> Chart | None:
     lines = {}
     for key in keys[:MAX_LINES]:
@@ -303,7 +304,7 @@ def _chart(
     if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
         marks |= {one.number: one.first_step for one in facts.attempts if one.first_step is not None}
     starts: dict[float, str] = {step: f"attempt {number:.0f}" for number, step in marks.items()}
-    figure = line_chart(lines, x_label="step", starts=starts, **options)
+    figure = line_chart(lines, x_label="step", starts=starts, dot=dot)
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
         f" {found.first_not_finite}"
@@ -318,16 +319,12 @@ def _chart(
     return Chart(title=title, figure=figure, note="; ".join(notes))
 
 
-def primary_chart(
-    facts: RunFacts, series: Mapping[str, Series], earlier: str, before: Mapping[str, Series]
-) -> Chart | None:
-    """Return the curve of the monitored metric over that of the best earlier run; None if nothing was logged."""
-    key, grey, dot = facts.monitor, f"compared run: {earlier}", None
-    if key not in series:
+def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None:
+    """Return the curve of the monitored metric with the best checkpoint; None if nothing was logged."""
+    if facts.monitor not in series:
         return None
+    dot = None
     if facts.best is not None:
         text = f"best checkpoint: {facts.best_text(number(facts.best_value))} at step {facts.best.step:,}"
         dot = (facts.best.step, facts.best_value), text
-    if key not in before:
-        return _chart(key, [key], series, facts, dot=dot)
-    return _chart(key, [key, grey], {**series, grey: before[key]}, facts, grey=grey, dot=dot)
+    return _chart(facts.monitor, [facts.monitor], series, facts, dot=dot)

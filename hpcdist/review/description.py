@@ -11,11 +11,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.schema import script_name
 from hpcdist.errors import few
-from hpcdist.review import uncertainty
-from hpcdist.review.facts import (
-    Progress,
-    RunFacts,
-)
+from hpcdist.review.facts import Progress, RunFacts
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.text import (
     PATCH,
@@ -26,13 +22,14 @@ from hpcdist.review.text import (
     escaped,
     link,
     one_line,
+    plural,
     run_page,
     table,
     with_code,
 )
 from hpcdist.review.uncertainty import LEGEND
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Standing
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord
 from hpcdist.run.sweeps import text_of
 
 if TYPE_CHECKING:
@@ -273,41 +270,30 @@ def fitted(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_ch
 
 
 def headline(facts: RunFacts, ledger: Ledger) -> str:
-    """Return the result of a run in one line, not escaped: best value, place, cost, interruptions.
+    """Return the result of a run in one line, not escaped: best value, cost, interruptions.
 
     Facts that a run does not have are left out; without any the line is empty.
     """
     words = []
     if facts.best is not None:
-        so_far = " so far" * facts.is_live or " with this seed" * bool(facts.standing and facts.standing.setting)
-        words.append(f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}{so_far}")
-    if facts.standing is not None:
-        words.append(_place(facts.standing, facts.experiment))
+        value = f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}"
+        words.append(f"{value} so far" if facts.is_live else value)
     if ledger.entries:
         words.append(cost_of([ledger]))
     early = [one for one in facts.attempts if one.status not in ("running", "finished")]
-    killed = sum(one.failure == "killed" for one in early)
-    lost = sum(one.steps_lost or 0 for one in facts.attempts)
-    losses = {"rank{} killed": killed, "interruption{}": len(early) - killed, "step{} lost": lost}
-    shown = [f"{number:,} {text.format('s' * (number != 1))}" for text, number in losses.items() if number]
-    return " · ".join([*words, *([", ".join(shown)] if shown else [])])
-
-
-def _place(standing: Standing, experiment: str) -> str:
-    whose = f"setting {standing.setting}: {standing.text}, " if standing.setting else ""
-    if standing.before_value is None or standing.difference is None:
-        first = "no comparable run" if standing.num_others else "first result"
-        return f"{whose}{first} in {experiment} when it ended"
-    place = f"place {standing.place} of {standing.number}" + " newest results" * standing.is_partial
-    between = f", 95 %: {uncertainty.ends(standing.interval)}, {uncertainty.short(standing.method)}"
-    between += uncertainty.among(standing.number - 1)
-    how = standing.verdict + between * bool(standing.interval)
-    delta = uncertainty.signed(standing.difference, standing.interval)
-    compared = f"{delta} against the best before ({how})"
-    if not standing.difference:
-        is_equal = standing.verdict == uncertainty.EQUAL
-        compared = "equal to the best before" if is_equal else f"the same value as the best before ({how})"
-    return f"{whose}{place} in {experiment} when it ended, {compared}"
+    num_killed = sum(one.failure == "killed" for one in early)
+    num_others = len(early) - num_killed
+    num_lost = sum(one.steps_lost or 0 for one in facts.attempts)
+    losses = []
+    if num_killed:
+        losses.append(f"{plural(num_killed, 'rank')} killed")
+    if num_others:
+        losses.append(plural(num_others, "interruption"))
+    if num_lost:
+        losses.append(f"{plural(num_lost, 'step')} lost")
+    if losses:
+        words.append(", ".join(losses))
+    return " · ".join(words)
 
 
 def status_line(state: State) -> str:

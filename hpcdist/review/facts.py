@@ -303,7 +303,6 @@ class RunFacts:
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
-    standing: records.Standing | None = None  #: place in the experiment at the end of the run; None if it is unknown
 
     @property
     def is_live(self) -> bool:
@@ -379,7 +378,6 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
         progress=_progress(run, attempts) if state.status == "running" else None,
-        standing=records.read_standing(run, state),
     )
 
 

@@ -2,9 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -14,9 +12,8 @@ from markupsafe import Markup, escape
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json, read_regular, write_atomic
+from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description
-from hpcdist.review.comparison import compare, compare_results
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
 from hpcdist.review.facts import (
     RunFacts,
@@ -31,7 +28,7 @@ from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.text import duration, text_of
-from hpcdist.review.uncertainty import LEGEND, among, ends
+from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
@@ -83,42 +80,6 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
     return [*rows, ("Created on", [", ".join(filter(None, about))])]
 
 
-def run_beside(run: RunDir, folder: str, run_id: str) -> RunDir | None:
-    """Return another run of the experiment, if its folder is beside that of `run`."""
-    found = RunDir(run.path.parent / Path(folder).name)
-    return found if run_id and (read_json(found.mlflow) or {}).get("run_id") == run_id else None
-
-
-def changes(before: RunDir, facts: RunFacts, logged: Mapping[str, Mapping[str, Series]]) -> list[tuple[str, ...]]:
-    """Return the results of a run and of an earlier one, and what differs in code, data and config.
-
-    The interval of the standing allows for the choice of the best among all. It is not used if means of seeds were
-    compared there.
-    """
-    both, standing = {before.name: read_facts(before), facts.name: facts}, facts.standing
-    results = compare_results(both, logged)
-    earlier = {one.metric: one.text for one in results if one.run == before.name}
-    rows: list[tuple[str, ...]] = []
-    for one in results:
-        if one.run != facts.name or one.delta is None:
-            continue
-        how = one.method.partition(";")[0]
-        is_result = standing is not None and not standing.setting and one.metric == f"best {standing.metric}"
-        if standing is not None and is_result and standing.before_value == both[before.name].best_value:
-            interval = (standing.interval[0], standing.interval[1]) if standing.interval else None
-            one = replace(one, interval=interval, verdict=standing.verdict)
-            how = standing.method.partition(";")[0] + among(standing.number - 1)
-        metric, _, text, delta, between, verdict = one.row
-        between += f" ({how})" * bool(between)
-        rows.append((metric, earlier[metric], text, ", ".join(filter(None, (f"Δ {delta}", between, verdict)))))
-    found = compare(both, logged)
-    differing = [row for title in ("code", "data", "config") for row in found.get(title, {}).items()]
-    differing += [
-        (key, pair) for key, pair in found.get("environment", {}).items() if key == "ranks"
-    ]  # they explain the speed
-    return [*rows, *((key, *pair, "") for key, pair in differing if key not in ("folder", "command"))][:MAX_ROWS]
-
-
 def write_report(run: RunDir, read: ReadSeries) -> bool:
     """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
     text = render_sweep(run) if isinstance(run, SweepDir) else render_report(run, read)
@@ -162,9 +123,9 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     """Return the report of a run as HTML, without the parts whose files are damaged; it names the problems."""
     problems: list[str] = []
 
-    def part(read: Callable[[RunDir], T], of: RunDir = run) -> T | None:
+    def part(read: Callable[[RunDir], T]) -> T | None:
         try:
-            return read(of)
+            return read(run)
         except (HpcdistError, OSError, ValueError) as error:
             problems.append(text_of(str(error)))
             return None
@@ -176,9 +137,6 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
     monitor = stored.config.checkpoint.monitor
     trainer_charts, other_charts = charts.metric_charts(series, declared, monitor, facts)
     figures, no_figures = read_figures(run.artifacts)
-    standing = facts.standing if facts else None
-    earlier = part(lambda run: run_beside(run, standing.before_folder, standing.before_run_id)) if standing else None
-    before = (part(read, earlier) if earlier else None) or {}
     content: dict[str, Any] = {
         "run": run,
         "facts": facts,
@@ -194,11 +152,7 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
         "finding": part(lambda run: explain_failure(run, facts.state)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
-        "curve": charts.primary_chart(facts, series, earlier.name if earlier else "", before) if facts else None,
-        "earlier": earlier,
-        "changes": part(lambda run: changes(earlier, facts, {earlier.name: before, run.name: series}))
-        if facts and earlier
-        else [],
+        "curve": charts.primary_chart(facts, series) if facts else None,
     }
     problems += no_figures
     return environment().get_template("report.html").render(content, problems=list(dict.fromkeys(problems)))

@@ -81,6 +81,11 @@ def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
     return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + f"?{TRAINING_PAGES}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return `1 step` or `1,200 steps`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def clock(seconds: float) -> str:
     """Return a time as `2026-11-22 12:30 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

@@ -9,7 +9,6 @@
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
-        standing.json                            the place of the run in its experiment when it ended
         container.json                           runtime, image, digest and versions of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
@@ -22,7 +21,6 @@
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
-        leaderboard.html                         the runs of the experiment when this run ended, the best first
         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
         attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
@@ -343,8 +341,6 @@ class RunDir:
         self.model = path / "model"
         self.logged_models = path / "logged_models"
         self.report = path / "report.html"
-        self.leaderboard = path / "leaderboard.html"
-        self.standing = path / "standing.json"
         self.artifacts = path / "artifacts"
 
     @property

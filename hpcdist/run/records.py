@@ -21,7 +21,7 @@ from hpcdist.host import files as host_files
 from hpcdist.host import retry
 from hpcdist.host.files import fill, read_if_valid, read_json, write_atomic, write_json, write_private
 from hpcdist.host.machine import cpu_name
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_record
+from hpcdist.run.folder import Attempt, RunDir, read_record
 
 log = logging.getLogger(__name__)
 
@@ -475,42 +475,6 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
         and value != origin.values.get(key)
         and not (origin.config == PLAIN_SCRIPT and key in ("experiment", "trainer.script"))
     }
-
-
-# The place of a run among the ended runs of its MLflow experiment, in `standing.json`. The process that uploads the run
-# writes it once for each end of the run: later runs do not change it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """The content of `standing.json`: a run, or a setting of a sweep, among those with the same metric and data."""
-
-    run_id: str  #: of the run in MLflow
-    ended: float  #: end of the run, in seconds since the epoch
-    metric: str  #: its best value is compared (`checkpoint.monitor`)
-    value: float  #: of the run, or the mean of the setting's seeds
-    setting: str = ""  #: the setting of a sweep over seeds that is compared as a whole; empty for a run
-    text: str = ""  #: the mean of the setting with its standard deviation and the number of seeds
-    place: int  #: 1 is the best one; equal values share a place
-    number: int = 1  #: of compared runs and settings, this one included
-    num_others: int = 0  #: runs and settings that were not compared: with another metric or other data
-    is_partial: bool = False  #: whether only the newest runs of a large experiment were compared
-    before: str = ""  #: name of the best one among the others; empty if there is none
-    before_run_id: str = ""  #: of MLflow; of a setting that of its best run
-    before_folder: str = ""  #: run folder of that run, perhaps of another user or machine
-    before_value: float | None = None
-    difference: float | None = None  #: value − before_value
-    interval: list[float] = field(default_factory=list)  #: of 95 % of the difference; empty if the error is unknown
-    verdict: str = ""  #: see `uncertainty.judge`, also for the method
-    method: str = ""
-
-
-def read_standing(run: RunDir, state: State) -> Standing | None:
-    """Return the place at this end of the run; None for a live run, without a result, or before the upload."""
-    found = read_if_valid(Standing, run.standing) if state.status in ENDED else None
-    if found is None or found.ended != state.ended or len(found.interval) not in (0, 2):
-        return None
-    return found if found.run_id == (read_json(run.mlflow) or {}).get("run_id") else None
 
 
 # A resume with changed keys replaces `config.yaml` and keeps the old config in the folder of the last attempt, which

@@ -49,7 +49,7 @@ def is_own_name(path: str) -> bool:
     """Return whether hpcdist uploads artifacts of its own at or below this path."""
     first, _, rest = path.partition("/")
     folders = ("logs", "checkpoints", "model")
-    files = ("config.yaml", PATCH, "environment.json", "network.json", "report.html", "leaderboard.html")
+    files = ("config.yaml", PATCH, "environment.json", "network.json", "report.html")
     return first in folders or (not rest and (first in files or first.startswith("preflight.")))
 
 
@@ -73,12 +73,12 @@ def leaves_folder(source: Path, run: RunDir) -> str:
 
 
 def documents(run: RunDir, *, patch: bool) -> Iterator[Artifact]:
-    """Yield the config, the environment, report and leaderboard, and the newest checks of the nodes.
+    """Yield the config, the environment, the report, and the newest checks of the nodes.
 
     Args:
         patch: also yield the uncommitted changes of the code.
     """
-    for path in (run.config, run.environment, run.report, run.leaderboard):
+    for path in (run.config, run.environment, run.report):
         yield Artifact(path, path.name, fingerprint(path))
     if patch:
         yield Artifact(run.patch, PATCH, fingerprint(run.patch))

@@ -14,7 +14,7 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
-from hpcdist.run.records import CAUSES, reached_step, read_standing
+from hpcdist.run.records import CAUSES, reached_step
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, read_events, state_key
@@ -62,8 +62,6 @@ class Delivery:
         self._command: CommandTag | None = None
         #: State that MLflow shows.
         self._status = ""
-        #: Phase of the run in which the prepared views were written: `live` or `ended`.
-        self._views_written = ""
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
         self.pause_s = 0.0
 
@@ -107,17 +105,18 @@ class Delivery:
             mlflow_run.set_tags(changed)
             self._sent_facts.tags = tags
             self._sent_facts.save(self.run.journal)
-        self._update_leaderboard(state)
+        has_new_end = state.status in ENDED and self._sent_facts.complete != state_key(state)
+        if has_new_end and state.ended is not None:
+            from hpcdist.tracking import experiment_table  # with modules that no live run needs
+
+            with _collected(failures):
+                experiment_table.update(mlflow_run, self.run, state)
         last, self._sent_facts.page = self._sent_facts.page, ""  # after a failure, it is not known what MLflow shows
         try:
             self._sent_facts.page = self._page.update(mlflow_run, state, config.tracking.tags.get(NOTE_TAG, ""), last)
         finally:
             if self._sent_facts.page != last:
                 self._sent_facts.save(self.run.journal)
-        # At the end once more: another run may have removed columns by writing at the same time.
-        if self._views_written != (phase := "ended" if state.status in ENDED else "live"):
-            self._views_written = phase
-            pages.write(mlflow_run, self.run, self.stored.config.checkpoint)
         self._ledger.ship(state, mlflow_run)
         with _collected(failures):
             self._ship_events()
@@ -128,21 +127,10 @@ class Delivery:
         self._ship_status(state)
         if failures:
             raise failures[0]
-        if state.status in ENDED and self._sent_facts.complete != state_key(state):
+        if has_new_end:
             self._sent_facts.complete = state_key(state)
             self._sent_facts.save(self.run.journal)
         return num_points
-
-    def _update_leaderboard(self, state: State) -> None:
-        """Rank a run that has ended, once. Without a rank, the rest of its page is still uploaded."""
-        if state.status not in ENDED or read_standing(self.run, state) is not None:
-            return
-        from hpcdist.tracking import leaderboard  # with the modules of the report
-
-        try:
-            leaderboard.update(self.open_run(), self.run, state)
-        except (TrackingError, RunFolderError, OSError) as error:
-            log.warning("%s is not ranked in its experiment: %s", self.run.name, error)
 
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.

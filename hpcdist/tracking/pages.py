@@ -1,11 +1,9 @@
-"""A run in MLflow's UI: parameters, tags, description, the parent run of a sweep, views of an experiment."""
+"""A run in MLflow's UI: parameters, tags, description, and the parent run of a sweep."""
 
-import base64
 import hashlib
 import json
 import logging
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,14 +11,11 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
-from mlflow import __version__ as installed
-
 from hpcdist.config.document import flat
-from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.written import StoredConfig, read_stored
-from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
-from hpcdist.host.files import long_lock, read_json, write_atomic, write_json
+from hpcdist.errors import ConfigError, RunFolderError, TrackingError
+from hpcdist.host.files import long_lock, read_json, write_atomic
 from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, interruptions, read_facts, readable, with_speeds
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
@@ -29,10 +24,9 @@ from hpcdist.review.text import run_page
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
-from hpcdist.tracking.journal import clean_metric_name, clean_name
-from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, server_version, translated
+from hpcdist.tracking.journal import clean_metric_name
+from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, translated
 from hpcdist.tracking.points import Point, read_series
-from hpcdist.tracking.uri import VIEWS, is_server
 
 if TYPE_CHECKING:
     from hpcdist.review.explain import Finding
@@ -180,14 +174,14 @@ class RunPage:
         status = (state.status, state.reason, state.attempt)
         if status == self._shown and now < self._next:
             return sent
-        with _readable():
+        with as_tracking_error():
             facts = read_facts(self._run, state)
             if state.status in ENDED:  # a long journal takes seconds
                 facts = with_speeds(facts, read_series(self._run))
             ledger = read_ledger(self._run)
             finding = _cause(self._run, state)
             text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION - len(own_note))
-        tags = view_tags(facts, ledger)
+        tags = summary_tags(facts, ledger)
         shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         if digest != sent:
@@ -221,7 +215,8 @@ def _cause(run: RunDir, state: State) -> "Finding | None":
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def as_tracking_error() -> Iterator[None]:
+    """Raise a TrackingError for files of a run that are damaged or cannot be read."""
     try:
         yield
     except (RunFolderError, OSError) as error:
@@ -259,8 +254,8 @@ def _input(dataset: records.DatasetRecord, datasets: Iterable[records.DatasetRec
     return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
 
 
-def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
-    """Return the columns of the prepared views: rounded numbers, which MLflow's metrics are not, and their causes."""
+def summary_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
+    """Return the result, cost and interruptions of a run as text, for columns in MLflow's list of runs."""
     tags = {}
     if facts.best is not None:
         tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
@@ -305,7 +300,7 @@ class ParentRun:
         }
 
     def _setting(self, values: Any) -> str:
-        """Return the group of a cell in the view `Sweep`: its setting, whose mean over the seeds MLflow shows."""
+        """Return the setting of a cell: the name of the sweep, and the values other than the seed if it is swept."""
         if not isinstance(values, dict) or REPETITION not in values:
             return self._sweep.name
         return f"{self._sweep.name} {setting_of(values)}"[:MAX_TAG]
@@ -314,7 +309,7 @@ class ParentRun:
         if self._mlflow_run is None:
             # The lock lets one process create the run. Without locks two may create one: all cells use the one that
             # mlflow.json names, at the latest in their next pass.
-            with _readable(), long_lock(self._sweep.path / ".mlflow.lock"):
+            with as_tracking_error(), long_lock(self._sweep.path / ".mlflow.lock"):
                 opened, facts = MlflowRun(self._sweep, self._uri), self._sweep.read()
                 axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
                 for cell in facts["cells"]:
@@ -332,10 +327,10 @@ class ParentRun:
     def refresh(self) -> None:
         """Set the status and description of the sweep from the folders of its cells."""
         opened = self._open()
-        with _readable():
+        with as_tracking_error():
             state = self._sweep.read_state()
         while True:
-            with _readable():
+            with as_tracking_error():
                 facts = read_sweep_facts(self._sweep, state)
                 setup = sweep_setup(facts, self._sweep)
                 tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
@@ -358,7 +353,7 @@ class ParentRun:
             status = MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
-            with _readable():
+            with as_tracking_error():
                 before, state = state, self._sweep.read_state()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
@@ -366,176 +361,9 @@ class ParentRun:
     def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
         from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
 
-        with _readable():
+        with as_tracking_error():
             # Links to the reports of the cells would be broken in MLflow.
             text = render_sweep(self._sweep, facts, with_links=False)
             write_atomic(self._sweep.report, render_sweep(self._sweep, facts))
         with translated(opened.uri):
             opened.client.log_text(opened.run_id, text, "report.html")
-
-
-# Prepared views of an experiment, stored like views that users save in MLflow's UI.
-#
-# A saved view is the experiment tag `mlflow.sharedViewState.<id>`: JSON with the keys `name`, `createdAt`, `updatedAt`
-# (ms since the epoch) and `state`, which is `deflate;` and the base64 text of compressed JSON. This format is private
-# to MLflow. It was taken from views that the UI of the versions in TESTED had saved; other versions get no views.
-
-#: Versions of MLflow whose UI saved and opened views of this format.
-TESTED = ("3.17", "3.18")
-_TAG = "mlflow.sharedViewState."
-_PREFIX = "deflate;"
-#: Columns that the list of runs always has, by their ids in the UI.
-_NAME, _CREATED, _DURATION = "attributes.`Run Name`", "runDateAndNestInfo", "duration"
-#: Width in pixels at which a float is shown with all of its digits: MLflow rounds none, and would cut the exponent off.
-_NUMBER_PX = 190
-#: Limit for each kind of column that depends on the runs of an experiment. MLflow's limit is 20,000 characters a view.
-_MAX_KEYS = 30
-
-
-def _view(
-    *columns: str,
-    order_by: str = "attributes.start_time",
-    ascending: bool = False,
-    group_by_tag: str = "",
-    search: str = "",
-    widths: Mapping[str, int],
-) -> dict[str, Any]:
-    """Return the state of a view as MLflow's UI saves it; the UI completes omitted keys with its defaults.
-
-    Args:
-        columns: ids of columns in MLflow's UI.
-        widths: pixels of columns whose values are wider than their names.
-    """
-    names = {column: 8 * len(column.partition("`")[2].rstrip("`")) + 30 for column in columns}
-    return {
-        "searchFilter": search,
-        "orderByKey": order_by,
-        "orderByAsc": ascending,
-        "selectedColumns": [column for column in columns if column != _DURATION],
-        "columnOrder": [_NAME, _CREATED, *columns],
-        "columnWidths": {column: max(90, width) for column, width in names.items()} | dict(widths),
-        "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": group_by_tag}]}
-        if group_by_tag
-        else None,
-    }
-
-
-_metric, _tag = "metrics.`{}`".format, "tags.`{}`".format
-
-
-def _widths(**pixels: int) -> dict[str, int]:
-    return {_tag(f"hpcdist.{name}"): width for name, width in pixels.items()}
-
-
-def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the states of an experiment's views by id. Columns that no run has do not appear in the UI.
-
-    Args:
-        monitors: Primary metrics of the runs (`checkpoint.monitor`, `checkpoint.monitor_mode`), the newest one last.
-        axes: Keys that sweeps vary. Without any there is no view of sweeps.
-    """
-    state, nodes = _tag("hpcdist.state"), _tag("hpcdist.nodes")
-    primary, bests = [_metric(key) for key in monitors], [_metric(best_metric(key)) for key in monitors]
-    throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
-    loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated_hours"), _tag("hpcdist.cost")
-    causes = [_metric(f"usage/{cause}_hours") for cause in (*records.CAUSES, "queue")]
-    dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
-    lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
-    measured = dict.fromkeys([*bests, *primary, loss, *throughput], _NUMBER_PX)
-    best, mode = [("train/loss", "min"), *((best_metric(key), mode) for key, mode in monitors.items())][-1]
-    views = {
-        "hpcdist-overview": _view(
-            *(_tag("hpcdist.best"), state, cost, _DURATION, *bests, loss, *throughput),
-            *(nodes, ranks, dataset, *primary),
-            order_by=_metric(best),
-            ascending=mode == "min",
-            widths=measured | _widths(best=215, state=100, cost=250) | {dataset: 300},
-        ),
-        "hpcdist-failures": _view(
-            *(interruptions, lost, attempts, state, nodes, _DURATION, _tag("hpcdist.reason")),
-            order_by=state,  # cancelled and failed runs come first
-            ascending=True,
-            group_by_tag="hpcdist.state",
-            search="tags.hpcdist.interruptions LIKE '%'",
-            widths=_widths(reason=400, interruptions=430, lost_steps=150),
-        ),
-        "hpcdist-cost": _view(
-            *(cost, *causes, _metric("usage/energy_kwh"), _DURATION, allocated, _metric("usage/goodput")),
-            order_by=allocated,
-            widths=_widths(cost=250) | dict.fromkeys(causes, 160),
-        ),
-    }
-    if keys := list(axes):
-        views["hpcdist-sweep"] = _view(
-            *(*(f"params.`{key}`" for key in keys), *bests, *primary, loss, state, _DURATION),
-            order_by=_metric(best),
-            ascending=mode == "min",
-            group_by_tag="hpcdist.setting",  # the name of the sweep, unless it repeats settings with several seeds
-            search="tags.hpcdist.run.sweep LIKE '%'",
-            widths=measured,
-        )
-    return views
-
-
-def write(mlflow_run: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
-    """Write the views of the run's experiment that are missing or have changed, and note their ids in `mlflow.json`.
-
-    Views of users are not touched. Nothing but a debug message happens if MLflow has another version or rejects them.
-    """
-    try:
-        with translated(mlflow_run.uri):
-            # Of what shows the store: of the server, or of this installation for a database.
-            version = (server_version(mlflow_run.uri) or "unknown") if is_server(mlflow_run.uri) else installed
-            if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
-                log.debug("no views are written: MLflow %s is not one of the tested versions %s", version, TESTED)
-                return
-            views = _update(mlflow_run, run, monitored)
-    except (HpcdistError, OSError) as error:
-        log.debug("no views are written: %s", error)
-        return
-    saved = read_json(run.mlflow) or {}
-    if saved.get("views") != views:
-        write_json(run.mlflow, saved | {"views": views}, durable=True)
-
-
-def _update(mlflow_run: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:
-    tags = mlflow_run.client.get_experiment(mlflow_run.experiment_id).tags
-    known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
-    own = {clean_name(monitored.monitor): monitored.monitor_mode} if monitored.monitor else {}
-    sweep = sweep_of(run)
-    axes = [clean_name(key) for key in sweep.read()["keys"]] if sweep is not None else []
-    # The columns of other runs in the experiment stay: views are shared by all its runs.
-    monitors = _newest({key: mode for view in known for key, mode in view["monitors"].items()} | own, own)
-    all_axes = list(_newest(dict.fromkeys([*(key for view in known for key in view["axes"]), *axes]), axes))
-    views = prepared(monitors, all_axes)
-    for (id_, name), old in zip(VIEWS.items(), known, strict=True):
-        if id_ not in views or (state := views[id_]) == old["state"]:
-            continue
-        now = int(time.time() * 1000)
-        packed = _PREFIX + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
-        view = {"name": name, "createdAt": old["createdAt"] or now, "updatedAt": now, "state": packed}
-        text = json.dumps(view | {"hpcdist": {"monitors": monitors, "axes": all_axes}})
-        mlflow_run.client.set_experiment_tag(mlflow_run.experiment_id, _TAG + id_, text)
-    return list(views)
-
-
-def _newest(keys: Mapping[str, str | None], own: Iterable[str]) -> dict[str, Any]:
-    """Return at most _MAX_KEYS of `keys`, the own ones last and never left out."""
-    last = dict.fromkeys(own)
-    return {key: keys[key] for key in [*(key for key in keys if key not in last), *last][-_MAX_KEYS:]}
-
-
-def _read(text: str) -> dict[str, Any]:
-    """Return the content of one of hpcdist's views, with defaults for a missing or damaged one, which is replaced."""
-    try:
-        found = json.loads(text)
-        state = json.loads(zlib.decompress(base64.b64decode(found["state"].removeprefix(_PREFIX))))
-        own = found["hpcdist"]
-        return {
-            "state": state,
-            "createdAt": int(found["createdAt"]),
-            "monitors": {str(key): str(mode) for key, mode in own["monitors"].items()},
-            "axes": [str(key) for key in own["axes"]],
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, zlib.error, RecursionError):
-        return {"state": None, "createdAt": None, "monitors": {}, "axes": []}

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from hpcdist.config.redaction import REDACTED, redact_text
@@ -109,15 +108,7 @@ def version_in(answer: str) -> str:
     return text if re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text) else ""
 
 
-# Links to the pages of MLflow's UI: a run, an experiment, and the prepared views of an experiment.
-
-#: Id of each prepared view and its name in the UI, see `pages.py`.
-VIEWS = {
-    "hpcdist-overview": "Overview",
-    "hpcdist-failures": "Failures",
-    "hpcdist-cost": "Cost",
-    "hpcdist-sweep": "Sweep",
-}
+# Links to the pages of MLflow's UI: a run and an experiment.
 
 
 def web_address(uri: str) -> str:
@@ -126,27 +117,24 @@ def web_address(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
-def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
-    """Return the link to an experiment's list of runs, in a prepared view if its id is given."""
-    key = f"&viewStateShareKey={view}" if view else ""
-    return f"{address}#/experiments/{experiment_id}/runs?{TRAINING_PAGES}{key}"
+def experiment_page(address: str, experiment_id: str) -> str:
+    """Return the link to an experiment's list of runs."""
+    return f"{address}#/experiments/{experiment_id}/runs?{TRAINING_PAGES}"
 
 
-def links_at_end(run: RunDir) -> list[str]:
-    """Return lines with the links to a run and to the views of its experiment; none if the store has no address."""
+def link_to_run(run: RunDir) -> str:
+    """Return the link to a run in MLflow's UI; empty if the store has no address, or before the run is uploaded."""
     ids = _ids(run)
-    experiment_id, run_id = ids.get("experiment_id"), ids.get("run_id")
-    if not is_server(uri := ids.get("uri", "")) or not experiment_id or not run_id:
-        return []
-    address = web_address(uri)
-    views = [(name, view) for view, name in VIEWS.items() if view in ids["views"]]
-    lines = [f"  {name}: {experiment_page(f'{address}/', experiment_id, view)}" for name, view in views]
-    return [f"review in MLflow: {address}/{run_page(experiment_id, run_id)}", *lines]
+    uri = ids.get("uri", "")
+    page = run_page(ids.get("experiment_id", ""), ids.get("run_id", ""))
+    if not is_server(uri) or not page:
+        return ""
+    return f"{web_address(uri)}/{page}"
 
 
 def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
     """Return the link to the experiment of the newest run in `store`, else to the list of experiments."""
-    found: dict[float, dict[str, Any]] = {}
+    found: dict[float, dict[str, str]] = {}
     for run in runs:
         ids = _ids(run)
         with suppress(RunFolderError, OSError):
@@ -154,18 +142,13 @@ def link_to_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
                 found[run.read_state().created] = ids
     if not found:
         return f"{address}#/experiments?{TRAINING_PAGES}"  # else MLflow opens its pages for LLM applications
-    ids = found[max(found)]
-    overview = next(iter(VIEWS))
-    return experiment_page(address, ids["experiment_id"], overview if overview in ids["views"] else "")
+    return experiment_page(address, found[max(found)]["experiment_id"])
 
 
-def _ids(run: RunDir) -> dict[str, Any]:
-    """Return the strings of `mlflow.json` and its list `views`; a damaged file counts as empty."""
+def _ids(run: RunDir) -> dict[str, str]:
+    """Return the strings of `mlflow.json`; a damaged file counts as empty."""
     try:
         found = read_json(run.mlflow) or {}
     except (RunFolderError, OSError):
         found = {}
-    views = found.get("views")
-    return {key: value for key, value in found.items() if isinstance(value, str)} | {
-        "views": [view for view in views if isinstance(view, str)] if isinstance(views, list) else []
-    }
+    return {key: value for key, value in found.items() if isinstance(value, str)}

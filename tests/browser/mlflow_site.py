@@ -14,6 +14,7 @@ from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 from hpcdist.host.files import read_json
 from hpcdist.review.text import TRAINING_PAGES
 from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.uri import experiment_page
 
 #: Two epochs of 45 steps.
 FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model"]
@@ -43,6 +44,12 @@ class Site:
     @property
     def token(self) -> str:
         return self.link.partition("/?token=")[2]
+
+    @property
+    def experiment_page(self) -> str:
+        """The address of the list of runs."""
+        ids = read_json(self.runs.run_dir("baseline").mlflow) or {}
+        return experiment_page(f"{self.url}/", ids["experiment_id"])
 
     def page_of(self, name: str, tab: str = "") -> str:
         """Return the address of a run's page, or of one of its tabs."""

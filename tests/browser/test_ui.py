@@ -1,9 +1,8 @@
-"""MLflow's UI shows the logged runs, metrics, artifacts, models and prepared views."""
+"""MLflow's UI shows the logged runs, metrics, artifacts and models."""
 
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from mlflow_site import Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.host.files import read_json
-from hpcdist.run.records import CAUSES
-from hpcdist.tracking.uri import VIEWS, experiment_page
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
@@ -60,8 +57,7 @@ def test_link_sets_the_cookie_and_a_reload_needs_no_token(page: Page, site: Site
     page.context.clear_cookies()
     page.goto(f"{site.url}/?token=of-an-earlier-start")
     expect(page.get_by_text("open the link that `hpcdist ui` printed")).to_be_visible()
-    ids = read_json(site.runs.run_dir("baseline").mlflow) or {}
-    page.goto(f"{site.link}#/experiments/{ids['experiment_id']}/runs?workflowType=machine_learning")
+    page.goto(site.experiment_page.replace(f"{site.url}/", site.link))
     for _ in range(2):
         expect(listed(page, "baseline")).to_be_visible()
         assert site.token not in page.url
@@ -113,8 +109,7 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(page: Page, site: Site) -> N
     reason = page.get_by_role("status", name="hpcdist.reason", exact=True)
     expect(reason).to_have_text("hpcdist.reason: 2 cells: 2 finished")
     expect(page.get_by_role("row", name="seed 1, 2", exact=True)).to_be_attached()
-    experiment = (read_json(site.runs.run_dir("tune").mlflow) or {})["experiment_id"]
-    page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
+    page.goto(site.experiment_page)
     expect(page.get_by_role("link", name="tune", exact=True)).to_be_visible()
     cells = [page.get_by_role("link", name=f"seed={seed} lr=0.01", exact=True) for seed in (1, 2)]
     expect(cells[0]).to_be_hidden()
@@ -124,59 +119,20 @@ def test_parent_run_of_a_sweep_expands_to_its_cells(page: Page, site: Site) -> N
         expect(cell).to_be_visible()
 
 
-def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
-    open_view(page, site, "Overview")
-    for run, state in (("baseline", "finished"), ("failing", "failed"), ("stopped", "stopped"), ("tune", "finished")):
-        expect(cell(page, run, "tags.`hpcdist.state`")).to_have_text(state)
-    metrics = ("usage/best/eval/accuracy", "train/loss", "train/samples_per_s")
-    summary = ("hpcdist.best", "hpcdist.state", "hpcdist.cost", "Duration")
-    expect_columns(page, *summary, *metrics, "hpcdist.nodes", "hpcdist.world_size", "Dataset", "eval/accuracy")
-    best = max(site.series("baseline", "eval/accuracy"))
-    expect(cell(page, "baseline", "tags.`hpcdist.best`")).to_have_text(re.compile(rf"{best:.2f}.* ± .* at step \d+"))
-    expect(page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")).to_contain_text("baseline")
-    # The description of the experiment: its first line alone until a click.
-    expect(page.get_by_text(re.compile("^Best eval/accuracy: .* ± .*, baseline"))).to_be_visible()
-    expect(cell(page, "baseline", "tags.`hpcdist.cost`")).to_have_text(re.compile(r"core-hours, goodput [\d.]+ %"))
-    for metric in (*metrics[1:], "eval/accuracy"):
-        expect_metric(page, site, "baseline", metric)
-    expect(cell(page, "baseline", "tags.`hpcdist.nodes`")).to_have_text(socket.gethostname())
-    expect(cell(page, "baseline", "tags.`hpcdist.world_size`")).to_have_text("2")
-    expect(cell(page, "baseline", "attributes.`Dataset`")).to_contain_text("digits")
-    docs_image(page, "mlflow-overview")
-
-
-def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site) -> None:
-    open_view(page, site, "Failures")
-    for group in ("failed", "stopped"):
-        expect(page.get_by_text(f"Group: {group}", exact=True)).to_be_visible()
-    expect(listed(page, "baseline")).to_have_count(0)
-    causes = ("hpcdist.interruptions", "hpcdist.lost_steps", "hpcdist.attempts", "hpcdist.state")
-    expect_columns(page, *causes, "hpcdist.nodes", "Duration", "hpcdist.reason")
-    mistake = "a mistake in the user's own code after step"
-    expect(cell(page, "failing", "tags.`hpcdist.interruptions`")).to_have_text(re.compile(f"1: rank .*{mistake}"))
-    expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text(mistake)
-    expect(cell(page, "failing", "tags.`hpcdist.attempts`")).to_have_text("1")
-    first = page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")
-    expect(first).to_contain_text("Group: failed")
-
-
-def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
-    open_view(page, site, "Cost")
-    expect(listed(page, "baseline")).to_be_visible()
-    causes = [f"usage/{name}_hours" for name in (*CAUSES, "queue")]
-    expect_columns(page, "hpcdist.cost", *causes, "Duration", *(rest := ["usage/allocated_hours", "usage/goodput"]))
-    for name in (*causes, *rest):
-        expect_metric(page, site, "baseline", name)
-
-
-def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site) -> None:
-    open_view(page, site, "Sweep")
-    expect(page.get_by_text("Group: tune lr=0.01", exact=True)).to_be_visible()
-    expect_columns(page, "seed", "optim.lr", "train/loss", "hpcdist.state", "Duration")
-    for seed in (1, 2):
-        expect(cell(page, f"seed={seed} lr=0.01", "params.`seed`")).to_have_text(str(seed))
-        expect(cell(page, f"seed={seed} lr=0.01", "params.`optim.lr`")).to_have_text("0.01")
-    expect(listed(page, "baseline")).to_be_hidden()
+def test_experiment_lists_its_runs_below_the_table_of_the_best(
+    page: Page, site: Site, docs_image: Callable[[Page, str], None]
+) -> None:
+    page.goto(site.experiment_page)
+    for run in ("baseline", "failing", "stopped", "tune"):
+        expect(listed(page, run)).to_be_visible()
+    # The description: its first line alone until a click.
+    headline = page.get_by_text(re.compile("^Best eval/accuracy: .* ± .*, baseline"))
+    expect(headline).to_be_visible()
+    headline.click()
+    row = page.locator("table tr").filter(has=page.get_by_role("link", name="baseline", exact=True))
+    expect(row.first).to_contain_text("finished")
+    expect(page.get_by_text("hpcdist runs --experiment")).to_be_visible()
+    docs_image(page, "mlflow-experiment")
 
 
 @pytest.mark.slow
@@ -186,11 +142,9 @@ def test_pages_in_both_themes(page: Page, site: Site, tmp_path: Path, theme: str
     """Take screenshots, to be looked at in HPCDIST_DOCS_IMAGES or the folder of the test."""
     folder = Path(os.environ.get("HPCDIST_DOCS_IMAGES", tmp_path))
     page.evaluate(f"localStorage.setItem('_mlflow_dark_mode_toggle_enabled', '{str(theme == 'dark').lower()}')")
-    experiment = (read_json(site.runs.run_dir("baseline").mlflow) or {})["experiment_id"]
-    pages = {title: experiment_page(site.link, experiment, view) for view, title in VIEWS.items()}
     of_runs = {name: site.page_of(name) for name in ("baseline", "failing", "tune")}
     page.set_viewport_size({"width": width, "height": 900})
-    for name, address in {**pages, **of_runs}.items():
+    for name, address in {"experiment": site.experiment_page, **of_runs}.items():
         page.goto("about:blank")
         page.goto(address)
         ready = page.get_by_text("About this run") if name in of_runs else page.locator(".ag-row")
@@ -217,39 +171,9 @@ def test_report_shows_that_a_rank_was_killed(page: Page, site: Site, docs_image:
     docs_image(page, "mlflow-run")
 
 
-def open_view(page: Page, site: Site, name: str) -> None:
-    """Open a view by its link, in a window in which all of its columns are visible."""
-    page.set_viewport_size({"width": 3600, "height": 1400})
-    experiment = (read_json(site.runs.run_dir("baseline").mlflow) or {})["experiment_id"]
-    page.goto(experiment_page(site.link, experiment, {title: view for view, title in VIEWS.items()}[name]))
-    expect(page.get_by_test_id("saved-views-trigger")).to_have_text(name)
-
-
 def listed(page: Page, run: str) -> Locator:
-    """Return the link of a run in the list of runs; the leaderboard above it has one, too."""
+    """Return the link of a run in the list of runs; the table above it has one, too."""
     return page.locator(".ag-row").get_by_role("link", name=run, exact=True)
-
-
-def cell(page: Page, run: str, column: str) -> Locator:
-    """Return the cell of a run in a column with an id of MLflow's UI. Pinned columns have rows of their own."""
-    row = page.locator(".ag-row").filter(has=page.get_by_role("link", name=run, exact=True))
-    index = row.get_attribute("row-index")
-    return page.locator(f".ag-row[row-index='{index}'] .ag-cell[col-id='{column}']")
-
-
-def expect_columns(page: Page, *names: str) -> None:
-    """Expect these columns after the name and the time of creation, from left to right."""
-    header = page.locator(".ag-header-cell")
-    expect(header.filter(has_text=names[-1]).last).to_be_visible()
-    places = header.evaluate_all("cells => cells.map(cell => [cell.getBoundingClientRect().x, cell.innerText.trim()])")
-    assert [name for _, name in sorted(places) if name] == ["Run Name", "Created", *names]
-
-
-def expect_metric(page: Page, site: Site, run: str, metric: str) -> None:
-    """Expect the last value of a metric, which the UI shows as JavaScript does."""
-    shown = cell(page, run, f"metrics.`{metric}`")
-    expect(shown).to_have_text(re.compile(r"\d"))
-    assert float(shown.inner_text()) == pytest.approx(site.series(run, metric)[-1])
 
 
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:

@@ -33,7 +33,7 @@ from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
 from hpcdist.tracking.points import JournalTail, SentPoints
-from hpcdist.tracking.uri import link_to_newest, links_at_end
+from hpcdist.tracking.uri import link_to_newest, link_to_run
 
 pytestmark = pytest.mark.processes  # the undamaged run is made with git
 
@@ -247,7 +247,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         assert found, label
         find_unfinished(config)
         link_to_newest(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
-        links_at_end(run)
+        link_to_run(run)
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):
             command(lambda: runs.status("grid", runs_dir=runs_dir))

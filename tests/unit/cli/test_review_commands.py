@@ -300,7 +300,7 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
     ship_all(monkeypatch, "first")
     run = make("first", status="finished")
-    write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-overview", "hpcdist-cost"]})
+    write_json(run.mlflow, {"experiment_id": "7", "uri": store})
     port = unused_port()
     result = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
@@ -312,8 +312,7 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
         "MLflow is starting, and prints its link then; Ctrl-C ends it",
     ]
     listing = "#/experiments/7/runs?workflowType=machine_learning"
-    overview = f"{listing}&viewStateShareKey=hpcdist-overview"
-    assert os.environ["HPCDIST_UI_LINK"] == f"{address}/?token={file.read_text()}{overview}"
+    assert os.environ["HPCDIST_UI_LINK"] == f"{address}/?token={file.read_text()}{listing}"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert os.environ["MLFLOW_BACKEND_STORE_URI"] == store
     assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
@@ -325,7 +324,7 @@ def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monk
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
     ship_all(monkeypatch)
     run = make("first", status="finished")
-    write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow", "views": ["hpcdist-cost"]})
+    write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow"})
     listing = "http://mlflow/#/experiments/7/runs?workflowType=machine_learning"
     monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://ada:s3cret@mlflow")
     assert hpcdist("ui") == (0, f"review in MLflow: {listing}\n", "")

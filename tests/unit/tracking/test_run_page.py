@@ -1,6 +1,7 @@
 """Description, datasets, name, parameters and tags of a run in MLflow."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
+from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRecord, write_origin, write_training
 from hpcdist.tracking import pages
@@ -109,3 +112,21 @@ def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene
     config = Config(experiment="train", trainer=TrainerConfig(script=script))
     found = run_name(run, StoredConfig(config=config, values={"experiment": "train", "trainer.script": script}))
     assert found == "lr=0.1 api_key=*** (train-20261122-121700-1a2b)"
+
+
+def test_summary_tags_have_result_cost_and_interruptions(scene: Scene) -> None:
+    def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
+        return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
+
+    seconds = {"compute": 2556.1, "idle": 1.0}
+    entries = tuple(Entry(cause=cause, attempt=1, node="n1", seconds=value) for cause, value in seconds.items())
+    best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
+    attempts = (attempt(1, 7), attempt(2, None), attempt(3, 3))
+    facts = replace(read_facts(scene.run), attempts=attempts, best=best, monitor="eval/accuracy")
+    found = pages.summary_tags(facts, Ledger(unit="GPU", entries=entries))
+    assert found == {
+        "hpcdist.best": "0.9824 at step 1,200",
+        "hpcdist.cost": "0.71 GPU-hours, goodput 100 %",
+        "hpcdist.interruptions": "1: x; 2: x; 3: x",
+        "hpcdist.lost_steps": "10",
+    }

@@ -1,9 +1,10 @@
-"""The ended runs of an MLflow experiment by their best value: the place of a run when it ends, the leaderboard.
+"""The table of an experiment's ended runs in its description in MLflow, the best one first.
 
 Each run carries its result as the tag `hpcdist.result`, and one search finds all of them.
 """
 
 import json
+import shlex
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,21 +13,19 @@ from functools import cache, partial
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from hpcdist.errors import RunFolderError
-from hpcdist.host.files import fill, write_atomic, write_json
+from hpcdist.host.files import fill, read_json
 from hpcdist.review import uncertainty
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.report import environment, run_beside
-from hpcdist.review.text import clock, escaped, link, run_page, table
-from hpcdist.review.uncertainty import LEGEND, Measured, Verdict, judge
+from hpcdist.review.text import clock, escaped, link, plural, run_page, table, with_code
+from hpcdist.review.uncertainty import LEGEND, Measured, judge
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import Standing, is_generated
+from hpcdist.run.records import is_generated
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
-from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, below_text_of_user
+from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, as_tracking_error, below_text_of_user
 
 RESULT_TAG = "hpcdist.result"
 #: Only the newest runs of a larger experiment are compared.
@@ -34,8 +33,6 @@ MAX_RUNS = 2000
 _PAGE = 500
 #: Rows in the description of the experiment.
 _MAX_ROWS = 20
-#: The best rows, which `leaderboard.html` compares with each other.
-_MAX_PAIRED = 5
 _COLUMNS = ("Place", "Run or setting", "Value", "At step", "Seeds", "Ranks", "State", "Cost", "Started (UTC)")
 _RULE = "A setting of a sweep over seeds counts with their mean, never with its best seed"
 #: Each repetition means that another run has ended in the same fraction of a second.
@@ -75,7 +72,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A run, or a setting of a sweep with all its seeds: best is a setting, never a seed."""
+    """A run, or a setting of a sweep with all its seeds: the best row is a setting, never a seed."""
 
     results: tuple[Result, ...]  #: the best one first
     measured: Measured = field(compare=False)  #: without per-sample results
@@ -129,38 +126,29 @@ Measure = Callable[[Row], Measured]
 
 def _measure(run: RunDir, row: Row) -> Measured:
     """Return the values of a row, with the per-sample results of a run whose folder is beside that of `run`."""
-    other = run_beside(run, row.best.folder, row.best.run_id) if len(row.results) == 1 else None
+    other = _run_beside(run, row.best) if len(row.results) == 1 else None
     facts = readable(lambda: read_facts(other)) if other is not None else None
     is_same = facts and facts.best and (facts.monitor, facts.best_value) == (row.best.metric, row.best.value)
     return facts.measured() if facts and is_same else row.measured
 
 
+def _run_beside(run: RunDir, result: Result) -> RunDir | None:
+    """Return the run of a result if its folder is beside that of `run`."""
+    found = RunDir(run.path.parent / Path(result.folder).name)
+    ids = readable(lambda: read_json(found.mlflow)) or {}
+    return found if result.run_id and ids.get("run_id") == result.run_id else None
+
+
 def update(opened: MlflowRun, run: RunDir, state: State) -> None:
-    """Write `leaderboard.html` of an ended run, `standing.json` if it has a result, the experiment's description.
+    """Write the result of an ended run as a tag, and the table in the description of its experiment.
 
     Several runs may end at once, and MLflow has no compare-and-set. Each process writes its own result first, then
     searches and writes the description, and repeats both until the description needs no change.
 
-    Raises TrackingError, RunFolderError if the folder of the run cannot be read, and OSError if it cannot be written.
+    Raises TrackingError.
     """
-    facts, ledger = read_facts(run, state), read_ledger(run)
-    if state.ended is None:
-        return
-    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
-    result = Result(
-        metric=facts.monitor if facts.best is not None else "",
-        mode=facts.monitor_mode,
-        value=0.0 if facts.best is None else facts.best_value,
-        step=0 if facts.best is None else facts.best.step,
-        ranks=state.world_size,
-        status=state.status,
-        data="" if data is None else dataset_text(data),
-        num_samples=None if facts.best is None else facts.measured().num_samples,
-        ended=state.ended,
-        allocated_s=ledger.allocated_s,
-        unit=ledger.unit,
-        price_per_hour=ledger.price_per_hour,
-    )
+    with as_tracking_error():
+        result = _result_of(run, state)
     left_out = {"started"} if result.metric else {"started", "value"}
     own = {key: value for key, value in asdict(result).items() if value != "" and key not in left_out}
     opened.set_tags({RESULT_TAG: json.dumps(own)})
@@ -173,17 +161,31 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
             if not (rows := make_rows(found)):
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
-            new = below_text_of_user(note, "", describe_experiment(rows, found, opened.experiment_id, measure))
+            text = describe_experiment(run.experiment, rows, found, opened.experiment_id, measure)
+            new = below_text_of_user(note, "", text)
             if new == note:
-                break
+                return
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
-    content = {"experiment": run.experiment, "ended": clock(state.ended), "columns": _COLUMNS, "total": _total(found)}
-    tables = [(placed(group), beside_next(group, measure), pairs(group, measure)) for group in _groups(rows)]
-    write_atomic(run.leaderboard, environment().get_template("leaderboard.html").render(content, tables=tables))
-    before = make_rows(one for one in found if one.ended <= result.ended)
-    standing = place(before, opened.run_id, measure, is_partial=len(found) >= MAX_RUNS)
-    if standing is not None:
-        write_json(run.standing, asdict(standing))
+
+
+def _result_of(run: RunDir, state: State) -> Result:
+    """Return the result of an ended run from its folder."""
+    facts, ledger = read_facts(run, state), read_ledger(run)
+    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
+    return Result(
+        metric=facts.monitor if facts.best is not None else "",
+        mode=facts.monitor_mode,
+        value=0.0 if facts.best is None else facts.best_value,
+        step=0 if facts.best is None else facts.best.step,
+        ranks=state.world_size,
+        status=state.status,
+        data="" if data is None else dataset_text(data),
+        num_samples=None if facts.best is None else facts.measured().num_samples,
+        ended=state.ended or 0.0,
+        allocated_s=ledger.allocated_s,
+        unit=ledger.unit,
+        price_per_hour=ledger.price_per_hour,
+    )
 
 
 def _read(run: entities.Run) -> Result | None:
@@ -242,78 +244,57 @@ def beside_next(rows: Sequence[Row], measure: Measure) -> str:
     return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one ({rows[1].short_name})")
 
 
-def pairs(rows: Sequence[Row], measure: Measure) -> list[list[Verdict]]:
-    """Return each of the best rows minus those that follow it; the intervals of a row's pairs are right together."""
-    best = [measure(row) for row in rows[:_MAX_PAIRED]]
-    return [[judge(other, own, len(rows) - 1) for other in best[index:]] for index, own in enumerate(best[:-1], 1)]
-
-
-def place(rows: Sequence[Row], run_id: str, measure: Measure, *, is_partial: bool) -> Standing | None:
-    """Return the place of the run, or of its setting, among the comparable rows; None if it has no row."""
-    own = next((row for row in rows if any(one.run_id == run_id for one in row.results)), None)
-    if own is None:
-        return None
-    others = [row for row in rows if row is not own and row.best.kind == own.best.kind]
-    compared: dict[str, Any] = {}
-    if others:
-        before = others[0]
-        # The best one is chosen among all: each of the others could have been the compared one.
-        verdict = judge(measure(before), measure(own), len(others))
-        compared = {
-            "before": before.best.name,
-            "before_run_id": before.best.run_id,
-            "before_folder": before.best.folder,
-            "before_value": before.measured.mean,
-            "difference": verdict.delta,
-            "interval": list(verdict.interval or ()),
-            "verdict": verdict.word,
-            "method": verdict.method,
-        }
-    return Standing(
-        run_id=run_id,
-        ended=next(one.ended for one in own.results if one.run_id == run_id),
-        metric=own.best.metric,
-        value=own.measured.mean,
-        setting=own.best.setting,
-        text=uncertainty.mean_text(own.measured.values) if own.best.setting else "",
-        place=1 + sum(row.order[0] < own.order[0] for row in others),
-        number=1 + len(others),
-        num_others=len(rows) - len(others) - 1,
-        is_partial=is_partial,
-        **compared,
-    )
-
-
-def describe_experiment(rows: Sequence[Row], results: Sequence[Result], experiment_id: str, measure: Measure) -> str:
-    """Return the leaderboard in Markdown, with _MAX_ROWS rows in all."""
-    # MLflow shows this line alone until a click.
-    best, plural, groups = rows[0], "s" * (len(rows) != 1), _groups(rows)
-    found = {group[0].best.kind: beside_next(group, measure) for group in groups}
-    beside = f", {escaped(text)}" if (text := found[best.best.kind]) else ""
-    newest = max(results, key=lambda one: (one.ended, one.run_id))
-    page = run_page(experiment_id, newest.run_id, "leaderboard.html")
-    title = link(best.short_name, run_page(experiment_id, best.run_id))
-    total = f"{len(rows)} result{plural}" + (f": {link('A against B', page)}" if rows[1:] else "")
-    early = f" ({best.state})" if best.state not in ("", "finished") else ""
-    parts = [f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, {title}**{early}{beside} · {total}"]
+def describe_experiment(
+    experiment: str, rows: Sequence[Row], results: Sequence[Result], experiment_id: str, measure: Measure
+) -> str:
+    """Return the best result in one line and the table in Markdown, with _MAX_ROWS rows in all."""
+    groups = _groups(rows)
+    verdicts = [beside_next(group, measure) for group in groups]
+    parts = [_headline(rows, experiment_id, verdicts[0])]
     left = _MAX_ROWS
-    for group in groups:
-        lines = []
-        for number, row in placed(group)[: max(0, left)]:
-            lines.append((str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells))
-        left -= len(lines)
-        text = f"the best: {text}" if (text := found[group[0].best.kind]) else ""
-        kind = escaped(" · ".join(filter(None, (*group[0].best.kind, text))), 600)
-        parts += [f"**{kind}**", table(_COLUMNS, lines)] if lines else []
-    more = f"{len(rows) - _MAX_ROWS} more in " * (len(rows) > _MAX_ROWS)
-    return "\n\n".join(
-        [*parts, escaped(f"{_total(results)}. {_RULE}. {LEGEND}.", 1000), f"{more}{link('leaderboard.html', page)}"]
-    )
+    for group, verdict in zip(groups, verdicts, strict=True):
+        shown = placed(group)[:left]
+        left -= len(shown)
+        if not shown:
+            break
+        kind = [part for part in group[0].best.kind if part]
+        if verdict:
+            kind.append(f"the best: {verdict}")
+        lines = [
+            (str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells) for number, row in shown
+        ]
+        parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)]
+    parts.append(escaped(f"{_total(results)}. {_RULE}. {LEGEND}.", 1000))
+    others = len(rows) - _MAX_ROWS
+    counted = f"{plural(others, 'more result')}: " if others > 0 else ""
+    command = f"hpcdist runs --experiment {shlex.quote(experiment)} --sort best"
+    text = f"{counted}`{command}` lists all runs, `hpcdist compare A B` compares any two; each run has a report.html."
+    parts.append(with_code(text, 1000))
+    return "\n\n".join(parts)
+
+
+def _headline(rows: Sequence[Row], experiment_id: str, verdict: str) -> str:
+    """Return the best result, its verdict and the number of results. MLflow shows this line alone until a click."""
+    best = rows[0]
+    words = f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, "
+    words += f"{link(best.short_name, run_page(experiment_id, best.run_id))}**"
+    if best.state not in ("", "finished"):
+        words += f" ({best.state})"
+    if verdict:
+        words += f", {escaped(verdict)}"
+    return f"{words} · {plural(len(rows), 'result')}"
 
 
 def _total(found: Sequence[Result]) -> str:
+    """Return the number of ended runs and their cost."""
+    words = plural(len(found), "ended run")
+    without = sum(not one.metric for one in found)
+    if without:
+        words += f", {without} of them without a result"
+    cost = cost_of(found)
+    if cost:
+        words += f", together: {cost}"
     priced = sum(one.price is not None for one in found)
-    partly = f" (price of {priced})" if 0 < priced < len(found) else ""
-    failed = f", {without} of them without a result" if (without := sum(not one.metric for one in found)) else ""
-    together = f", together: {cost}{partly}" if (cost := cost_of(found)) else ""
-    return f"{len(found)} ended run{'s' * (len(found) != 1)}{failed}{together}"
+    if cost and 0 < priced < len(found):
+        words += f" (price of {priced})"
+    return words
