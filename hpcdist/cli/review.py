@@ -151,8 +151,8 @@ def compare(
 ) -> None:
     """Show whether runs are better than the first one, and what differs in config, code, environment and outcome.
 
-    The verdict on the best value is clear, within noise, or not comparable (other data); equal rows are left out. The
-    last lines name the first step at which a logged value differs. Metrics of time, speed and hardware are left out.
+    The verdict on the best value is better, worse, within noise, or too few seeds; equal rows are left out. The last
+    lines name the first step at which a logged value differs. Metrics of time, speed and hardware are left out.
 
     Of a sweep over seeds, it compares the settings with the best one; of any other sweep the cells.
 
@@ -234,11 +234,14 @@ def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
 
 def _print_results(title: str, kind: str, base: str, results: Sequence["ComparedValue"]) -> None:
     from hpcdist.review.uncertainty import LEGEND
+    from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 
     head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
     print_table(console(), head, [one.row for one in results], title=title)
     for method in dict.fromkeys(one.method for one in results if one.method):
         say(f"{', '.join(one.run for one in results if one.method == method)}: {method}")
+    if any(one.interval for one in results):
+        say(VERDICT_LEGEND)
     if any("±" in one.text for one in results):
         say(LEGEND)
 

@@ -37,7 +37,7 @@ from hpcdist.review.explain import explain_failure, first_failed_rank
 from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, read_facts, readable
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
-from hpcdist.review.uncertainty import judge
+from hpcdist.review.verdict import judge
 from hpcdist.run import status as run_status
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
@@ -318,8 +318,8 @@ def _best_of(metric: str, rows: list[dict[str, Any]]) -> list[str]:
     values = [facts.measured() for facts in both if facts is not None and facts.best is not None]
     if len(values) < 2:
         return []
-    found = judge(values[0], values[1], len(rows) - 1)
-    delta = f", {found.difference}" if found.delta else ""
+    found = judge(values[0], values[1])
+    delta = f", {found.text}" if found.delta else ""
     return [f"best run by {metric}: {rows[-1]['run']}, {found.beside(rows[-2]['run'])}{delta}"]
 
 

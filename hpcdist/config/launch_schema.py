@@ -338,7 +338,7 @@ class TrackingConfig(ConfigSection):
     system_interval_s: float = number(10.0, least=0)
     """Seconds between two values of each node's system metrics; 0 disables them."""
     drain_timeout_s: float = number(60.0, least=0)
-    """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
+    """Seconds that the end of a run waits for MLflow; 0: not at all. `hpcdist sync` ships the rest later."""
     commands: list[str] = field(default_factory=list)
     """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
     tags: dict[str, str] = field(default_factory=dict)

@@ -36,9 +36,9 @@ from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
-from hpcdist.review.uncertainty import MAX_RESULTS, npy
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
+from hpcdist.run.samples import MAX_RESULTS, npy
 from hpcdist.tracking.rank_records import RankRecords
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from hpcdist.host.retry import retry
-from hpcdist.review import uncertainty
 from hpcdist.review.charts import number
 from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.sweep import SweepFacts
 from hpcdist.review.text import clock, duration, text_of
+from hpcdist.review.uncertainty import ends, signed
+from hpcdist.review.verdict import Verdict, judge
 from hpcdist.run.folder import RunDir
 
 #: Shown for a value that a run does not have.
@@ -55,18 +56,20 @@ class ComparedValue:
     value: float
     text: str  #: the value with its error
     delta: float | None = None  #: to the first value; None for the first one itself
-    interval: tuple[float, float] | None = None  #: of 95 % of delta; None if the error is unknown
-    verdict: str = ""
-    method: str = ""  #: see `Verdict`
+    interval: tuple[float, float] | None = None  #: of 95 % of delta; None if it is unknown
+    verdict: str = ""  #: see `Verdict`; empty without one
+    method: str = ""
 
     @property
     def row(self) -> tuple[str, ...]:
+        """The cells of a table: metric, run, value, difference, its interval, and the verdict."""
         if self.delta is None:
             return self.metric, self.run, self.text, "", "", ""
-        before, between = self.value - self.delta, self.interval or ()
-        is_relative = before and not between and _SPEED.match(self.metric)
-        delta = f"{100 * self.delta / before:+.1f} %" if is_relative else uncertainty.signed(self.delta, between)
-        return self.metric, self.run, self.text, delta, uncertainty.ends(between), self.verdict
+        before = self.value - self.delta
+        delta = signed(self.delta, self.interval)
+        if before and not self.verdict:
+            delta = f"{100 * self.delta / before:+.1f} %"
+        return self.metric, self.run, self.text, delta, ends(self.interval), self.verdict
 
 
 def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
@@ -74,11 +77,13 @@ def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[
     base, first = next(iter(facts.items()))
     found = []
     for label, one in facts.items():
-        if one.best is not None and one.monitor == first.monitor:
-            text = one.best_text(number(one.best_value))
-            value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
-            is_compared = one is not first and first.best is not None
-            found.append(_judged(value, uncertainty.judge(first.measured(), one.measured())) if is_compared else value)
+        if one.best is None or one.monitor != first.monitor:
+            continue
+        text = one.best_text(number(one.best_value))
+        value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
+        if one is not first and first.best is not None:
+            value = _judged(value, judge(first.measured(), one.measured()))
+        found.append(value)
     speeds = dict.fromkeys(key for one in series.values() for key in sorted(one) if _SPEED.fullmatch(key))
     for key in speeds:
         known = {label: one[key].median for label, one in series.items() if key in one}
@@ -92,19 +97,23 @@ def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[
 
 
 def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
-    """Return the mean of each setting of a sweep over seeds, against that of the best one; if it is unknown whether
-    higher or lower values are better, of the first one.
+    """Return the mean of each setting of a sweep over seeds, the best one first, and the verdicts against the best.
+
+    If it is unknown whether higher or lower values are better, the means are not compared.
     """
-    known = [one for one in facts.settings if one.values]
-    values = [
-        ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=one.mean or 0.0, text=one.text)
-        for one in known
-    ]
-    rest = zip(values[1:], known[1:], strict=True)
-    return [*values[:1], *(_judged(value, facts.judged(known[0], one)) for value, one in rest)]
+    verdicts = facts.minus_best
+    found = []
+    for one in facts.settings:
+        if one.mean is None:
+            continue
+        value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=one.mean, text=one.text)
+        if one.label in verdicts:
+            value = _judged(value, verdicts[one.label])
+        found.append(value)
+    return found
 
 
-def _judged(value: ComparedValue, found: uncertainty.Verdict) -> ComparedValue:
+def _judged(value: ComparedValue, found: Verdict) -> ComparedValue:
     return replace(value, delta=found.delta, interval=found.interval, verdict=found.word, method=found.method)
 
 

@@ -21,17 +21,11 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import LARGEST, read_json, read_regular
 from hpcdist.host.retry import retry
 from hpcdist.review.text import text_of
-from hpcdist.review.uncertainty import (
-    MAX_RESULTS,
-    Measured,
-    evaluated_on,
-    num_evaluated,
-    parse_npy,
-    share_error,
-    with_error,
-)
+from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error, with_error
+from hpcdist.review.verdict import Measured
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
+from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
 
 T = TypeVar("T")
 
@@ -322,20 +316,27 @@ class RunFacts:
         assert self.best is not None, "the caller has checked it"
         return self.best.metrics[self.monitor]
 
+    @property
+    def num_evaluated(self) -> int | None:
+        """The number of samples that the best value is a proportion of; None if it is none, or unknown."""
+        return num_evaluated(self.monitor, self.best_value, self.datasets)
+
     def best_text(self, without: str) -> str:
         """Return the best value with its error; the text `without` if the error is unknown."""
-        num = num_evaluated(self.monitor, self.best_value, self.datasets)
-        return with_error(self.best_value, share_error(self.best_value, num), without)
+        return with_error(self.best_value, share_error(self.best_value, self.num_evaluated), without)
 
     def measured(self) -> Measured:
         """Return the best value with its per-sample results, if there are some."""
         assert self.best is not None, "the caller has checked it"
-        value, data, samples = self.best_value, evaluated_on(self.monitor, self.datasets), None
-        num, path = num_evaluated(self.monitor, value, self.datasets), self.best.path / records.SAMPLES_FILE
+        data = evaluated_on(self.monitor, self.datasets)
+        samples: Sequence[float] | None = None
+        path = self.best.path / records.SAMPLES_FILE
         with suppress(OSError, ValueError):
-            samples = parse_npy(retry(lambda: read_regular(path, 4 * MAX_RESULTS + 128), path), value)
-        known = samples if samples and data is not None and len(samples) == data.num_samples else ()
-        return Measured(values=(value,), metric=self.monitor, data=data, num_samples=num, samples=known)
+            raw = retry(lambda: read_regular(path, 4 * MAX_RESULTS + HEAD_BYTES), path)
+            samples = parse_npy(raw, self.best_value)
+        if samples is None or data is None or len(samples) != data.num_samples:
+            samples = ()
+        return Measured(values=(self.best_value,), mode=self.monitor_mode, data=data, samples=samples)
 
 
 def read_facts(run: RunDir, state: State | None = None) -> RunFacts:

@@ -29,6 +29,7 @@ from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.text import duration, text_of
 from hpcdist.review.uncertainty import LEGEND, ends
+from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
@@ -50,7 +51,13 @@ def environment() -> jinja2.Environment:
     )
     found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
     found.globals.update(
-        charts=charts, description=description, setting_of=setting_of, cost_of=cost_of, legend=LEGEND, ends=ends
+        charts=charts,
+        description=description,
+        setting_of=setting_of,
+        cost_of=cost_of,
+        legend=LEGEND,
+        verdict_legend=VERDICT_LEGEND,
+        ends=ends,
     )
     found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
     return found
@@ -94,7 +101,6 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
 
 def render_sweep(sweep: SweepDir, facts: SweepFacts | None = None, *, with_links: bool = True) -> str:
     facts, runs = facts or read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
-    facts = facts.with_samples(sweep, MAX_ROWS)
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
     pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
 

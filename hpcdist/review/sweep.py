@@ -1,15 +1,14 @@
 """The cells and settings of a sweep, the best of them, and the description of a sweep in Markdown for MLflow's UI."""
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from hpcdist.host.files import read_json
-from hpcdist.review import uncertainty
 from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, status_line
 from hpcdist.review.facts import (
     best_checkpoint,
@@ -23,12 +22,15 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.ledger import Ledger
 from hpcdist.review.text import escaped, link, run_page, table, with_code
-from hpcdist.review.uncertainty import LARGEST_VALUE, Measured, Verdict, judge, mean_text
+from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text
+from hpcdist.review.verdict import OTHER_DATA, Measured, Verdict, judge
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, checkpoint_config, setting_of, text_of
 
 #: Rows of cells that are tried until a description fits.
 _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
+#: With one of these keys swept, cells are evaluated on different data.
+_DATA_KEYS = frozenset({"data.name", "data.root", "data.num_samples", "data.num_classes"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,7 @@ class SweepFacts:
     monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
     is_best: bool = True  #: whether values are the best ones of checkpoints, not the last ones that ranks have logged
-    #: The best cells of a sweep without seeds, by label; two, or those of `with_samples`.
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    folder: Path | None = None  #: of the experiment, with the folders of the cells
 
     @property
     def by_setting(self) -> dict[str, SettingFacts]:
@@ -102,30 +103,29 @@ class SweepFacts:
         known = [one for one in self.by_setting.values() if one.mean is not None]
         return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
 
-    def with_samples(self, sweep: SweepDir, number: int) -> "SweepFacts":
-        """Return the facts with the per-sample results of so many of the best cells of a sweep without seeds."""
-        first = [] if REPETITION in self.keys or not self.is_best else self.ranked_cells[:number]
-        facts = [(cell.label, readable(partial(read_facts, RunDir(sweep.path.parent / cell.name)))) for cell in first]
-        measured = {label: one.measured() for label, one in facts if one is not None and one.best is not None}
-        return replace(self, measured=measured)
-
     @property
     def minus_best(self) -> dict[str, Verdict]:
-        """The verdicts on the other settings, without seeds the cells, minus the best one."""
+        """The verdicts on the other settings, without seeds the cells, against the best one; empty if it is unknown."""
         best = self.best
-        others = {label: one for label, one in self.by_setting.items() if one.values and one != best}
-        return {label: self.judged(best, one) for label, one in others.items()} if best is not None else {}
+        if best is None:
+            return {}
+        others = [one for one in self.by_setting.values() if one.values and one != best]
+        measured = self._measured(best)
+        return {one.label: self._judge(measured, self._measured(one)) for one in others}
 
-    def judged(self, first: SettingFacts, second: SettingFacts) -> Verdict:
-        """Return the verdict on two settings, or on two cells of a sweep without seeds."""
-        known = sum(bool(one.values) for one in self.by_setting.values())
-        one, other = (
-            self.measured.get(of.label) or Measured(values=of.values, metric=self.monitor) for of in (first, second)
-        )
-        # The best one is chosen among all: each pair could have been the compared one.
-        found = judge(one, other, math.comb(known, 2))
-        is_other_data = bool({"data.name", "data.root", "data.num_samples", "data.num_classes"} & {*self.keys})
-        return replace(found, word=uncertainty.OTHER_DATA, interval=None, method="") if is_other_data else found
+    def _judge(self, first: Measured, second: Measured) -> Verdict:
+        if not _DATA_KEYS.isdisjoint(self.keys):
+            return Verdict(delta=second.mean - first.mean, word=OTHER_DATA)
+        return judge(first, second)
+
+    def _measured(self, setting: SettingFacts) -> Measured:
+        """Return the values of a setting; of a cell of a sweep without seeds with its per-sample results."""
+        if REPETITION not in self.keys and self.is_best and self.folder is not None:
+            cell = next(one for one in self.cells if setting_of(one.values) == setting.label)
+            facts = readable(partial(read_facts, RunDir(self.folder / cell.name)))
+            if facts is not None and facts.best is not None:
+                return facts.measured()
+        return Measured(values=setting.values, mode=self.monitor_mode)
 
     @property
     def beside_next(self) -> str:
@@ -133,7 +133,10 @@ class SweepFacts:
         known = sorted(
             (one for one in self.by_setting.values() if one.values), key=lambda one: self.sign * (one.mean or 0.0)
         )
-        return self.judged(known[0], known[1]).beside(known[1].label) if self.sign and known[1:] else ""
+        if not self.sign or len(known) < 2:
+            return ""
+        best, following = known[:2]
+        return self._judge(self._measured(following), self._measured(best)).beside(following.label)
 
     @property
     def sign(self) -> float:
@@ -176,9 +179,15 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
             replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
             for cell, beat in zip(cells, beats, strict=True)
         ]
-    keys = tuple(content["keys"])
-    found = SweepFacts(state=state, keys=keys, monitor=metric, monitor_mode=mode, cells=tuple(cells), is_best=is_best)
-    return found.with_samples(sweep, 2)
+    return SweepFacts(
+        state=state,
+        keys=tuple(content["keys"]),
+        monitor=metric,
+        monitor_mode=mode,
+        cells=tuple(cells),
+        is_best=is_best,
+        folder=sweep.path.parent,
+    )
 
 
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:

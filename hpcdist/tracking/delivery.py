@@ -100,10 +100,11 @@ class Delivery:
         tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
-        tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
         if changed := {key: value for key, value in tags.items() if self._sent_facts.tags.get(key) != value}:
             mlflow_run.set_tags(changed)
             self._sent_facts.tags = tags
+            if NOTE_TAG in changed:  # it has replaced the description, which follows it again
+                self._sent_facts.page = ""
             self._sent_facts.save(self.run.journal)
         has_new_end = state.status in ENDED and self._sent_facts.complete != state_key(state)
         if has_new_end and state.ended is not None:
@@ -113,7 +114,7 @@ class Delivery:
                 experiment_table.update(mlflow_run, self.run, state)
         last, self._sent_facts.page = self._sent_facts.page, ""  # after a failure, it is not known what MLflow shows
         try:
-            self._sent_facts.page = self._page.update(mlflow_run, state, config.tracking.tags.get(NOTE_TAG, ""), last)
+            self._sent_facts.page = self._page.update(mlflow_run, state, last)
         finally:
             if self._sent_facts.page != last:
                 self._sent_facts.save(self.run.journal)

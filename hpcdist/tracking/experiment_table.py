@@ -21,7 +21,9 @@ from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
 from hpcdist.review.text import clock, escaped, link, plural, run_page, table, with_code
-from hpcdist.review.uncertainty import LEGEND, Measured, judge
+from hpcdist.review.uncertainty import LEGEND
+from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
+from hpcdist.review.verdict import Measured, judge
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import is_generated
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
@@ -162,7 +164,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
             text = describe_experiment(run.experiment, rows, found, opened.experiment_id, measure)
-            new = below_text_of_user(note, "", text)
+            new = below_text_of_user(note, text)
             if new == note:
                 return
             opened.client.set_experiment_tag(opened.experiment_id, NOTE_TAG, new)
@@ -180,7 +182,7 @@ def _result_of(run: RunDir, state: State) -> Result:
         ranks=state.world_size,
         status=state.status,
         data="" if data is None else dataset_text(data),
-        num_samples=None if facts.best is None else facts.measured().num_samples,
+        num_samples=None if facts.best is None else facts.num_evaluated,
         ended=state.ended or 0.0,
         allocated_s=ledger.allocated_s,
         unit=ledger.unit,
@@ -220,8 +222,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     rows = []
     for group in groups.values():
         group.sort(key=lambda one: (one.value * (1 if one.mode == "min" else -1), one.ended, one.run_id))
-        num = group[0].num_samples if len(group) == 1 else None
-        measured = Measured(values=tuple(one.value for one in group), metric=group[0].metric, num_samples=num)
+        measured = Measured(values=tuple(one.value for one in group), mode=group[0].mode)
         rows.append(Row(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
     return sorted(rows, key=lambda row: (-counts[row.best.kind], row.best.kind, row.order))
@@ -241,7 +242,7 @@ def beside_next(rows: Sequence[Row], measure: Measure) -> str:
     """Return `within noise of the next one (B)`: the best of comparable rows against the next one; empty without it."""
     if len(rows) < 2:
         return ""
-    return judge(measure(rows[1]), measure(rows[0]), len(rows) - 1).beside(f"the next one ({rows[1].short_name})")
+    return judge(measure(rows[1]), measure(rows[0])).beside(f"the next one ({rows[1].short_name})")
 
 
 def describe_experiment(
@@ -264,7 +265,10 @@ def describe_experiment(
             (str(number), link(row.best.name, run_page(experiment_id, row.run_id)), *row.cells) for number, row in shown
         ]
         parts += [f"**{escaped(' · '.join(kind), 600)}**", table(_COLUMNS, lines)]
-    parts.append(escaped(f"{_total(results)}. {_RULE}. {LEGEND}.", 1000))
+    sentences = [_total(results), _RULE, LEGEND]
+    if any(verdicts):
+        sentences.append(VERDICT_LEGEND)
+    parts.append(escaped("".join(f"{sentence}. " for sentence in sentences), 1000))
     others = len(rows) - _MAX_ROWS
     counted = f"{plural(others, 'more result')}: " if others > 0 else ""
     command = f"hpcdist runs --experiment {shlex.quote(experiment)} --sort best"

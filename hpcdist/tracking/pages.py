@@ -163,11 +163,10 @@ class RunPage:
         self._shown: object = None
         self._next = 0.0
 
-    def update(self, opened: MlflowRun, state: State, own_note: str, sent: str) -> str:
+    def update(self, opened: MlflowRun, state: State, sent: str) -> str:
         """Send the page if it has changed. Returns its digest.
 
         Args:
-            own_note: description that the config of the run sets; it precedes the generated one.
             sent: digest of the page in MLflow. If nothing has changed since, no request is made.
         """
         now = time.monotonic()
@@ -180,12 +179,12 @@ class RunPage:
                 facts = with_speeds(facts, read_series(self._run))
             ledger = read_ledger(self._run)
             finding = _cause(self._run, state)
-            text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION - len(own_note))
+            text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION)
         tags = summary_tags(facts, ledger)
-        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags])
+        shown = json.dumps([text, [asdict(one) for one in facts.datasets], tags])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         if digest != sent:
-            set_note(opened, text, own_note=own_note)
+            set_note(opened, text)
             if facts.datasets:
                 with translated(opened.uri):
                     opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
@@ -223,16 +222,16 @@ def as_tracking_error() -> Iterator[None]:
         raise TrackingError(str(error)) from error
 
 
-def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
-    """Set the description of an MLflow run below the text of its user: what is there in MLflow, else `own_note`."""
-    whole = below_text_of_user(opened.current().data.tags.get(NOTE_TAG, ""), own_note, text)
+def set_note(opened: MlflowRun, text: str) -> None:
+    """Set the description of an MLflow run below the text of its user."""
+    whole = below_text_of_user(opened.current().data.tags.get(NOTE_TAG, ""), text)
     with translated(opened.uri):
         opened.client.set_tag(opened.run_id, NOTE_TAG, whole)
 
 
-def below_text_of_user(current: str, own_note: str, text: str) -> str:
-    """Return a description below the text of its user: what precedes the mark in MLflow, else `own_note`."""
-    above = (current.partition(MARK)[0] if current else own_note).strip()
+def below_text_of_user(current: str, text: str) -> str:
+    """Return a description below the text of its user, which precedes the mark in the current description."""
+    above = current.partition(MARK)[0].strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
     # A long text of the user is kept unchanged, and the end of the description left out.
     return whole.encode(errors="replace").decode()[:MAX_TAG]
@@ -311,13 +310,13 @@ class ParentRun:
             # mlflow.json names, at the latest in their next pass.
             with as_tracking_error(), long_lock(self._sweep.path / ".mlflow.lock"):
                 opened, facts = MlflowRun(self._sweep, self._uri), self._sweep.read()
+                # A dict keeps the order of the values.
                 axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
                 for cell in facts["cells"]:
                     for key, value in cell["values"].items():
                         axes[key][text_of(value)] = None
                 of_cell = fixed_tags(self._cell, read_config(self._cell))
                 tags = {key: value for key, value in of_cell.items() if key in _SHARED}
-                tags["hpcdist.axes"] = json.dumps({key: list(texts) for key, texts in axes.items()})
                 # Under the lock: a database rejects a parameter that two processes log at the same time.
                 opened.log_params({key: ", ".join(texts) for key, texts in axes.items()})
                 opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path)})

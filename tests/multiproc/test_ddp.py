@@ -32,8 +32,8 @@ from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, Normalize, Preloade
 from hpcdist.rank.context import Context
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
-from hpcdist.review.uncertainty import parse_npy
 from hpcdist.run.folder import RunDir
+from hpcdist.run.samples import parse_npy
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
 

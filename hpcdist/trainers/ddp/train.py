@@ -31,7 +31,7 @@ from hpcdist.rank.training_loop import (
     settle_buckets,
 )
 from hpcdist.review.figures import MAX_CLASSES, Matrix
-from hpcdist.review.uncertainty import MAX_RESULTS
+from hpcdist.run.samples import MAX_RESULTS
 
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
 """Images, labels, and the weight of their mean loss in the gradient of an optimizer step."""

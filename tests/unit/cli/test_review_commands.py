@@ -21,11 +21,11 @@ from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json, write_json
-from hpcdist.review.uncertainty import npy
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import CAUSES, DatasetRecord, NodeShare, Resources, TrainingRecord, write_training
+from hpcdist.run.samples import npy
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
 from hpcdist.supervisor import local as supervisor_local

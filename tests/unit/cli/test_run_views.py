@@ -264,7 +264,7 @@ def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(m
     started = time.strftime("%m-%d %H:%M", time.localtime(BEGAN + 1))
     assert lines[-3].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
     assert lines[-2].endswith("stopped: paused")
-    assert lines[-1] == "best run by eval/max: exp/one, error unknown against exp/two, +0.25"
+    assert lines[-1] == "best run by eval/max: exp/one, too few seeds to tell from exp/two, +0.25"
 
 
 def test_status_of_a_running_run(console: Console, make: Make) -> None:

@@ -12,9 +12,9 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json, write_json
-from hpcdist.review.uncertainty import npy
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import DatasetRecord, TrainingRecord, write_training
+from hpcdist.run.samples import npy
 from hpcdist.tracking import experiment_table
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.pages import MARK, NOTE_TAG
@@ -58,7 +58,7 @@ def test_results_of_the_same_samples_are_paired_and_equal_values_share_a_place(s
     for time, ones in ((1, 950), (2, 960), (3, 960)):
         end(f"r{time}", ones / 1000, time, ones=ones)
     note = note_of_experiment(scene)
-    assert "equal to the next one (r3) · 3 results" in note
+    assert ", within noise of the next one (r3) · 3 results" in note
     assert re.findall(r"\n\| (\d)&", note) == ["1", "1", "3"]
     raw = experiment_table.Result(
         metric="m", mode="max", value=0.15, data="", num_samples=None, ended=1, allocated_s=1, unit=""
@@ -112,7 +112,7 @@ def test_table_has_the_best_rows_below_text_of_the_user(
     text = note_of_experiment(scene)
     best = "**Best eval/accuracy: 0.970 ± 0.005, [&lt;b&gt;](#"
     assert text.startswith(f"ours: see the wiki\n\n{MARK}\n\n{best}")
-    assert ")**, clear of the next one (first*) · 2 results\n" in text
+    assert ")**, too few seeds to tell from the next one (first*) · 2 results\n" in text
     assert text.index("[&lt;b&gt;]") < text.index("[first*]")
     assert "\n\n`hpcdist runs --experiment exp --sort best` lists all runs, `hpcdist compare A B` " in text
     end("worse", 0.9, 30.0)
