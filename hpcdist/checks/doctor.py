@@ -219,8 +219,6 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         return [ok("nodes", "not run: the run has no nodes at present")]
-    if config.cluster.roles and len(now.facts.nodes.split(",")) > 1 and config.cluster.het is not False:
-        return [note("nodes", "not available while a heterogeneous job runs; see preflight.txt of its attempt")]
     nodes = expand(now.facts.nodes)
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):

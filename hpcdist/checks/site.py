@@ -127,8 +127,8 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
     if all(one.facts.get("Default") != "YES" for one in found.partitions):
         checks.append(note("default", "no partition is the default: set cluster.partition"))
     plugin = found.settings.get("TopologyPlugin", "unknown")
-    use = "keeps groups of N nodes in one block each" if plugin == "topology/block" else "is refused"
-    return [*checks, ok("topology", f"{plugin}: cluster.segment=N {use}")]
+    use = ": cluster.sbatch.segment=N keeps groups of N nodes in one block each" if plugin == "topology/block" else ""
+    return [*checks, ok("topology", f"{plugin}{use}")]
 
 
 def _partition(partition: Partition) -> Check:
@@ -260,7 +260,7 @@ def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
         return ok("file system", f"{text}, of this machine")
     private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE) or kind in storage.IN_MEMORY
     where = "each machine has its own" if private else "of this machine"
-    fix = "set HPCDIST_RUNS_DIR to a shared folder; if the nodes see this one: cluster.shared_runs=true"
+    fix = "set HPCDIST_RUNS_DIR to a shared folder, unless the nodes see this one"
     return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
 
 

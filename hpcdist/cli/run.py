@@ -367,20 +367,20 @@ def submit_run(
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.components import rank_table_lines
     from hpcdist.slurm.job import submit_checks
     from hpcdist.slurm.job.submit import commented, render
+    from hpcdist.slurm.placement import rank_table_lines
 
-    components = rank_table_lines(config)
+    ranks = "\n".join(rank_table_lines(config))
     # The trainer of a run like another one is in the copy of its code.
     cwd = Path.cwd() if like is None else None
     if dry_run:
         submit_checks.check_config(config, cwd)
         script, step = render(config, RunDir(config.folder), flags)
-        say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
+        say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n{commented(ranks)}")
         return 0
     check_submission(config, flags, cwd, force=force)
-    say("\n".join(components))
+    say(ranks)
     if test:
         return 0
     run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, like=like)

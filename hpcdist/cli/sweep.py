@@ -183,15 +183,10 @@ def submit_sweep(
     follow: bool,
 ) -> int:
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
-    from hpcdist.slurm.components import is_het
     from hpcdist.slurm.job import submit
     from hpcdist.slurm.job.submit_checks import check_config
     from hpcdist.tracking.uri import resolve_uri
 
-    if any(is_het(cell.config) for cell in sweep.cells):
-        raise UserMistake(
-            "Slurm does not support arrays of heterogeneous jobs: cluster.het=off places the roles in one allocation"
-        )
     choices = choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
     show_choices(sweep, choices)

@@ -94,8 +94,7 @@ def json_schema() -> dict[str, Any]:
         schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
     cluster = schema["properties"]["cluster"]["properties"]
     cluster["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
-    for section in (cluster, cluster["roles"]["anyOf"][0]["additionalProperties"]["properties"]):
-        section["gpus_per_node"]["anyOf"].append({"type": "string", "pattern": TYPED_GPUS})
+    cluster["gpus_per_node"]["anyOf"].append({"type": "string", "pattern": TYPED_GPUS})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpcdist config",

@@ -222,17 +222,15 @@ def expand_short_forms(tree: dict[str, Any]) -> None:
 
 
 def split_gpus(cluster: object) -> None:
-    """Write typed GPUs in a section `cluster` as number and type, so that another number keeps the type.
+    """Write typed GPUs in the section `cluster` as number and type, so that another number keeps the type.
 
     If the section has another type as well, the text of both stays as a value that is refused.
     """
-    roles = cluster.get("roles") if isinstance(cluster, dict) else None
-    for section in (cluster, *(roles.values() if isinstance(roles, dict) else ())):
-        if isinstance(section, dict) and (typed := re.fullmatch(TYPED_GPUS, str(section.get("gpus_per_node")))):
-            kind, number = typed[1], int(typed[2]) if typed[2].isdecimal() else typed[2]
-            if (other := section.get("gpu_type")) is not None and str(other) != kind:
-                number = f"{typed[0]} beside gpu_type={other}"
-            section |= {"gpu_type": kind, "gpus_per_node": number}
+    if isinstance(cluster, dict) and (typed := re.fullmatch(TYPED_GPUS, str(cluster.get("gpus_per_node")))):
+        kind, number = typed[1], int(typed[2]) if typed[2].isdecimal() else typed[2]
+        if (other := cluster.get("gpu_type")) is not None and str(other) != kind:
+            number = f"{typed[0]} beside gpu_type={other}"
+        cluster |= {"gpu_type": kind, "gpus_per_node": number}
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

@@ -72,7 +72,7 @@ def flags(section: object, *names: str) -> list[str]:
     ]
 
 
-def gpu_type(section: RoleRequest | ClusterConfig) -> list[str]:
+def gpu_type(section: ClusterConfig) -> list[str]:
     """Return the problem of a type that is not one of a GPU, such as `gpu:a100` or `a100,h100`."""
     kind = section.gpu_type
     if kind is None or (kind != "gpu" and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", kind)):
@@ -152,29 +152,16 @@ class EnvironmentConfig(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleRequest(ConfigSection):
-    """Resources of one role's ranks that differ from those of `cluster`; null keeps the value of `cluster`."""
+    """Nodes of one role's ranks inside the allocation, and its resources; null keeps the value of `cluster`."""
 
     nodes: int | None = number(None, least=1, most=MAX_RANKS)
     """Number of nodes for this role; null derives it from its number of ranks and tasks_per_node."""
     tasks_per_node: int | None = number(None, least=1, most=MAX_PER_NODE)
     """Ranks of this role on each of its nodes; null derives it from its number of ranks and nodes."""
     gpus_per_node: int | None = number(None, least=0)
-    """GPUs on each of its nodes, or `a100:4`; 0 also hides the GPUs of a shared machine from its ranks."""
-    gpu_type: str | None = None
-    """Type of its GPUs."""
+    """GPUs on each of its nodes; 0 also hides the GPUs of a shared machine from its ranks."""
     cpus_per_task: int | None = number(None, least=1)
     """CPU cores per rank."""
-    mem: str | None = None
-    """Memory on each of its nodes."""
-    partition: str | None = None
-    """Partition of its nodes."""
-    constraint: str | None = None
-    """Required features of its nodes."""
-    sbatch: dict[str, str] = field(default_factory=dict)
-    """Additional options of sbatch for its component of a heterogeneous job, by their long names."""
-
-    def problems(self) -> list[str]:
-        return one_line(self, "mem", "partition", "constraint", "sbatch") + flags(self, "sbatch") + gpu_type(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,22 +194,12 @@ class ClusterConfig(ConfigSection):
     """Time limit of the job in minutes; a longer run saves a checkpoint, requeues itself and continues."""
     signal_lead_s: int = number(120, least=0)
     """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
-    max_requeues: int = number(50, least=0)
-    """Number of restarts of the job, preemptions included, after which hpcdist requeues it no more."""
-    requeue: Literal["normal", "expedite"] = "normal"
-    """`expedite` restarts the job before all others after the failure of a node; needs Slurm 25.11."""
-    segment: int | None = number(None, least=1)
-    """Nodes of each group that lies in one block of the network (`sbatch --segment`); needs topology/block."""
     constraint: str | None = None
     """Required node features (`sbatch --constraint`)."""
     exclude: str | None = None
     """Nodes to exclude (`sbatch --exclude`)."""
-    shared_runs: bool = False
-    """Skip the check that all nodes share `runs_dir`, whose file system type does not show it."""
     roles: dict[str, RoleRequest] = field(default_factory=dict)
-    """Resources of single roles; roles without an entry use the values of this section."""
-    het: bool | None = None
-    """Submit a heterogeneous job instead of one allocation; null does so if roles request different hardware."""
+    """Nodes of single roles in the allocation, each of which has the maximum of what the roles request."""
     sbatch: dict[str, str] = field(default_factory=dict)
     """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
     srun: dict[str, str] = field(default_factory=dict)

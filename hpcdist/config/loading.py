@@ -205,8 +205,8 @@ def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Orig
         else:
             created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
             origins[".".join(path[:created])] = _COMMAND_LINE
-            if path[-1] == "gpus_per_node" and (typed := re.fullmatch(document.TYPED_GPUS, raw)):
-                document.insert(tree, [*path[:-1], "gpu_type"], typed[1])
+            if key == "cluster.gpus_per_node" and (typed := re.fullmatch(document.TYPED_GPUS, raw)):
+                document.insert(tree, ["cluster", "gpu_type"], typed[1])
                 raw = typed[2]
             if not document.insert(tree, path, _override_value(path, raw)):
                 problems.append(f"{key}: a part of this path is a value already, not a section")
@@ -302,7 +302,7 @@ def _types() -> dict[str, str]:
 def _sentences(key: str, value: object) -> list[str]:
     if (removed := removal(key, value)) is not None:
         return [removed]
-    if key.startswith("cluster.") and key.endswith(".gpus_per_node"):
+    if key == "cluster.gpus_per_node":
         return [f"{key} must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {shown(value)}"]
     role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
     known = {

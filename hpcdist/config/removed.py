@@ -88,6 +88,29 @@ REMOVED_KEYS: dict[str, Removed] = {
     "hybrid.num_numeric_columns": Removed(instead="the synthetic log always has 4 numeric features", default=4),
     "hybrid.export_max_mb": Removed(instead="a model is exported if its tables have at most 256 MB", default=256.0),
     "rnn.eval_fraction": Removed(instead="a twentieth of the text is always for the evaluation", default=0.05),
+    "cluster.het": Removed(
+        instead="all roles share one allocation; cluster.roles.ROLE.nodes and tasks_per_node place them in it"
+    ),
+    "cluster.roles.*.partition": Removed(
+        instead="all roles share one allocation; cluster.partition applies to all of its nodes"
+    ),
+    "cluster.roles.*.constraint": Removed(
+        instead="all roles share one allocation; cluster.constraint applies to all of its nodes"
+    ),
+    "cluster.roles.*.sbatch": Removed(
+        instead="all roles share one allocation; cluster.sbatch applies to all of its nodes", default={}
+    ),
+    "cluster.roles.*.gpu_type": Removed(
+        instead="all roles share one allocation; cluster.gpu_type applies to all of its nodes"
+    ),
+    "cluster.roles.*.mem": Removed(instead="all roles share one allocation; cluster.mem applies to all of its nodes"),
+    "cluster.shared_runs": Removed(
+        instead="a local disk is only a warning; submit with --force if the nodes share a folder such as /tmp",
+        default=False,
+    ),
+    "cluster.segment": Removed(instead="use cluster.sbatch.segment=N"),
+    "cluster.requeue": Removed(instead="use cluster.sbatch.requeue=expedite", default="normal"),
+    "cluster.max_requeues": Removed(instead="hpcdist requeues a job until it has been restarted 50 times", default=50),
 }
 
 #: Values that a key no longer takes, by dotted key and value.

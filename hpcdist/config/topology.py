@@ -195,7 +195,6 @@ def _from_slurm(variables: Variables) -> Topology:
     seen = variables.shown(names)
     if len(hosts) != len(tasks):
         raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
-    hosts, tasks = _in_component_order(variables, hosts, tasks)
     if sum(tasks) != variables.number(count_name):
         raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, but {count_name} differs ({seen})")
     if node_rank >= len(hosts):
@@ -220,17 +219,6 @@ def _from_slurm(variables: Variables) -> Topology:
         **_rendezvous(variables, hosts[0], job_id, attempt),
         launcher="slurm",
     )
-
-
-def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]) -> tuple[list[str], list[int]]:
-    """Return the nodes of a heterogeneous step in the order of SLURM_NODEID, which is by component, not by name."""
-    size = variables.number("SLURM_HET_SIZE", 0)
-    groups = [name for index in range(size) if variables.has(name := f"SLURM_JOB_NODELIST_HET_GROUP_{index}")]
-    counts = dict(zip(hosts, tasks, strict=True))
-    ordered = [host for name in groups for host in variables.parsed(name, expand) if host in counts]
-    if sorted(ordered) != sorted(hosts):  # another step, or incomplete environment variables
-        return hosts, tasks
-    return ordered, [counts[host] for host in ordered]
 
 
 # Roles of ranks: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the observers.

@@ -42,8 +42,8 @@ from hpcdist.host.machine import driver_problem, source_digest, versions
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.snapshot import git_root
-from hpcdist.slurm.components import components
 from hpcdist.slurm.on_nodes import lines_of_task, task_words
+from hpcdist.slurm.placement import requested_cluster
 
 # The containers of ranks: from config to ContainerSpec, and the checks before submission.
 
@@ -66,7 +66,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
     same = [Mount(source=str(path), target=str(path)) for path in paths if str(path) not in taken]
     names = [*config.cluster.env, *config.launch.env, *secrets_of(config)]
     env = [*PASSED, *container.env, *(name for name in names if name not in WITHHELD)]
-    uses_gpus = any(part.gpus_per_node for part in components(config)) and config.launch.device != "cpu"
+    uses_gpus = requested_cluster(config).gpus_per_node > 0 and config.launch.device != "cpu"
     return ContainerSpec(
         runtime=container.runtime,
         image=container.image,
@@ -212,16 +212,12 @@ _FIXES = (
 )
 
 
-def image_probe(
-    spec: ContainerSpec, env: Mapping[str, str], *, het: bool = False
-) -> tuple[ContainerCommand, dict[str, str]]:
+def image_probe(spec: ContainerSpec, env: Mapping[str, str]) -> tuple[ContainerCommand, dict[str, str]]:
     """Return the command that starts the image without mounts (the run folder may not exist yet) and prints facts.
 
     Its environment has no PYTHONPATH, because the image's own code is examined.
     """
-    # Some components of a heterogeneous job may have no GPUs; the driver's version is visible without them.
-    gpus = "" if het else spec.gpus
-    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",), gpus=gpus)
+    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",))
     outer = {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
     return container_command(bare, [spec.python, "-c", _PROBE]), outer
 
@@ -417,11 +413,10 @@ class ContainerSteps(NoContainers):
         run: RunDir,
         env: Mapping[str, str],
         *,
-        het: bool = False,
         present: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._spec, self._run, self._env = spec, run, dict(env)
-        self._het, self._present = het, present
+        self._present = present
         self._checked = False
         #: Whether a signal to a step, also of an earlier supervisor, may have ended pyxis' work on its containers.
         self._interrupted = True
@@ -437,13 +432,12 @@ class ContainerSteps(NoContainers):
         if self._checked:
             return
         make_mount_points(self._spec)
-        facts: dict[str, Any] = {}
-        for group, nodes in self._nodes():
-            probe, env = image_probe(self._spec, self._env, het=self._het)
-            task = [*probe.srun_flags, *probe.argv]
-            step = ["srun", *task_words(nodes, task, CONTAINERS_STEP, {**group, "label": True})]
-            done = run_within(step, PROBE_TIMEOUT_S, env=env)
-            facts = check_image_on_nodes(self._spec, nodes, done.stdout, done.stderr)
+        nodes, flags = self._nodes()
+        probe, env = image_probe(self._spec, self._env)
+        task = [*probe.srun_flags, *probe.argv]
+        step = ["srun", *task_words(nodes, task, CONTAINERS_STEP, {**flags, "label": True})]
+        done = run_within(step, PROBE_TIMEOUT_S, env=env)
+        facts = check_image_on_nodes(self._spec, nodes, done.stdout, done.stderr)
         self._checked = True
         write_json(
             self._run.container,
@@ -471,11 +465,10 @@ class ContainerSteps(NoContainers):
         if not (self._spec.outlives_step or (self._interrupted and self._spec.runtime == "pyxis")):
             return
         command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))
-        for group, nodes in self._nodes():
-            step = ["srun", *task_words(nodes, command, CONTAINERS_STEP, group)]
-            done = run_within(step, 30.0, env=self._env)
-            if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
-                log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
+        nodes, flags = self._nodes()
+        done = run_within(["srun", *task_words(nodes, command, CONTAINERS_STEP, flags)], 30.0, env=self._env)
+        if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
+            log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         path = attempt.log(rank)
@@ -518,16 +511,11 @@ class ContainerSteps(NoContainers):
                     found[rank] = _with_signal(code)
         return found
 
-    def _nodes(self) -> list[tuple[Mapping[str, Any], list[str]]]:
-        """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
+    def _nodes(self) -> tuple[list[str], Mapping[str, Any]]:
+        """Return the nodes on which steps can run, in Slurm's order, and the flags of srun that choose them."""
         if present := self._present():
-            return [({"nodelist": ",".join(present)}, list(present))]
-        if not self._het:
-            return [({}, expand(self._env["SLURM_JOB_NODELIST"]))]
-        size = int(self._env["SLURM_HET_SIZE"])
-        return [
-            ({"het-group": index}, expand(self._env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(size)
-        ]
+            return list(present), {"nodelist": ",".join(present)}
+        return expand(self._env["SLURM_JOB_NODELIST"]), {}
 
 
 def _with_signal(code: int) -> int:

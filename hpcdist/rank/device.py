@@ -128,7 +128,7 @@ def listed(names: Sequence[str]) -> str:
 def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
     """Return the ranks on this rank's node, ordered by local rank."""
     if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
-        # Correct for every --distribution and for heterogeneous steps.
+        # Correct for every --distribution.
         return Variables(env, SLURM_FIX).parsed("SLURM_GTIDS", _numbers)
     first = topology.rank - topology.local_rank
     return list(range(first, first + topology.local_world_size))

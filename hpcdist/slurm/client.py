@@ -110,10 +110,10 @@ def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     return {job: info for job in job_ids if (info := output.parse_squeue(text, job)) is not None}
 
 
-def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
-    """Return the records of a job's components, the leader first; empty if Slurm does not know the job."""
+def job_record(job_id: str, *, retry_s: float = 0.0) -> dict[str, str]:
+    """Return the controller's record of a job; empty if Slurm does not know the job."""
     text = run("scontrol", "show", "job", "--oneliner", job_id, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
-    return output.parse_records(text)
+    return output.parse_record(text)
 
 
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
@@ -260,37 +260,34 @@ class CurrentJob:
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Return the current job. Raises HpcdistError outside of a job, or if the controller does not answer."""
         job_id = job_id_of(env)
-        records = job_records(job_id, retry_s=JOB_RETRY_S)
-        if not records:
+        record = job_record(job_id, retry_s=JOB_RETRY_S)
+        if not record:
             raise HpcdistError(f"Slurm does not know job {job_id}, the one in SLURM_JOB_ID")
-        leader = records[0]
-        ends = [end for record in records if (end := parse_time(record.get("EndTime"))) is not None]
         return cls(
             id=job_id,
-            restart_count=_restart_count(records),
-            end_time=min(ends, default=None),
-            time_limit_min=output.parse_minutes(leader.get("TimeLimit", "")),
-            may_requeue=leader.get("Requeue") != "0",
-            partition=leader.get("Partition", ""),
-            nodes=_expand_nodes(leader.get("NodeList")),
-            excluded=_expand_nodes(leader.get("ExcNodeList")),
+            restart_count=_restart_count(record),
+            end_time=parse_time(record.get("EndTime")),
+            time_limit_min=output.parse_minutes(record.get("TimeLimit", "")),
+            may_requeue=record.get("Requeue") != "0",
+            partition=record.get("Partition", ""),
+            nodes=_expand_nodes(record.get("NodeList")),
+            excluded=_expand_nodes(record.get("ExcNodeList")),
         )
 
     def allocated(self) -> tuple[str, ...]:
         """Return the nodes that belong to the job now; empty if Slurm does not say."""
-        records = job_records(self.id)
-        return _expand_nodes(records[0].get("NodeList")) if records else ()
+        return _expand_nodes(job_record(self.id).get("NodeList"))
 
     def is_requeued(self) -> bool:
         """Return whether Slurm has requeued the job since this start of it (after a preemption or a node failure)."""
-        return _restart_count(job_records(self.id)) > self.restart_count
+        return _restart_count(job_record(self.id)) > self.restart_count
 
     def is_ending(self) -> bool:
         """Return whether Slurm is ending the job before its time limit: a cancellation, a preemption or a requeue."""
         if self.end_time is not None and time.time() >= self.end_time:
             return False
-        states = [record.get("JobState", "RUNNING") for record in job_records(self.id)]
-        return bool(states) and states[0] not in _BATCH_STEP_CONTINUES
+        state = job_record(self.id).get("JobState")
+        return state is not None and state not in _BATCH_STEP_CONTINUES
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
         """Requeue the job, without some nodes. SIGTERM is ignored from now on, so that the state gets written."""
@@ -320,9 +317,8 @@ class CurrentJob:
         return len(candidates) >= len(self.nodes)
 
 
-def _restart_count(records: Sequence[Mapping[str, str]]) -> int:
-    # Slurm requeues all components of a job or none.
-    return output.parse_count(records[0].get("Restarts", "0")) or 0 if records else 0
+def _restart_count(record: Mapping[str, str]) -> int:
+    return output.parse_count(record.get("Restarts", "0")) or 0
 
 
 def _expand_nodes(text: str | None) -> tuple[str, ...]:
@@ -332,10 +328,7 @@ def _expand_nodes(text: str | None) -> tuple[str, ...]:
 
 def running_steps(*, retry_s: float = 0.0) -> dict[str, str]:
     """Return the steps of the current job that have not ended: names by step id."""
-    # A step over several components is one step in each of them.
-    size = int(os.environ.get("SLURM_HET_SIZE") or 0)
-    ids = [os.environ[f"SLURM_JOB_ID_HET_GROUP_{index}"] for index in range(size)] or [job_id_of(os.environ)]
-    command = ("squeue", "--steps", f"--jobs={','.join(ids)}", "--noheader", "--format=%i %j")
+    command = ("squeue", "--steps", f"--jobs={job_id_of(os.environ)}", "--noheader", "--format=%i %j")
     text = run(*command, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
     return dict(line.strip().partition(" ")[::2] for line in text.splitlines())
 

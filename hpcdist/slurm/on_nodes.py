@@ -37,18 +37,8 @@ _LINE = re.compile(rf"{_MARK} (\S+)(?: ([0-9]{{1,6}})/([0-9]{{1,6}}) (.*))?")
 class JobNodes:
     """The nodes of a job on which a step runs."""
 
-    by_component: Sequence[Sequence[str]]
-    het: bool = False  #: whether the job is heterogeneous
+    names: Sequence[str]
     chosen: bool = False  #: whether the allocation may have more nodes
-
-    @property
-    def names(self) -> list[str]:
-        return [node for own in self.by_component for node in own]
-
-    @property
-    def groups(self) -> Sequence[Sequence[str]]:
-        """The nodes of each part of a step, which has a part for each component of a heterogeneous job."""
-        return self.by_component if self.het else [self.names]
 
 
 class Answers(NamedTuple):
@@ -68,7 +58,7 @@ def srun_words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def task_words(nodes: Sequence[str], command: Sequence[str], name: str, flags: Mapping[str, Any]) -> list[str]:
-    """Return the words behind `srun`, or those of one component, for one task on each node beside other steps."""
+    """Return the words behind `srun` for one task on each node beside other steps."""
     count = len(nodes)
     own = {"job-name": name, "overlap": True, "nodes": count, "ntasks": count, "ntasks-per-node": 1}
     return [*srun_words({**own, "cpus-per-task": 1, "input": "none", **flags}), *command]
@@ -76,11 +66,8 @@ def task_words(nodes: Sequence[str], command: Sequence[str], name: str, flags: M
 
 def nodes_command(nodes: JobNodes, command: Sequence[str]) -> list[str]:
     """Return the step that runs a command on each node of the current job."""
-    words = ["srun"]
-    for index, own in enumerate(nodes.groups):
-        words += [":"] * (index > 0) + [f"--het-group={index}"] * nodes.het
-        words += task_words(own, command, NODES_STEP, {"nodelist": ",".join(own) if nodes.chosen else None})
-    return words
+    flags = {"nodelist": ",".join(nodes.names) if nodes.chosen else None}
+    return ["srun", *task_words(nodes.names, command, NODES_STEP, flags)]
 
 
 def announced(command: Sequence[str]) -> list[str]:
@@ -147,7 +134,7 @@ def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
 
 
 def lines_of_task(text: str, task: int) -> str:
-    """Return the lines of a task in output with `srun --label`. Labels are wrong in a heterogeneous step (22.05)."""
+    """Return the lines of a task in output with `srun --label`."""
     return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
 
 

@@ -25,7 +25,7 @@ def parse_record(line: str) -> dict[str, str]:
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """Return the records of `scontrol --oneliner`, one per line. A heterogeneous job has one for each component."""
+    """Return the records of `scontrol --oneliner`, one per line."""
     return [parse_record(line) for line in text.splitlines() if line.strip()]
 
 
@@ -290,22 +290,21 @@ class JobInfo:
 
 
 def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
-    """Return a job from `scontrol --oneliner show job`; of a heterogeneous job the first component with all nodes."""
+    """Return a job from `scontrol --oneliner show job`."""
     records = [record for record in parse_records(text) if "JobId" in record]
     task = job_id.partition("_")[2]
-    records = [record for record in records if not task or record.get("ArrayTaskId") == task] or records
+    of_task = [record for record in records if not task or record.get("ArrayTaskId") == task]
     if not records:
         return None
-    first = records[0]
-    nodes = ",".join(filter(None, (parse_text(record.get("NodeList")) for record in records)))
-    return _job_info(job_id, first | {"NodeList": nodes}, restarts=parse_count(first.get("Restarts", "0")) or 0)
+    record = (of_task or records)[0]
+    return _job_info(job_id, record, restarts=parse_count(record.get("Restarts", "0")) or 0)
 
 
 def parse_squeue(text: str, job_id: str) -> JobInfo | None:
     """Return a job from lines of squeue with SQUEUE_FIELDS."""
     for line in text.splitlines():
         facts = dict(zip(_SQUEUE_KEYS, line.split("|", 7), strict=False))  # fewer in a line of another format
-        if facts["JobId"] in (job_id, f"{job_id}+0") and len(facts) == len(_SQUEUE_KEYS):
+        if facts["JobId"] == job_id and len(facts) == len(_SQUEUE_KEYS):
             return _job_info(job_id, facts)
     return None
 
@@ -316,7 +315,7 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     for line in text.splitlines():
         row = dict(zip(_SACCT_KEYS, line.split("|"), strict=False))  # fewer in a line of another format
         found_id, dot, _ = row["JobId"].partition(".")
-        if found_id not in (job_id, f"{job_id}+0") or len(row) < len(_SACCT_KEYS):
+        if found_id != job_id or len(row) < len(_SACCT_KEYS):
             continue
         row["JobState"] = (row["JobState"].split() or ["UNKNOWN"])[0].rstrip("+")  # without `by UID`, and `CANCELLED+`
         if not dot and starts and starts[-1][0]["JobState"] == "RESIZING":
@@ -383,21 +382,19 @@ class AccountedStart:
 def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     """Return the starts of a job from `sacct --duplicates`, oldest first.
 
-    The components of a heterogeneous job start together and count as one start, and so do the sizes of a job that has
-    lost nodes, with the nodes and cores of its begin. Times in which the job only waited are left out.
+    A job that has lost nodes has a record for each size. These count as one start, with the nodes and cores of its
+    begin. Times in which the job only waited are left out.
     """
     fields = START_FIELDS.split(",")
     rows = [dict(zip(fields, line.split("|"), strict=False)) for line in text.splitlines()]
     # Without lines of another format.
-    rows = [row for row in rows if len(row) == len(fields) and row["JobID"].partition("+")[0] == job_id]
-    is_het = any("+" in row["JobID"] for row in rows)
+    rows = [row for row in rows if len(row) == len(fields) and row["JobID"] == job_id]
     parsed = [start for row in rows if (start := _parse_start(row)) is not None]
     starts: list[AccountedStart] = []
     for start in sorted(parsed, key=lambda start: start.began):
         last = starts[-1] if starts else None
-        # Components start in the same second. A job that has lost nodes has a record for each size.
-        if last is not None and (start.began == last.began if is_het else last.state == "RESIZING"):
-            starts[-1] = _joined(last, start, is_het=is_het)
+        if last is not None and last.state == "RESIZING":
+            starts[-1] = _joined(last, start)
             continue
         # Slurm submits a requeued job again when it has cleaned up all of its nodes, some seconds after the job's end.
         # It may give the id of an old job to another one.
@@ -428,11 +425,8 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
     )
 
 
-def _joined(one: AccountedStart, other: AccountedStart, *, is_het: bool) -> AccountedStart:
-    energies = [start.energy_j for start in (one, other) if start.energy_j is not None]
-    one = replace(one, energy_j=sum(energies) if energies else None)
-    if not is_het:
-        return replace(one, ended=other.ended, state=other.state)
-    nodes = ",".join(filter(None, (one.nodes, other.nodes)))
-    ended = max(one.ended, other.ended) if one.ended is not None and other.ended is not None else None
-    return replace(one, ended=ended, nodes=nodes, cores=one.cores + other.cores, gpus=one.gpus + other.gpus)
+def _joined(start: AccountedStart, smaller: AccountedStart) -> AccountedStart:
+    """Return a start with the end, the state and the energy of its next record, after the loss of nodes."""
+    energies = [record.energy_j for record in (start, smaller) if record.energy_j is not None]
+    energy_j = sum(energies) if energies else None
+    return replace(start, ended=smaller.ended, state=smaller.state, energy_j=energy_j)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_cluster import DevCluster, dev_cluster
+from slurm_cluster import dev_cluster, shared_folder
 from slurm_runs import SlurmRuns
 
 NUM_NODES = 16
@@ -25,15 +25,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def sixteen_nodes() -> Iterator[DevCluster]:
-    with dev_cluster(NUM_NODES) as cluster:
-        yield cluster
+def runs(empty_database: Path) -> Iterator[SlurmRuns]:
+    with dev_cluster(NUM_NODES) as cluster, shared_folder() as root:
+        yield SlurmRuns(root, empty_database, cluster)
 
 
-def test_32_ranks_on_16_nodes_all_reduce_and_train(
-    tmp_path: Path, empty_database: Path, sixteen_nodes: DevCluster
-) -> None:
-    runs = SlurmRuns(tmp_path, empty_database, sixteen_nodes)
+def test_32_ranks_on_16_nodes_all_reduce_and_train(runs: SlurmRuns) -> None:
     name = "many"
     job = runs.submit(
         name,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import DevCluster, dev_cluster
+from slurm_cluster import DevCluster, dev_cluster, shared_folder
 from slurm_faults import SUBJECTS, Cell, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns
 
@@ -38,9 +38,10 @@ def cancel_jobs_of_module(devcluster: DevCluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, devcluster: DevCluster) -> SlurmRuns:
+def slurm_runs(empty_database: Path, devcluster: DevCluster) -> Iterator[SlurmRuns]:
     """One folder for the runs of all tests; run names are unique across tests."""
-    return SlurmRuns(tmp_path_factory.mktemp("slurm_runs"), empty_database, devcluster)
+    with shared_folder() as root:
+        yield SlurmRuns(root, empty_database, devcluster)
 
 
 @pytest.fixture(scope="session")

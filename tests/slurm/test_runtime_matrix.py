@@ -236,7 +236,7 @@ def _podman(case: RuntimeCase, containers: Containers, runs: UserRuns) -> Iterat
 @pytest.fixture(scope="module")
 def user_runs(devcluster: DevCluster, empty_database: Path) -> Iterator[UserRuns]:
     """Runs of the user, in a folder that all users can enter, unlike those of pytest."""
-    folder = Path(tempfile.mkdtemp(prefix="hpcdist-user-"))
+    folder = Path(tempfile.mkdtemp(prefix="hpcdist-user-", dir=devcluster_settings.STATE.parent))
     folder.chmod(0o755)
     program = user_program(folder / "python")
     (folder / "home").mkdir()

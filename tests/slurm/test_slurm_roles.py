@@ -1,4 +1,4 @@
-"""Roles on different nodes: a heterogeneous job. `test_slurm_trainers.py` has roles in one allocation."""
+"""Roles on different nodes of one allocation: placement, and restarts after a killed rank and after a dead node."""
 
 import os
 import signal
@@ -25,9 +25,7 @@ ROLES = [
     "launch.devices.worker=cpu",  # the dev cluster's GPUs are not real
 ]
 #: One node for the server, two nodes with GPUs for the workers.
-HET = ["cluster.roles.server.gpus_per_node=0", "cluster.gpus_per_node=2"]
-#: The order by component differs from the order by name.
-SERVER_ON_THE_LAST_NODE = ["cluster.roles.server.sbatch.nodelist=n4"]
+PLACED = ["cluster.roles.server.gpus_per_node=0", "cluster.gpus_per_node=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,85 +86,53 @@ def assert_recovered(runs: SlurmRuns, name: str, job: str, control: str, resumed
     runs.assert_no_process_left(name)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("select", ["CR_Core", "CR_Core,CR_LLN"])
-def test_roles_in_one_allocation_start_on_their_nodes(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, select: str
-) -> None:
-    """srun places the ranks by a file (`--distribution=arbitrary`), also with blocks and with CR_LLN."""
-    if "LLN" in select and slurm_release() < (23, 11):
-        pytest.skip("this Slurm reads SelectTypeParameters at its start only")
-    name = f"one-allocation-{len(select)}"
-    keys = ["roles.worker=2", "cluster.het=off", "cluster.roles.server.nodes=1", "cluster.roles.worker.nodes=1"]
-    keys += ["cluster.segment=2"] if devcluster.settings.topology == "block" else []
-    with devcluster.setting("SelectTypeParameters", select):
-        settings = parse_settings(devcluster.run("scontrol", "show", "config"))
-        assert settings["SelectTypeParameters"] == select.upper()
-        arguments = slurm_runs.config(name, *ROLES, *keys)
-        code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
-        assert code == 0, output
-        state = slurm_runs.wait_end(name, slurm_runs.job_id(name))
-    assert state.status == "finished", f"{state}\n{slurm_runs.job_log(name)}"
-    rows = placement(slurm_runs, name, state.attempt)
-    first, second = rows[0][4], rows[-1][4]
-    assert [(row[2], row[4], row[5]) for row in rows] == [
-        ("server", first, 0),
-        *(("worker", second, index) for index in range(2)),
-    ]
-    assert first != second
-    if devcluster.settings.topology == "block":
-        assert (first, second) in (("n1", "n2"), ("n3", "n4")), "one block"
-
-
-@pytest.mark.faults
-def test_killed_rank_of_the_second_component_restarts_in_place(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
-) -> None:
-    name = "het-rank-killed"
-    job, output = submit_held(slurm_runs, name, *HET, *SERVER_ON_THE_LAST_NODE)
-    assert "1-4   worker:0-3  cpu     component 1: 2 nodes × 2, 2 GPUs each, partition main\n" in output
-    assert table_of(slurm_runs, name) == ["0 server:0 cpu n4", "1-2 worker:0-1 cpu n1", "3-4 worker:2-3 cpu n2"]
+def test_killed_rank_restarts_on_its_node(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+    """srun places the ranks by a file (`--distribution=arbitrary`)."""
+    name = "roles-rank-killed"
+    job, output = submit_held(slurm_runs, name, *PLACED)
+    assert "0     server:0    cpu     1 node × 1, partition main\n" in output
+    assert "1-4   worker:0-3  cpu     2 nodes × 2, 2 GPUs each, partition main\n" in output
+    assert devcluster.job(job)["NumNodes"] == "3"
+    assert table_of(slurm_runs, name) == ["0 server:0 cpu n1", "1-2 worker:0-1 cpu n2", "3-4 worker:2-3 cpu n3"]
     os.kill(int((slurm_runs.attempt(name).path / "held-3").read_text()), signal.SIGKILL)
     slurm_runs.release(name)
     assert_recovered(slurm_runs, name, job, control, SAVED_AT)
     assert devcluster.job(job)["Restarts"] == "0"
-    # srun numbers the tasks of each component from 0: it reports task 2 for this rank.
-    assert "rank 3 (worker:2) on n2 was killed by SIGKILL, last heartbeat at step " in slurm_runs.job_log(name)
+    assert "rank 3 (worker:2) on n3 was killed by SIGKILL, last heartbeat at step " in slurm_runs.job_log(name)
     for attempt in (1, 2):
-        assert placement(slurm_runs, name, attempt) == expected_placement("n4", "n1", "n2")
+        assert placement(slurm_runs, name, attempt) == expected_placement("n1", "n2", "n3")
 
 
 @pytest.mark.faults
-def test_preemption_of_one_component_requeues_the_heterogeneous_job(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
-) -> None:
-    name = "het-preempted"
-    job, _ = submit_held(slurm_runs, name, *HET)
-    high = devcluster.start_high_priority_job("--nodelist=n3")
-    slurm_runs.wait_stop_request(name)
-    slurm_runs.release(name)
-    saved = slurm_runs.wait_queued_again(name)
-    assert saved >= HOLD_STEP
-    devcluster.wait_job_state(high, "COMPLETED")
-    slurm_runs.start_now(job)
-    assert_recovered(slurm_runs, name, job, control, saved)
+def test_roles_are_placed_if_slurm_prefers_idle_nodes(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    """With CR_LLN the nodes of an allocation may have another order."""
+    if slurm_release() < (23, 11):
+        pytest.skip("this Slurm reads SelectTypeParameters at its start only")
+    name = "roles-least-loaded"
+    keys = ["roles.worker=2", "cluster.roles.server.nodes=1", "cluster.roles.worker.nodes=1"]
+    with devcluster.setting("SelectTypeParameters", "CR_Core,CR_LLN"):
+        settings = parse_settings(devcluster.run("scontrol", "show", "config"))
+        assert settings["SelectTypeParameters"] == "CR_CORE,CR_LLN"
+        code, output = slurm_runs.command("submit", *slurm_runs.config(name, *ROLES, *keys), "--cluster", "devcluster")
+        assert code == 0, output
+        state = slurm_runs.wait_end(name, slurm_runs.job_id(name))
+    assert state.status == "finished", f"{state}\n{slurm_runs.job_log(name)}"
+    server, *workers = placement(slurm_runs, name, state.attempt)
+    assert (server[2], server[5]) == ("server", 0)
+    assert [(row[2], row[5]) for row in workers] == [("worker", 0), ("worker", 1)]
+    assert {row[4] for row in workers}.isdisjoint({server[4]})
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", ["n1", "n3"])
-def test_heterogeneous_job_restarts_without_its_dead_node(
+def test_job_restarts_without_its_dead_node(
     slurm_runs: SlurmRuns, devcluster: DevCluster, control: str, victim: str
 ) -> None:
-    """n1 is the batch host and the server's node, n3 is a worker node.
-
-    If n1 dies, the supervisor dies, too, and Slurm requeues only the first component: the watchdog requeues the rest.
-    """
-    name = f"het-dead-{victim}"
-    job, _ = submit_held(slurm_runs, name, *HET)
+    """n1 is the batch host and the server's node, n3 is a worker node. If n1 dies, the supervisor dies, too."""
+    name = f"roles-dead-{victim}"
+    job, _ = submit_held(slurm_runs, name, *PLACED)
     cluster.kill_node(devcluster.layout, victim)
     slurm_runs.release(name)
     slurm_runs.wait_restarted(job)
     assert_recovered(slurm_runs, name, job, control, SAVED_AT)
     assert victim not in {row[4] for row in placement(slurm_runs, name, 2)}
-    log = (devcluster.layout.logs / "slurmctld.log").read_text()
-    assert f"requeue job JobId={job}+{0 if victim == 'n1' else 1}(" in log, "requeued because of the node failure"

@@ -4,21 +4,21 @@ The trainers run at the same time, since the tests mostly wait. `make test` runs
 `SLOW`, `make faults` has the others.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from hpcdist_runs import assert_states_equal, listening, mlflow_runs, repair_trainer, wait_for
-from slurm_cluster import WAIT_S, DevCluster
+from slurm_cluster import WAIT_S, DevCluster, shared_folder
 from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.devcluster import settings
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
-#: Its ranks listen for RPC connections. Its job is heterogeneous.
+#: Its ranks listen for RPC connections.
 ALWAYS = "rnn"
 #: On one machine, tests/multiproc stops `pipeline` and `hybrid`, and kills a rank of `rl`.
 SLOW = ("pipeline",)
@@ -50,14 +50,14 @@ CASES = {
         Case(
             *("rl_cartpole", "rl", "cartpole", 5, 80),
             words("rl.num_envs=4 rl.num_rollout_steps=16 rl.num_eval_episodes=2 stop.max_steps=80 stop.threshold=1e9"),
-            words("cluster.roles.agent.nodes=1 cluster.roles.observer.nodes=1 cluster.het=off"),
+            words("cluster.roles.agent.nodes=1 cluster.roles.observer.nodes=1"),
         ),
         Case(
             *("rnn_lm", "rnn", "language", 5, 80),
             words(
                 "rnn.max_corpus_mb=0.1 rnn.vocab_size=300 rnn.embedding_size=16 rnn.hidden_size=16 stop.max_steps=80"
             ),
-            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1 cluster.het=on"),
+            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1"),
             shards=(1,),
         ),
         Case(
@@ -71,7 +71,7 @@ CASES = {
         Case(
             *("hybrid_clicks", "hybrid", "clicks", 5, 80),
             words("hybrid.batch_size=32 stop.max_steps=80"),
-            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1 cluster.het=off"),
+            words("cluster.roles.trainer.nodes=1 cluster.roles.parameter_server.nodes=1"),
             num_stepping=2,
             shards=(2, 3),
         ),
@@ -217,9 +217,10 @@ SMALL = ["launch.max_restarts=0", "cluster.nodes=1", "cluster.tasks_per_node=1"]
 
 
 @pytest.fixture
-def sweeps(tmp_path: Path, slurm_runs: SlurmRuns, devcluster: DevCluster) -> SlurmRuns:
+def sweeps(slurm_runs: SlurmRuns, devcluster: DevCluster) -> Iterator[SlurmRuns]:
     """A separate folder, since the tests change the user's code."""
-    return SlurmRuns(tmp_path, slurm_runs.database, devcluster)
+    with shared_folder() as root:
+        yield SlurmRuns(root, slurm_runs.database, devcluster)
 
 
 def sweep_arguments(runs: SlurmRuns, *overrides: str) -> list[str]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from hpcdist.devcluster import cluster, host
-from hpcdist.devcluster.settings import Layout, Settings
+from hpcdist.devcluster.settings import STATE, Layout, Settings
 from hpcdist.errors import DevClusterError
 
 WAIT_S = 800.0
@@ -67,12 +68,8 @@ class DevCluster:
             time.sleep(0.1)
 
     def wait_job_state(self, job_id: str, *states: str) -> None:
-        """Wait until a job, or every component of a heterogeneous job, is in one of the states."""
-
-        def found() -> list[str]:
-            return re.findall(r" JobState=(\S+)", self.run("scontrol", "--oneliner", "show", "job", job_id))
-
-        self.wait_until(lambda: set(found()) <= set(states), f"job {job_id} is {' or '.join(states)}")
+        """Wait until a job is in one of the states."""
+        self.wait_until(lambda: self.job(job_id)["JobState"] in states, f"job {job_id} is {' or '.join(states)}")
 
     def start_high_priority_job(self, *options: str) -> str:
         """Submit a short job that preempts jobs of partition main; return its job id."""
@@ -119,6 +116,13 @@ class DevCluster:
         self.wait_until(
             lambda: {node.state for node in cluster.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
         )
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Make a folder for runs outside of /tmp: `submit` refuses /tmp, which each machine of a cluster has for itself."""
+    with TemporaryDirectory(prefix="hpcdist-tests-", dir=STATE.parent, ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def slurm_release() -> tuple[int, ...]:

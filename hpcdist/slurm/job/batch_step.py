@@ -28,10 +28,10 @@ from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm.client import CurrentJob, SlurmError
-from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.slurm.output import parse_gpus
+from hpcdist.slurm.placement import rank_table_lines
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -39,6 +39,9 @@ from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
+#: Restarts of a job, preemptions included, after which it is not requeued any more: a run that makes no progress would
+#: otherwise use the cluster forever.
+MAX_REQUEUES = 50
 
 
 class JobLog:
@@ -131,7 +134,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     import_path = [*snapshot.import_path(code, run), *environment.import_path]
     require_torch(config, environment.env, on_slurm=True)
     launcher = SlurmLauncher(run, config, job, environment, import_path=import_path, cwd=cwd, box=box)
-    for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.by_component):
+    for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.names):
         log.info("%s", line)
     with launcher:
         return Supervisor(
@@ -185,8 +188,8 @@ class SupervisedJob:
         # supervisor's request, or in the grace time of a preemption, when Slurm shows the job as running.
         if state.status != "stopped" or cause not in (None, "time_limit"):
             return state
-        if self.current.restart_count >= self.config.max_requeues:
-            reason = f"{state.reason}; cluster.max_requeues={self.config.max_requeues} is reached"
+        if self.current.restart_count >= MAX_REQUEUES:
+            reason = f"{state.reason}; the job has been restarted {MAX_REQUEUES} times, and hpcdist requeues it no more"
             return replace(state, status="failed", reason=reason)
         try:
             self.current.requeue(exclude=self.launcher.avoid)
@@ -265,6 +268,9 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
 
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
     """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's."""
+    if int(env.get("SLURM_HET_SIZE") or 0) > 1:
+        fix = "request one allocation for all roles, and place them by cluster.roles"
+        raise ConfigError(f"the job is heterogeneous (`#SBATCH hetjob`), and a run needs one allocation: {fix}")
     # Without --ntasks-per-node only the second is set, and may count processors.
     text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
     tasks = set(expand_tasks(text))
@@ -277,8 +283,6 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
     gpu_type, gpus = parse_gpus(env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0")
     return replace(
         cluster,
-        # The job is heterogeneous if the script has `#SBATCH hetjob` lines.
-        het=int(env.get("SLURM_HET_SIZE") or 0) > 1 if cluster.roles else cluster.het,
         partition=env.get("SLURM_JOB_PARTITION"),
         account=env.get("SLURM_JOB_ACCOUNT"),
         qos=env.get("SLURM_JOB_QOS"),

@@ -264,7 +264,7 @@ class ElasticNodes(FixedNodes):
     def __init__(
         self, run: RunDir, config: Config, job: CurrentJob, nodes: Sequence[str], env: Mapping[str, str]
     ) -> None:
-        super().__init__(JobNodes([nodes], chosen=True))
+        super().__init__(JobNodes(nodes, chosen=True))
         cluster = config.cluster
         if len(nodes) < cluster.fewest_nodes:
             raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
@@ -286,11 +286,11 @@ class ElasticNodes(FixedNodes):
 
     @property
     def used(self) -> JobNodes:
-        return JobNodes([self.pool.used], chosen=True)
+        return JobNodes(self.pool.used, chosen=True)
 
     @property
     def fit(self) -> JobNodes:
-        return JobNodes([self.pool.fit], chosen=True)
+        return JobNodes(self.pool.fit, chosen=True)
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -371,7 +371,7 @@ class ElasticNodes(FixedNodes):
 
     def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:
         """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""
-        return ranks_on_nodes(self._run, "kill", JobNodes([nodes], chosen=True), self._env, patient=False)
+        return ranks_on_nodes(self._run, "kill", JobNodes(nodes, chosen=True), self._env, patient=False)
 
     def replace_lost(self) -> str:
         lost, before = self._lost, self.pool.used

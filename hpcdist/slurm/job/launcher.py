@@ -30,12 +30,12 @@ from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
-from hpcdist.slurm.components import allocations, components, hosts_by_rank, is_het, nodes_of
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
+from hpcdist.slurm.placement import hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.plan import code_env
 
@@ -68,32 +68,28 @@ class SlurmLauncher:
         #: Nodes that the job must not get again.
         self.avoid: list[str] = []
         self._is_prepared = False
-        self._het = is_het(config)
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._python = box.python if box else self.environment.python
         outlives_nodes = config.cluster.outlives_nodes
-        by_component = [self.job.nodes] if outlives_nodes and self.job.nodes else nodes_of(config, env)
-        allocated = JobNodes(by_component, het=self._het)
+        allocated = JobNodes(self.job.nodes if outlives_nodes and self.job.nodes else job_nodes(config, env))
         #: The nodes of each attempt.
         self.nodes = FixedNodes(allocated)
         if outlives_nodes:
             self.nodes = ElasticNodes(self.run, config, self.job, allocated.names, self._env)
         self.containers = NoContainers()
         if box is not None:
-            self.containers = ContainerSteps(
-                box, self.run, self._env, het=self._het, present=lambda: self.nodes.answering
-            )
+            self.containers = ContainerSteps(box, self.run, self._env, present=lambda: self.nodes.answering)
         self._preflight = Preflight(self.run, config, self.job, allocated, env=self._env, python=self._python, box=box)
 
     @property
     def num_ranks(self) -> int:
-        return sum(part.num_ranks for part in components(self.nodes.sized(self.config)))
+        return sum(part.num_ranks for part in role_nodes(self.nodes.sized(self.config)))
 
     @property
     def resources(self) -> Resources:
         config = self.nodes.sized(self.config)
-        return job_resources(config, self.nodes.used.by_component, self._env, self.nodes.idle)
+        return job_resources(config, self.nodes.used.names, self._env, self.nodes.idle)
 
     def __enter__(self) -> Self:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
@@ -102,12 +98,8 @@ class SlurmLauncher:
             self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
         self.guard = Guard()
         self._parents = ParentSteps(self.run, self.config, self.guard, env=self._env, python=self._python, box=self.box)
-        # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
-        job_id = self._env["SLURM_JOB_ID"] if self._het else self.job.id
         output = self.run.path / "attempts" / "job-watchdog.log"
-        self._watchdog = WatchdogStep(job_id, self.guard, env=self._env, cwd=self.cwd, output=output)
-        if self._het:
-            self._watchdog.start()
+        self._watchdog = WatchdogStep(self.job.id, self.guard, env=self._env, cwd=self.cwd, output=output)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +132,8 @@ class SlurmLauncher:
         if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
         config, used = self.nodes.sized(self.config), self.nodes.used
-        hosts = hosts_by_rank(components(config), used.by_component)
+        parts = role_nodes(config)
+        hosts = hosts_by_rank(parts, used.names)
         command = step_command(
             config,
             attempt,
@@ -149,7 +142,7 @@ class SlurmLauncher:
             used.names if used.chosen else (),
             overlap=bool(self.nodes.abandoned),
         )
-        is_placed = len(used.by_component) > 1 and not self._het
+        is_placed = len(parts) > 1
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if is_placed:
             hostfile = attempt.path / "hosts"
@@ -166,10 +159,7 @@ class SlurmLauncher:
             attempt,
             self,
             # Without a hostfile the user may have set another --distribution.
-            hosts=hosts if len(used.by_component) > 1 or used.chosen else (),
-            first_ranks={host: hosts.index(own[0]) for own in used.by_component for host in own} if self._het else {},
-            # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
-            shows_start=not (self._het and self.box is not None and self.box.runtime == "pyxis"),
+            hosts=hosts if is_placed or used.chosen else (),
         )
 
     def _check_nodes(self, attempt: Attempt) -> None:
@@ -229,9 +219,8 @@ class SlurmLauncher:
     def _avoid(self, nodes: Sequence[str], *, idle_only: bool = False) -> str:
         """Set `avoid` if the partition can replace the nodes; return the end of a sentence about it, or ""."""
         self.avoid = []
-        # A heterogeneous job has one list of excluded nodes per component, and Slurm shows only the leader's.
         with suppress(HpcdistError):  # keep the nodes if Slurm does not answer
-            if nodes and not self._het and self.job.replaceable(nodes, idle_only=idle_only):
+            if nodes and self.job.replaceable(nodes, idle_only=idle_only):
                 self.avoid = list(nodes)
         return ", avoided from now on" if self.avoid else ""
 
@@ -253,8 +242,6 @@ class RankStep:
     launcher: SlurmLauncher
     _: KW_ONLY
     hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
-    first_ranks: Mapping[str, int] | None = None  #: by host, in a heterogeneous job; see `ended_tasks`
-    shows_start: bool = True  #: whether Slurm opens each rank's log when it launches the task
 
     def __post_init__(self) -> None:
         self._next_query: float | None = None
@@ -307,8 +294,6 @@ class RankStep:
 
     def absent(self) -> list[int]:
         """Return the ranks without any file in the attempt's folder."""
-        if not self.shows_start:
-            return []
         # Listing the folder refreshes a network file system's cache; opening a single file does not.
         names = retry(lambda: os.listdir(self.attempt.path), self.attempt.path)
         # Its log, which Slurm opens when it starts the rank, or a file that the rank wrote.
@@ -328,7 +313,7 @@ class RankStep:
         self._find_failures(in_any_case=ended)
 
     def _count_exits(self, text: str) -> None:
-        for rank, (host, code) in ended_tasks(text, self.first_ranks).items():
+        for rank, (host, code) in ended_tasks(text).items():
             self._seen_hosts.setdefault(rank, host)
             if rank not in self.exits:
                 self.exits[rank] = self.launcher.containers.exit_code(self.attempt, rank, host, code)
@@ -384,22 +369,16 @@ class RankStep:
 # The GPUs or cores that a job's ranks use, by node. Pure functions.
 
 
-def job_resources(
-    config: Config, nodes: Sequence[Sequence[str]], env: Mapping[str, str], idle: Sequence[str] = ()
-) -> Resources:
-    """Return the GPUs of a job, or the cores if it has none, on nodes with ranks, by component, and idle ones."""
-    parts = components(config)
-    hosts, roles = hosts_by_rank(parts, nodes), Roles.of(config.roles, sum(part.num_ranks for part in parts))
-    own = {host: part for part, names in zip(parts, nodes, strict=True) for host in names}
+def job_resources(config: Config, nodes: Sequence[str], env: Mapping[str, str], idle: Sequence[str] = ()) -> Resources:
+    """Return the GPUs of a job, or the cores if it has none, on nodes with ranks and on idle ones."""
+    parts = role_nodes(config)
+    whole = requested_cluster(config)
+    use_gpus = whole.gpus_per_node > 0
+    own = {host: part for part, names in nodes_by_part(parts, nodes) for host in names}
     own |= dict.fromkeys(idle, parts[0])
-    use_gpus = any(part.gpus_per_node for part in parts)
-    cores: dict[str, int] = {}
-    for suffix in ("", *(f"_HET_GROUP_{index}" for index in range(int(env.get("SLURM_HET_SIZE") or 0)))):
-        own_nodes, counts = (env.get(f"SLURM_JOB_{name}{suffix}", "") for name in ("NODELIST", "CPUS_PER_NODE"))
-        if own_nodes and counts:
-            with suppress(TopologyError):
-                cores |= dict(zip(expand(own_nodes), expand_tasks(counts), strict=False))
-    whole = None if is_het(config) else allocations(config)[0]
+    cores = _cores_by_node(env)
+    hosts = hosts_by_rank(parts, nodes)
+    roles = Roles.of(config.roles, len(hosts))
     ranks: dict[str, list[int]] = {host: [] for host in own}
     for rank, host in enumerate(hosts):
         has_gpus = own[host].gpus_per_node and role_device(config, roles.of_rank(rank)[0]) != "cpu"
@@ -408,9 +387,20 @@ def job_resources(
     shares = {}
     for host, part in own.items():
         if use_gpus:
-            allocated, each = (whole or part).gpus_per_node, 1
+            allocated, each = whole.gpus_per_node, 1
         else:
             allocated, each = cores.get(host, part.tasks_per_node * part.cpus_per_task), part.cpus_per_task
         share = min(each, allocated / max(1, len(ranks[host])))
         shares[host] = NodeShare(allocated=allocated, share=share, ranks=ranks[host])
     return Resources(unit="GPU" if use_gpus else "core", nodes=shares, idle=tuple(idle))
+
+
+def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
+    """Return the cores of the job on each node; empty if Slurm's variables do not tell them."""
+    nodes, counts = env.get("SLURM_JOB_NODELIST"), env.get("SLURM_JOB_CPUS_PER_NODE")
+    if not nodes or not counts:
+        return {}
+    try:
+        return dict(zip(expand(nodes), expand_tasks(counts), strict=False))
+    except TopologyError:
+        return {}

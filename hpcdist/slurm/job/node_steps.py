@@ -26,10 +26,10 @@ from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import signal_named_steps
-from hpcdist.slurm.components import components
 from hpcdist.slurm.job.srun import NODE_STEPS, PARENTS_STEP, ended_tasks, parents_command, watchdog_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, print_answer
 from hpcdist.slurm.output import parse_text
+from hpcdist.slurm.placement import role_nodes
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.hang import family, find_ranks
 from hpcdist.supervisor.plan import forked_task_command, parent_command, rank_command
@@ -54,7 +54,7 @@ def obstacle_to_fork(config: Config, box: ContainerSpec | None, env: Mapping[str
         return "scripts import torch themselves (trainer.script)"
     if box is not None:
         return "the ranks run in containers"
-    if len(components(config)) > 1:
+    if len(role_nodes(config)) > 1:
         return "roles have nodes of their own (cluster.roles)"
     if others := sorted(config.cluster.srun.keys() - _PASSED_ON):
         return f"a forked rank cannot have the srun option --{others[0]} (cluster.srun)"
@@ -203,37 +203,26 @@ class ParentSteps:
         self._step = None
 
 
-# The watchdog, on a node other than the batch host: it requeues a job whose batch host fails, where Slurm does not.
-#
-# - Of a heterogeneous job Slurm requeues the first component and leaves the others running until their time limit,
-#   although the job can only start as a whole. A second `scontrol requeue` fails because the job is pending, but
-#   requeues the other components as well.
-# - From a job with `--no-kill` Slurm removes the batch host and leaves the job running without its batch step.
-#
-# Both were seen with 22.05. The supervisor cannot request the requeue, because it ran on the failed node.
+# The watchdog, on a node other than the batch host: from a job with `--no-kill` Slurm removes a batch host that fails,
+# and leaves the job running without its batch step (seen with 22.05). The supervisor cannot request the requeue,
+# because it ran on the failed node.
+
+#: Low load for a controller, and short compared with the minutes until it declares a node down.
+WATCH_EVERY_S = 20.0
 
 
-def is_partly_requeued(records: Sequence[Mapping[str, str]]) -> bool:
-    states = [facts.get("JobState") for facts in records]
-    return bool(states) and states[0] == "PENDING" and "RUNNING" in states[1:]
-
-
-def has_lost_batch_host(records: Sequence[Mapping[str, str]]) -> bool:
-    if not records or records[0].get("JobState") != "RUNNING":
+def has_lost_batch_host(record: Mapping[str, str]) -> bool:
+    if record.get("JobState") != "RUNNING":
         return False
-    host, nodes = parse_text(records[0].get("BatchHost")), parse_text(records[0].get("NodeList"))
+    host, nodes = parse_text(record.get("BatchHost")), parse_text(record.get("NodeList"))
     return bool(host and nodes) and host not in expand(nodes)
 
 
 def watch(job_id: str) -> None:
     while True:
-        time.sleep(20.0)  # low load for a controller, and short compared with the minutes until it declares a node down
+        time.sleep(WATCH_EVERY_S)
         try:
-            records = client.job_records(job_id)
-            if is_partly_requeued(records):
-                print(f"the first component of job {job_id} was requeued alone: requeueing the others", flush=True)
-                client.requeue_job(job_id)
-            if has_lost_batch_host(records):
+            if has_lost_batch_host(client.job_record(job_id)):
                 print(f"job {job_id} has lost its batch host: requeueing it", flush=True)
                 client.requeue_job(job_id)
         except HpcdistError as error:
@@ -251,23 +240,19 @@ class WatchdogStep:
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._node: str | None = None
-
-    def start(self, node: str | None = None) -> None:
-        """Start the watchdog on a node, or on one of the second component of a heterogeneous job."""
-        self._node = node
-        command = watchdog_command(self.job_id, node)
-        self._process = self.guard.start(command, env=self.env, cwd=self.cwd, output=self.output)
+        self._node = ""
 
     def move(self, batch_host: str, used: Sequence[str], present: Sequence[str]) -> None:
         """Let the watchdog run on one of the `present` nodes other than the batch host; none if nodes do not change."""
         others = [node for node in present if node != batch_host]
         # Nodes with ranks come first: with the loss of one a new attempt begins, and with it a new watchdog.
         others = [node for node in others if node in used] or others
-        if self._process is not None and self._node and (self._process.poll() is not None or self._node not in others):
+        if self._process is not None and (self._process.poll() is not None or self._node not in others):
             self.close()
         if self._process is None and others:
-            self.start(others[-1])
+            self._node = others[-1]
+            command = watchdog_command(self.job_id, self._node)
+            self._process = self.guard.start(command, env=self.env, cwd=self.cwd, output=self.output)
 
     def close(self) -> None:
         if self._process is not None:

@@ -21,9 +21,9 @@ from hpcdist.host.machine import Check, warning
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
 from hpcdist.slurm.client import CurrentJob, signal_named_steps
-from hpcdist.slurm.components import components
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
+from hpcdist.slurm.placement import role_nodes
 from hpcdist.slurm.preflight_checks import check_nodes
 from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 
@@ -68,8 +68,7 @@ class Preflight:
             # Slurm ends the probes with the job, so missing answers mean nothing. The ranks will stop at once.
             log.info("preflight: skipped, because the run is stopping")
             return
-        # Slurm 22.05 numbers the tasks of heterogeneous steps incorrectly.
-        tasks = [] if self.nodes.het else expand(self.env["SLURM_JOB_NODELIST"])
+        tasks = expand(self.env["SLURM_JOB_NODELIST"])
         checks = _find_problems(request, found, tasks)
         seconds = time.monotonic() - began
         self._write(attempt, request, found, checks, seconds)
@@ -84,7 +83,7 @@ class Preflight:
             log.info("preflight: %s (%.1f s with srun)", check.text, seconds)
 
     def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
-        config, parts = self.config, components(self.config)
+        config, parts = self.config, role_nodes(self.config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
         # pyxis unpacks the image on each node before the step starts. Killing the step earlier does not end the
         # unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
@@ -98,8 +97,8 @@ class Preflight:
             checkpoint_folder=str(self.folder.checkpoints),
             witness=str(witness),
             checkpoint_bytes=newest_checkpoint_bytes(self.folder),
-            # If components differ, the minimum: no node fails for hardware that was not requested of it. The nodes
-            # count by NVIDIA's driver.
+            # If roles differ, the minimum: no node fails for hardware that its ranks do not need. The nodes count by
+            # NVIDIA's driver.
             gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
             backend=config.launch.backend_on(gpus=gpus > 0),
             deadline_s=ProbeRequest.deadline_s + unpack_s,
@@ -130,8 +129,6 @@ class Preflight:
         if "" in blamed or 2 * len(blamed) > len(self.nodes.names):
             return f"{sentence}; it concerns no single node, or most of them: none is excluded"
         self.blamed = blamed
-        if self.nodes.het:
-            return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"
         try:
             replaceable = self.job.replaceable(blamed, idle_only=False)
         except HpcdistError as error:

@@ -3,8 +3,7 @@
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from hpcdist.config.topology import expand
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec, container_command
 from hpcdist.run.folder import Attempt
-from hpcdist.slurm.components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
+from hpcdist.slurm.placement import requested_cluster, role_nodes
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
@@ -26,9 +25,6 @@ PARENTS_STEP = "rank-parents"
 NODE_STEPS = "hpcdist.slurm.job.node_steps"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
-#: In a heterogeneous step `%t` is wrong (22.05), so each rank opens its log itself.
-_RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
-_WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
 
 def step_command(
@@ -44,11 +40,8 @@ def step_command(
 
     With `overlap` it may share their processors with an earlier step that Slurm cannot end.
     """
-    parts = components(config)
-    if is_het(config):
-        return _het_command(config, parts, attempt, command, box)
-    (whole,) = allocations(config)
-    flags = _flags(component_cluster(config.cluster, whole), attempt)
+    parts = role_nodes(config)
+    flags = _flags(requested_cluster(config), attempt)
     if len(parts) == 1:
         flags |= {"nodelist": ",".join(chosen) or None, "overlap": overlap or None}
     else:
@@ -64,30 +57,6 @@ def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerS
         return [*IGNORE_USR2, *command]
     contained = container_command(box, command, attempt)
     return [*contained.srun_flags, *contained.argv]
-
-
-def _het_command(
-    config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
-) -> list[str]:
-    words = ["srun"]
-    base = rank_env(config)
-    for index, part in enumerate(parts):
-        flags = _flags(component_cluster(config.cluster, part), attempt)
-        for name in ("output", "open-mode"):
-            if name not in config.cluster.srun:
-                del flags[name]
-        # srun has one environment for all components.
-        wanted = rank_env(config, part)
-        unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
-        changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
-        env = ["env", *unset, *changed] if unset or changed else []
-        words += [":"] * (index > 0) + [f"--het-group={index}", *srun_words(flags)]
-        if box is None:
-            words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
-        else:
-            contained = container_command(_box_of(part, box), command, attempt)
-            words += [*contained.srun_flags, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.argv]
-    return words
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
@@ -111,20 +80,18 @@ def step_name(attempt: Attempt) -> str:
     return f"attempt-{attempt.number:03d}"
 
 
-def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]:
+def rank_env(config: Config) -> dict[str, str]:
     """Return the variables of ranks in addition to the job's. Ranks find their network interfaces themselves."""
-    part = part or allocations(config)[0]
-    threads = config.launch.num_threads or part.cpus_per_task
-    policy = processor_env(threads, use_gpus=part.gpus_per_node > 0 and config.launch.device != "cpu")
+    cluster = requested_cluster(config)
+    threads = config.launch.num_threads or cluster.cpus_per_task
+    policy = processor_env(threads, use_gpus=cluster.gpus_per_node > 0 and config.launch.device != "cpu")
     policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
     return {**policy, **config.cluster.env, **config.launch.env}
 
 
-def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
-    """Return the step of the watchdog on a node, or on one of the second component of a heterogeneous job."""
-    place = f"--nodelist={node}" if node else "--het-group=1"
-    flags = [place, "--overlap", f"--job-name={WATCHDOG_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", NODE_STEPS, "watch", job_id]
+def watchdog_command(job_id: str, node: str) -> list[str]:
+    command = [sys.executable, "-P", "-m", NODE_STEPS, "watch", job_id]
+    return ["srun", *task_words([node], command, WATCHDOG_STEP, {"nodelist": node})]
 
 
 def parents_command(
@@ -157,23 +124,14 @@ def preflight_command(
     config: Config, nodes: JobNodes, command: Sequence[str], box: ContainerSpec | None = None
 ) -> list[str]:
     """Return a step that runs a command once on each node, with the cores, GPUs and container of its ranks."""
-    words = ["srun"]
-    for index, (part, own) in enumerate(zip(allocations(config), nodes.groups, strict=True)):
-        flags = {
-            "label": True,
-            "cpus-per-task": part.tasks_per_node * part.cpus_per_task,
-            "gpus-per-node": component_cluster(config.cluster, part).gpu_request,
-            **{name: option_value(value) for name, value in config.cluster.srun.items()},
-        }
-        words += [":"] * (index > 0) + [f"--het-group={index}"] * nodes.het
-        task = _rank_words(None, command, _box_of(part, box) if box is not None else None)
-        words += task_words(own, task, PREFLIGHT_STEP, flags)
-    return words
-
-
-def _box_of(part: JobComponent, box: ContainerSpec) -> ContainerSpec:
-    """Return the container of a component's ranks: GPUs are passed only where they were requested."""
-    return box if part.gpus_per_node else replace(box, gpus="")
+    cluster = requested_cluster(config)
+    flags = {
+        "label": True,
+        "cpus-per-task": cluster.tasks_per_node * cluster.cpus_per_task,
+        "gpus-per-node": cluster.gpu_request,
+        **{name: option_value(value) for name, value in cluster.srun.items()},
+    }
+    return ["srun", *task_words(nodes.names, _rank_words(None, command, box), PREFLIGHT_STEP, flags)]
 
 
 def option_value(value: str) -> str | bool | None:
@@ -199,11 +157,8 @@ _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _SIGNALS = {str(signal.strsignal(number)): number for number in signal.Signals} | {"Out Of Memory": signal.SIGKILL}
 
 
-def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
-    """Return host and exit code (negative: signal) of each task that srun reports as failed, in the order of reports.
-
-    srun numbers the tasks of each component from 0; `first_ranks` has the first rank of each host's component.
-    """
+def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
+    """Return host and exit code (negative: signal) of each task that srun reports as failed, in its order."""
     found: dict[int, tuple[str, int]] = {}
     for match in _TASK_ENDED.finditer(messages):
         how = match["how"].strip()
@@ -211,6 +166,5 @@ def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> 
         number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
         value = int(code[1]) if code else -number if number is not None else 1
         for task in expand(f"t[{match['ranks']}]"):
-            rank = int(task[1:]) + (first_ranks or {}).get(match["host"], 0)
-            found.setdefault(rank, (match["host"], value))
+            found.setdefault(int(task[1:]), (match["host"], value))
     return found

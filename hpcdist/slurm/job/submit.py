@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.steps import rank_container
@@ -22,10 +21,10 @@ from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.components import allocations, component_cluster
 from hpcdist.slurm.job.node_steps import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import option_value, step_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
+from hpcdist.slurm.placement import requested_cluster
 from hpcdist.supervisor.plan import rank_command
 
 
@@ -141,17 +140,14 @@ SUPERVISOR = "supervise"
 
 def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the parameters of submitit's executor; `flags` are sbatch flags of one submission only."""
-    first, *others = allocations(config)
-    cluster = component_cluster(config.cluster, first)
-    components = [line for part in others for line in component_lines(component_cluster(config.cluster, part))]
+    cluster = requested_cluster(config)
     names = ("partition", "account", "qos", "mem", "constraint", "exclude")
     optional = {name: getattr(cluster, name) for name in names} | {"gpus_per_node": cluster.gpu_request}
     most, least = cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes
     size: dict[str, Any] = {"nodes": most}
     # The supervisor goes on without a failed node.
     more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
-    more |= {"requeue": "expedite" if cluster.requeue == "expedite" else True}
-    more |= {"segment": cluster.segment} if cluster.segment else {}
+    more["requeue"] = True
     if least == most:
         size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
     else:
@@ -174,9 +170,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "job_name": f"{run.experiment}/{run.name}",
         "time": cluster.time_limit_min,
         **size,
-        # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
-        # #SBATCH lines before the first command.
-        "setup": [*components, *exports, *cluster.setup, _SUPERVISE % _PYTHON],
+        "setup": [*exports, *cluster.setup, _SUPERVISE % _PYTHON],
         # The supervisor runs in the batch step and starts the ranks with srun itself.
         "use_srun": False,
         "stderr_to_stdout": True,
@@ -185,20 +179,6 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "signal_delay_s": cluster.signal_lead_s,
         "additional_parameters": {**more, **flags_of_config, **(flags or {})},
     }
-
-
-def component_lines(cluster: ClusterConfig) -> list[str]:
-    """Return the #SBATCH lines of a further component; job name, account, time limit and others are the first one's."""
-    names = ("partition", "constraint", "mem", "exclude", "nodes", "segment")
-    flags = {
-        **{name: getattr(cluster, name) for name in names},
-        "ntasks-per-node": cluster.tasks_per_node,
-        "gpus-per-node": cluster.gpu_request,
-        "cpus-per-task": cluster.cpus_per_task,
-        **{name: option_value(value) for name, value in cluster.sbatch.items()},
-    }
-    options = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
-    return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in options.items())]
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:

@@ -22,10 +22,10 @@ from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.run import create
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError, srun_option_error
-from hpcdist.slurm.components import allocations, component_cluster
 from hpcdist.slurm.job import submit
 from hpcdist.slurm.job.srun import exposed_secrets, option_value
 from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
+from hpcdist.slurm.placement import requested_cluster
 
 
 @dataclass
@@ -127,23 +127,6 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
 
 
-def check_features(cluster: ClusterConfig, settings: Mapping[str, str], findings: Findings) -> None:
-    """Add errors about keys that this Slurm, with the settings of `scontrol show config`, does not support."""
-    if cluster.requeue == "expedite" and "enable_expedited_requeue" not in settings.get("SlurmctldParameters", ""):
-        findings.errors.append(
-            "cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
-            f" this is {settings.get('SLURM_VERSION')} without it: remove the key, or ask the administrators"
-        )
-    segment, plugin = cluster.segment or 1, settings.get("TopologyPlugin")
-    if cluster.segment and plugin != "topology/block":
-        findings.errors.append(
-            f"cluster.segment={segment} needs topology/block, but this cluster has {plugin}: remove it"
-        )
-    for number in {cluster.nodes + cluster.spare_nodes, cluster.fewest_nodes + cluster.spare_nodes}:
-        if number % segment:
-            findings.errors.append(f"cluster.segment={segment}: request a multiple of it, not {number} nodes")
-
-
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:
     """Add the finding about a runs folder that the nodes do not see, or may not see."""
     private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
@@ -156,7 +139,7 @@ def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None
     elif file_system in LOCAL:
         findings.warnings.append(
             f"runs_dir={runs_dir} is on {file_system}, a file system of this machine: the nodes must see it under the"
-            " same path; if they do, set cluster.shared_runs=true"
+            " same path"
         )
 
 
@@ -173,15 +156,12 @@ _SBATCH_KEYS = {
     "gpus-per-node": "cluster.gpus_per_node",
     "gpus": "cluster.gpus_per_node",
     "signal": "cluster.signal_lead_s",
-    "no-requeue": "cluster.max_requeues=0",
-    "requeue": "cluster.requeue",
-    "segment": "cluster.segment",
     "no-kill": "cluster.min_nodes or cluster.spare_nodes",
     "mincpus": "cluster.cpus_per_task",
 }
 #: Flags that hpcdist sets itself.
 _SBATCH_RESERVED = {
-    *("array", "chdir", "error", "input", "open-mode", "output", "parsable", "test-only", "wait", "wrap")
+    *("array", "chdir", "error", "input", "no-requeue", "open-mode", "output", "parsable", "test-only", "wait", "wrap")
 }
 _SRUN_KEYS = {
     key: _SBATCH_KEYS[key] for key in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
@@ -195,7 +175,6 @@ def conflicting_flags(cluster: ClusterConfig) -> list[str]:
     """Return a problem for each flag that another key of the config or hpcdist itself sets."""
     # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
     is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
-    is_set["segment"] = cluster.segment is not None
     return [
         f"cluster.{program}.{flag}{problem}"
         for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
@@ -224,7 +203,7 @@ def _conflict(program: str, flag: str) -> str:
     keys, reserved = (_SBATCH_KEYS, _SBATCH_RESERVED) if program == "sbatch" else (_SRUN_KEYS, _SRUN_RESERVED)
     if name in keys:
         return f" repeats a key of the config: use {keys[name]}"
-    return f": hpcdist sets --{name} itself: remove it" if name in reserved else ""
+    return f": hpcdist controls --{name}: remove it" if name in reserved else ""
 
 
 def rejected_flags(flags: Mapping[str, str]) -> list[str]:
@@ -266,11 +245,10 @@ def check_submission(
     if exposed_secrets(config):
         # The following checks would pass the secrets to other programs on command lines.
         raise ConfigError(*problems)
-    requests = _requests(config)
     problems += rejected_flags(config.cluster.srun)
     problems += container_problems(config, cwd or Path.cwd(), os.environ)
     problems += environment_problems(config, os.environ)
-    findings = _check_cluster(config, requests, missing_data)
+    findings = _check_cluster(config, missing_data)
     blocking = problems + ([] if force else findings.errors)
     estimate = ""
     if not problems:
@@ -286,24 +264,13 @@ def check_submission(
     return findings.errors + findings.warnings, estimate
 
 
-def _requests(config: Config) -> list[ClusterConfig]:
-    return [component_cluster(config.cluster, part) for part in allocations(config)]
-
-
-def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_data: str) -> Findings:
+def _check_cluster(config: Config, missing_data: str) -> Findings:
     findings = Findings()
     requested: list[Partition] = []
     with suppress(SlurmError):  # sbatch reports it
-        partitions = client.partitions()
-        for cluster in requests:
-            own = requested_partitions(cluster, partitions, findings)
-            check_partitions(cluster, own, findings)
-            requested += own
-    if config.cluster.requeue == "expedite" or config.cluster.segment is not None:
-        with suppress(SlurmError):
-            settings = client.settings()
-            for cluster in requests:
-                check_features(cluster, settings, findings)
+        cluster = requested_cluster(config)
+        requested = requested_partitions(cluster, client.partitions(), findings)
+        check_partitions(cluster, requested, findings)
     if config.cluster.qos is not None:
         # Without enforced limits Slurm accepts a job with an unknown QOS and never starts it.
         with suppress(SlurmError):  # a cluster without accounting
@@ -313,7 +280,7 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
                     f"cluster.qos={config.cluster.qos}: no such QOS, the cluster has {', '.join(known)}"
                 )
     nodes = {node for partition in requested for group in partition.nodes for node in expand(group.names)}
-    if not config.cluster.shared_runs and nodes != {socket.gethostname().partition(".")[0]}:
+    if nodes != {socket.gethostname().partition(".")[0]}:
         check_runs_dir(Path(config.runs_dir), mount_of(Path(config.runs_dir))[0], findings)
     _check_run(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
@@ -330,9 +297,10 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
 
 
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
-    problems = list(dict.fromkeys(line for cluster in _requests(config) for line in conflicting_flags(cluster)))
-    problems += dict.fromkeys(line for cluster in _requests(config) for line in gpu_conflicts(cluster, os.environ))
-    problems += exposed_secrets(config)
+    cluster = requested_cluster(config)
+    problems = conflicting_flags(cluster) + gpu_conflicts(cluster, os.environ) + exposed_secrets(config)
+    if cluster.mem is not None and parse_memory_mb(cluster.mem) is None:
+        problems.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     try:
         if cwd is not None:
             create.check_trainer(config, cwd)

@@ -180,10 +180,10 @@ def test_working_cluster_is_ok_and_shows_its_partitions(monkeypatch: pytest.Monk
     assert partition_checks(slurm_facts()) == [
         Check(name="main", level="ok", text=f"{text} (default)"),
         Check(name="high", level="ok", text=text),
-        Check(name="topology", level="ok", text="topology/none: cluster.segment=N is refused"),
+        Check(name="topology", level="ok", text="topology/none"),
     ]
     blocks = by_name(partition_checks(slurm_facts(TopologyPlugin="topology/block")))["topology"].text
-    assert blocks == "topology/block: cluster.segment=N keeps groups of N nodes in one block each"
+    assert blocks == "topology/block: cluster.sbatch.segment=N keeps groups of N nodes in one block each"
 
 
 def test_unusable_restricted_and_missing_partitions_are_reported() -> None:

@@ -89,11 +89,6 @@ DRY_RUNS = {
     "here_sweep": f"run ddp_digits {HERE} --sweep seed=1,2 --sweep optim.lr=0.1",
     "here_script": f"run {HERE} train.py --lr 0.1",
     "slurm": f"submit ddp_digits {ON_SITE}",
-    "slurm_roles": (
-        f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"
-        " cluster.gpus_per_node=a100:4 cluster.roles.parameter_server.gpus_per_node=0"
-        " cluster.roles.parameter_server.partition=cpu cluster.het=true"
-    ),
 }
 #: Their golden files have the differences to that of `slurm` only.
 VARIANTS = {
@@ -104,9 +99,9 @@ VARIANTS = {
     "slurm_environment": (
         f"submit ddp_digits {ON_SITE} cluster.environment.kind=venv cluster.environment.path=/envs/train"
     ),
-    "slurm_roles_in_one_allocation": (
+    "slurm_roles": (
         f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"
-        " cluster.het=false"
+        " cluster.gpus_per_node=a100:4 cluster.roles.parameter_server.gpus_per_node=0"
     ),
     **{
         f"slurm_{runtime}": f"submit ddp_digits {ON_SITE} container.runtime={runtime} container.image={image}"

@@ -94,7 +94,7 @@ def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> No
     path = write(
         "trainer: {script: [a.py, --amp, no, --seed, 010, --lr, 0.10, --day, 2026-01-02, --at, 12:30, --none, null]}\n"
         "launch: {env: {DEBUG: no, VERSION: 1.10}, num_ranks: 2}\n"
-        "cluster: {roles: {trainer: {mem: 0x10}}, sbatch: {time: 10:00:00}}\n"
+        "cluster: {mem: 0x10, sbatch: {time: 10:00:00}}\n"
         "preflight: {mode: off}\n"
         "roles: {trainer: 2}\n"
         "experiment: 007\n"
@@ -106,7 +106,7 @@ def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> No
     config = load_config(path, cluster=profile)
     assert config.trainer.script[1:] == arguments.split()
     assert config.launch.env == {"DEBUG": "no", "VERSION": "1.10"}
-    assert (config.cluster.roles["trainer"].mem, config.cluster.sbatch) == ("0x10", {"time": "10:00:00"})
+    assert (config.cluster.mem, config.cluster.sbatch) == ("0x10", {"time": "10:00:00"})
     assert (config.preflight.mode, config.experiment, config.launch.num_ranks) == ("off", "007", 2)
     assert config.params == {"debug": False, "lr": 0.1, "step": 8}, "free keys are read as YAML"
     assert (config.cluster.qos, config.cluster.env, config.container.extra_args) == ("010", {"SITE": "on"}, ["010"])
@@ -215,50 +215,39 @@ def test_edited_config_of_a_run_folder_loads(write: Write, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize(
-    ("text", "overrides", "requests"),
+    ("text", "overrides", "request_"),
     [
-        ("gpus_per_node: a100:4", [], ("a100:4", "a100:4", "a100:4")),
-        ("gpus_per_node: 4", ["cluster.gpus_per_node=a100:2"], ("a100:2", "a100:2", "a100:2")),
-        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=2"], ("a100:2", "a100:2", "a100:2")),
-        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=1g.5gb:7"], ("1g.5gb:7", "1g.5gb:7", "1g.5gb:7")),
-        ("gpus_per_node: a100:4", ["cluster.gpu_type=null"], ("4", "4", "4")),
-        ("gpus_per_node: 4, gpu_type: 100", [], ("100:4", "100:4", "100:4")),
-        ("gpus_per_node: a100:4, gpu_type: a100", ["cluster.gpu_type=h100"], ("h100:4", "h100:4", "h100:4")),
-        ("gpus_per_node: 'a100:${params.n}'", [], ("a100:3", "a100:3", "a100:3")),
-        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=${params.kind}:${params.n}"], ("v1:3", "v1:3", "v1:3")),
-        ("gpus_per_node: '${params.gpus}'", [], ("v1:2", "v1:2", "v1:2")),
-        ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: h100:2}, b: {gpus_per_node: 1}}", [],
-         ("a100:4", "h100:2", "a100:1")),
-        ("gpus_per_node: a100:4, roles: {a: {gpus_per_node: 0}, b: {}}", ["cluster.roles.b.gpus_per_node=v100:1"],
-         ("a100:4", None, "v100:1")),
+        ("gpus_per_node: a100:4", [], "a100:4"),
+        ("gpus_per_node: 4", ["cluster.gpus_per_node=a100:2"], "a100:2"),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=2"], "a100:2"),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=1g.5gb:7"], "1g.5gb:7"),
+        ("gpus_per_node: a100:4", ["cluster.gpu_type=null"], "4"),
+        ("gpus_per_node: 4, gpu_type: 100", [], "100:4"),
+        ("gpus_per_node: a100:4, gpu_type: a100", ["cluster.gpu_type=h100"], "h100:4"),
+        ("gpus_per_node: 'a100:${params.n}'", [], "a100:3"),
+        ("gpus_per_node: a100:4", ["cluster.gpus_per_node=${params.kind}:${params.n}"], "v1:3"),
+        ("gpus_per_node: '${params.gpus}'", [], "v1:2"),
     ],
-)  # fmt: skip
+)
 def test_typed_gpus_set_number_and_type(
-    tmp_path: Path, text: str, overrides: list[str], requests: tuple[str | None, ...], is_stored: bool
+    tmp_path: Path, text: str, overrides: list[str], request_: str, is_stored: bool
 ) -> None:
     params = "params: {n: 3, kind: v1, gpus: 'v1:2'}"
-    (tmp_path / "config.yaml").write_text(f"trainer: x:y\nroles: {{a: 1, b: 1}}\n{params}\ncluster: {{{text}}}\n")
+    (tmp_path / "config.yaml").write_text(f"trainer: x:y\n{params}\ncluster: {{{text}}}\n")
     if is_stored:
         (tmp_path / "stored.yaml").write_text(to_yaml(load_config(tmp_path / "config.yaml")))
         config = load_run_config(tmp_path / "stored.yaml", overrides, {})
     else:
         config = load_config(tmp_path / "config.yaml", overrides)
-    found = []
-    for role in ("a", "b"):
-        request = config.cluster.roles.get(role, RoleRequest())
-        own = {"gpus_per_node": request.gpus_per_node, "gpu_type": request.gpu_type}
-        values = {name: value for name, value in own.items() if value is not None}
-        found.append(dataclasses.replace(config.cluster, **values).gpu_request)
-    assert (config.cluster.gpu_request, *found) == requests
+    assert config.cluster.gpu_request == request_
 
 
 def test_type_of_gpus_that_contradicts_another_is_a_mistake(tmp_path: Path) -> None:
-    text = "{gpus_per_node: a100:4, gpu_type: h100, roles: {a: {gpus_per_node: v100:1, gpu_type: a100}}}"
-    (tmp_path / "config.yaml").write_text(f"trainer: {{script: [x.py]}}\nroles: {{a: 1}}\ncluster: {text}\n")
+    text = "{gpus_per_node: a100:4, gpu_type: h100}"
+    (tmp_path / "config.yaml").write_text(f"trainer: {{script: [x.py]}}\ncluster: {text}\n")
     form = "must be a number, or TYPE:NUMBER such as a100:4 without spaces, got"
-    with pytest.raises(ConfigError, match=f"cluster.gpus_per_node {form} 'a100:4 beside gpu_type=h100'") as caught:
+    with pytest.raises(ConfigError, match=f"cluster.gpus_per_node {form} 'a100:4 beside gpu_type=h100'"):
         load_config(tmp_path / "config.yaml")
-    assert f"cluster.roles.a.gpus_per_node {form} 'v100:1 beside gpu_type=a100'" in str(caught.value)
 
 
 def test_number_of_gpus_in_a_config_keeps_the_type_of_the_sites_profile(tmp_path: Path) -> None:

@@ -105,12 +105,11 @@ from hpcdist.errors import ConfigError, shown
                 ("{a100: 4}", "{'a100': 4}"),
             )
         ),
-        ("cluster: {roles: {trainer: {gpus_per_node: ':4'}}}",
-         "cluster.roles.trainer.gpus_per_node must be a number, or TYPE:NUMBER such as a100:4"),
+        ("cluster: {roles: {trainer: {gpus_per_node: 'a100:4'}}}",
+         "cluster.roles.trainer.gpus_per_node must be int | None, got 'a100:4'"),
         ("cluster: {gpus_per_node: a100:1025}", "cluster.gpus_per_node must be <= 1024, got 1025"),
         ("cluster: {gpu_type: 'a100,h100'}", "cluster.gpu_type must be one type such as a100, got 'a100,h100': `sinfo"),
-        ("cluster: {roles: {trainer: {gpu_type: gpu}}}",
-         "cluster.roles.trainer.gpu_type must be one type such as a100, got 'gpu': `sinfo -o %G` lists those"),
+        ("cluster: {roles: {trainer: {gpu_type: a100}}}", "cluster.roles.trainer.gpu_type was removed: all roles"),
         ("cluster: {nodes: 2 to 8}", "cluster.nodes must be int, got '2 to 8'"),
         # Containers and environments.
         ("container: {runtime: podman}", "container.image must name the image to start"),

@@ -200,17 +200,6 @@ def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_s
 
 
 @pytest.mark.processes
-def test_each_component_of_a_heterogeneous_job_has_separate_steps(tools: FakeCommands, tmp_path: Path) -> None:
-    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
-    env = job_env(tools, SLURM_HET_SIZE="2", **groups)
-    ContainerSteps(replace(SPEC, gpus="all"), RunDir(tmp_path), env, het=True).prepare(lambda: None)
-    calls = [call for call in tools.calls() if call.startswith("srun")]
-    expected = [{"--het-group=0", "--nodes=1", "--ntasks=1"}, {"--het-group=1", "--nodes=2", "--ntasks=2"}]
-    assert all(words <= {*call.split()} for call, words in zip(calls, [*expected, *expected], strict=True))
-    assert "gpu" not in "".join(calls), "some components have no GPUs"
-
-
-@pytest.mark.processes
 def test_remaining_containers_are_logged_unless_the_job_is_over(
     tools: FakeCommands, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

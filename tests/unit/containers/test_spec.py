@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.containers import spec as container
 from hpcdist.containers.images import local_container
-from hpcdist.containers.spec import RUNTIMES, SCRIPT, ContainerSpec, Mount, outer_env, without_nested
+from hpcdist.containers.spec import RUNTIMES, ContainerSpec, Mount, outer_env, without_nested
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command
@@ -85,30 +85,6 @@ def test_pyxis_gets_one_list_of_mounts_or_none() -> None:
         for changes in ({"mounts": ()}, {"extra_args": ("--container-mounts=/opt:/opt",)})
     ]
     assert lists == [[], ["--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro,/opt:/opt"]]
-
-
-def test_components_have_separate_containers_with_their_gpus() -> None:
-    """Each component opens its log by itself and has its own variables outside of the container."""
-    config = Config(
-        roles={"server": 1, "trainer": 4},
-        cluster=ClusterConfig(
-            roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
-        ),
-    )
-    command = step_command(config, RUN.attempt(1), rank_command(RUN.path, SPEC.python), SPEC)
-    colon = command.index(":")
-    for part, gpu in ((command[:colon], False), (command[colon:], True)):
-        assert ("--device=nvidia.com/gpu=all" in part) == gpu
-        first = part.index("sh")
-        assert part[first + 1] == "-c"
-        assert part[first + 2].startswith("log=$(printf ")
-        assert part[first + 3] == f"{RUN.path}/attempts/001"
-        inner = part[part.index(str(SCRIPT)) - 1 :]
-        assert inner[:4] == ["sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001"]
-        assert inner[-len(WORKER) :] == WORKER
-    assert "OMP_NUM_THREADS=1" in command[command.index("env") : command.index(str(SCRIPT), colon)], (
-        "outside of the container"
-    )
 
 
 def test_no_runtime_passes_gpus_to_cpu_runs() -> None:

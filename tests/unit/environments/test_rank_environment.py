@@ -329,7 +329,7 @@ def test_nodes_are_prepared_in_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunDir.create(tmp_path / "exp" / "first")
-    nodes = JobNodes([("n1", "n2")])
+    nodes = JobNodes(["n1", "n2"])
     srun = tmp_path / "srun"
     srun.write_text(f'#!/bin/sh\ncd {tmp_path}\necho "$@" > called\ncat answers\n')
     srun.chmod(0o755)

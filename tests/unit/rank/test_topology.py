@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from launcher_env import BATCH, HET, OWN, STEP, Env, layout, without
+from launcher_env import BATCH, OWN, STEP, Env, layout, without
 
 from hpcdist.config.topology import Roles, Topology, port_for, rank_table
 from hpcdist.errors import ConfigError, TopologyError
@@ -129,13 +129,6 @@ def test_rank_of_a_slurm_step() -> None:
             | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),2"},
             (2, 4, 1, 2, 2, 3),
         ),
-        # srun --het-group=0,1 over groups of 1 and 2 tasks: step variables count both groups
-        (
-            {"SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "3"}
-            | {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1,2"}
-            | {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2"},
-            (2, 3, 1, 2, 1, 2),
-        ),
     ],
 )
 def test_layouts_of_slurm_steps(changes: Env, expected: tuple[int, ...]) -> None:
@@ -163,33 +156,6 @@ def test_rank_0_on_another_node_is_accepted_only_with_its_address() -> None:
     problem = r"rank 0 is expected on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
     with pytest.raises(TopologyError, match=problem):
         Topology.from_env(on_last_node)
-
-
-def test_nodes_of_a_heterogeneous_step_are_ordered_by_component() -> None:
-    """As recorded with Slurm 22.05: the node of the first component is the last by name, but has SLURM_NODEID 0."""
-    env = HET | {
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "n4",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
-        "SLURM_STEP_NODELIST": "n[1-2,4]",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    }
-    topology = Topology.from_env(env)
-    assert layout(topology) == (4, 5, 1, 2, 2, 3)
-    assert (topology.hosts, topology.master_addr) == (("n4", "n1", "n2"), "n4")
-    first = env | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    assert layout(Topology.from_env(first)) == (0, 5, 0, 1, 0, 3)
-
-
-def test_step_in_one_component_of_a_heterogeneous_job() -> None:
-    env = HET | {
-        "SLURM_NODEID": "1",
-        "SLURM_PROCID": "3",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NODELIST": "n[2-3]",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    }
-    assert layout(Topology.from_env(env)) == (3, 4, 1, 2, 1, 2)
-    assert Topology.from_env(env | {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}).hosts == ("n2", "n3")
 
 
 # --- roles of ranks, and the table of ranks

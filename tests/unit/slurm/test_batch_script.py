@@ -46,16 +46,18 @@ def test_range_of_nodes_and_spare_nodes(cluster: dict[str, Any], flags: str) -> 
     assert found == sbatch(flags)
 
 
-def test_expedited_requeue_and_segments() -> None:
-    script, _ = submit.render(Config(cluster=ClusterConfig(requeue="expedite", segment=2, nodes=4)), RUN)
-    assert {"#SBATCH --requeue=expedite", "#SBATCH --segment=2"} <= set(script.splitlines())
-    script, _ = submit.render(Config(), RUN)
-    assert "#SBATCH --requeue\n" in script
-    assert "--segment" not in script
-    roles = {"cpu": RoleRequest(nodes=2), "gpu": RoleRequest(nodes=4, gpus_per_node=1)}
-    cluster = ClusterConfig(roles=roles, segment=2)
-    script, _ = submit.render(Config(roles={"cpu": 2, "gpu": 4}, cluster=cluster), RUN)
-    assert script.count("#SBATCH --segment=2\n") == 2
+def test_job_is_requeued_and_roles_share_one_allocation() -> None:
+    roles = {
+        "cpu": RoleRequest(nodes=2, cpus_per_task=3),
+        "gpu": RoleRequest(nodes=2, tasks_per_node=2, gpus_per_node=1),
+    }
+    cluster = ClusterConfig(roles=roles, sbatch={"segment": "2"})
+    script, step = submit.render(Config(roles={"cpu": 2, "gpu": 4}, cluster=cluster), RUN)
+    flags = "cpus-per-task=3 gpus-per-node=1 nodes=4 ntasks-per-node=2 requeue segment=2"
+    assert set(sbatch(flags)) <= set(script.splitlines())
+    assert {"--ntasks=6", "--cpus-per-task=3", "--gpus-per-node=1", "--distribution=arbitrary"} <= set(step.split())
+    script, _ = submit.render(Config(cluster=ClusterConfig(sbatch={"requeue": "expedite"})), RUN)
+    assert script.count("--requeue") == script.count("#SBATCH --requeue=expedite\n") == 1
 
 
 def test_option_that_prevents_forks_is_named() -> None:
@@ -119,20 +121,9 @@ def test_script_and_step_contain_no_secret() -> None:
     assert "# The supervisor sets WANDB_API_KEY from secrets.json in the run folder" in script
     assert "export PLAIN=visible" in script
     assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
-    # srun has one environment for all components; different variables become arguments of `env`.
-    roles = {"cpu": RoleRequest(nodes=1), "gpu": RoleRequest(nodes=1, gpus_per_node=1)}
-    het = Config(
-        roles={"cpu": 1, "gpu": 1},
-        cluster=ClusterConfig(roles=roles, env={"WANDB_API_KEY": "s3cret"}),
-        launch=LaunchConfig(env=other),
-    )
-    script, step = submit.render(het, RUN)
-    assert "hetjob" in script
-    assert "env -u" in step
-    assert "s3cret" not in script + step
 
 
-# --- Submission with a fake sbatch: job id, errors, and clusters without heterogeneous jobs.
+# --- Submission with a fake sbatch: job id and errors.
 
 
 @pytest.fixture

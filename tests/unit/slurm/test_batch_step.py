@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from hpcdist_runs import hide_torch
 
-from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
@@ -20,7 +20,7 @@ from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequ
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.job import batch_step, submitit_entry
-from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
+from hpcdist.slurm.job.batch_step import MAX_REQUEUES, SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
@@ -81,7 +81,8 @@ def supervised(run: RunDir, job: FakeJob, launcher: Any = None, **cluster: Any) 
         ({}, "stopped", "growth", (), "queued", [[]]),
         ({"restart_count": 1}, "stopped", None, ("n2",), "queued", [["n2"]]),
         ({}, "stopped", "user", ("n2",), "stopped", []),
-        ({"restart_count": 2}, "stopped", "time_limit", (), "failed", []),
+        ({"restart_count": MAX_REQUEUES - 1}, "stopped", "time_limit", (), "queued", [[]]),
+        ({"restart_count": MAX_REQUEUES}, "stopped", "time_limit", (), "failed", []),
         ({"error": "Requested operation is disabled"}, "stopped", "time_limit", (), "stopped", []),
         # The run has ended.
         ({"requeued": True}, "finished", None, (), "finished", []),
@@ -103,9 +104,10 @@ def test_run_is_queued_again_unless_it_has_ended(
     before = run.read_state()
     launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
     ended = State(status=status, attempt=1, reason="a reason", ended=7.0)
-    state = supervised(run, fake, launcher, max_requeues=2).end_or_requeue(ended)
+    state = supervised(run, fake, launcher).end_or_requeue(ended)
     assert run.read_state() == before, "a run that continues is never recorded as ended"
-    more = "; cluster.max_requeues=2 is reached" if job.get("restart_count") == 2 else ""
+    is_last = job.get("restart_count") == MAX_REQUEUES
+    more = "; the job has been restarted 50 times, and hpcdist requeues it no more" if is_last else ""
     more += f"; Slurm does not requeue the job ({job['error']})" if "error" in job else ""
     assert (state.status, state.reason, fake.requeues) == (after_it, f"a reason{more}", requeues)
     assert state.ended == (None if after_it == "queued" else 7.0)
@@ -333,20 +335,21 @@ def test_error_outside_a_job(config: Config, supervised_runs: list[RunDir], tmp_
     ],
 )  # fmt: skip
 def test_cluster_section_is_read_from_the_job(env: dict[str, str], changes: dict[str, Any]) -> None:
-    expected = replace(ClusterConfig(nodes=2, max_requeues=3), **changes)
-    assert (
-        cluster_from_job(ClusterConfig(max_requeues=3, gpu_type="h100"), {"SLURM_JOB_NUM_NODES": "2", **env}, None)
-        == expected
-    )
+    mine = ClusterConfig(signal_lead_s=30, gpu_type="h100")
+    expected = replace(ClusterConfig(nodes=2, signal_lead_s=30), **changes)
+    assert cluster_from_job(mine, {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
 
 
-def test_section_of_an_uneven_or_heterogeneous_job_and_of_one_with_a_range_of_nodes() -> None:
+def test_uneven_and_heterogeneous_jobs_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^2,1 tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-"
     ):
         cluster_from_job(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
-    roles = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
-    assert [cluster_from_job(roles, JOB | {"SLURM_HET_SIZE": size}, 90).het for size in ("", "2")] == [False, True]
+    with pytest.raises(ConfigError, match=r"^the job is heterogeneous \(`#SBATCH hetjob`\), and a run needs one alloc"):
+        cluster_from_job(ClusterConfig(), JOB | {"SLURM_HET_SIZE": "2"}, 90)
+
+
+def test_nodes_of_a_job_with_a_range_of_nodes() -> None:
     # After a requeue the job may have more nodes.
     ranges = (ClusterConfig(nodes=4, min_nodes=1), ClusterConfig(min_nodes=1), ClusterConfig(spare_nodes=1))
     assert [cluster_from_job(cluster, JOB, 90.0).nodes for cluster in ranges] == [4, 2, 1]

@@ -198,13 +198,6 @@ def test_job_from_the_environment(of_job: FakeCommands) -> None:
     of_job.add("scontrol", LINE.replace("Requeue=1", "Requeue=0 TimeLimit=01:00:00") + "\n")
     limited = replace(JOB, end_time=end, may_requeue=False, time_limit_min=60)
     assert client.CurrentJob.from_env(ENV) == limited
-    # A heterogeneous job ends with the component that ends first.
-    record = (
-        "JobId={id} HetJobId=41 HetJobOffset={offset} JobState=RUNNING Restarts=1 EndTime=2026-11-20T0{hour}:05:00\n"
-    )
-    of_job.add("scontrol", record.format(id=41, offset=0, hour=8) + record.format(id=42, offset=1, hour=7))
-    expected = client.CurrentJob(id="41", restart_count=1, end_time=end)
-    assert client.CurrentJob.from_env(ENV | {"SLURM_HET_SIZE": "2"}) == expected
 
 
 def test_without_a_job_or_an_answer(of_job: FakeCommands) -> None:
@@ -238,10 +231,6 @@ def test_steps_are_those_of_the_current_job(of_job: FakeCommands, monkeypatch: p
     assert not client.signal_named_steps("attempt-002", "KILL")
     query = "squeue --steps --jobs=41 --noheader --format=%i %j"
     assert of_job.calls() == [query, query, "scancel --signal=KILL 41.1", query]
-    for name, value in (("SIZE", "2"), ("GROUP_0", "41"), ("GROUP_1", "42")):
-        monkeypatch.setenv(f"SLURM_HET_{name}" if name == "SIZE" else f"SLURM_JOB_ID_HET_{name}", value)
-    client.running_steps()
-    assert of_job.calls()[-1] == query.replace("41", "41,42"), "those of all components"
 
 
 def test_a_controller_that_hangs_costs_the_time_limit_once(

@@ -18,7 +18,7 @@ from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import elastic
 from hpcdist.slurm.job.elastic import ElasticNodes, HostProbe, NodePool
-from hpcdist.slurm.job.node_steps import has_lost_batch_host, is_partly_requeued
+from hpcdist.slurm.job.node_steps import has_lost_batch_host
 from hpcdist.supervisor.restart_policy import Failure
 
 #: All tests of this file may start processes.
@@ -328,19 +328,12 @@ def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None
     assert not pool.drop_silent(["n1"]), "too few nodes are left"
 
 
-# --- jobs that Slurm has requeued in part or not at all after the failure of their batch host
-
-
-def test_job_is_partly_requeued_if_its_leader_is_pending_and_others_run() -> None:
-    cases = {"PENDING RUNNING": True, "PENDING PENDING RUNNING": True}
-    cases |= dict.fromkeys(("", "RUNNING RUNNING", "PENDING PENDING", "RUNNING PENDING"), False)
-    for states, expected in cases.items():
-        assert is_partly_requeued([{"JobState": state} for state in states.split()]) == expected, states
+# --- jobs that run on without their batch host
 
 
 def test_job_has_lost_its_batch_host_if_it_runs_on_other_nodes() -> None:
     lost = {"JobState": "RUNNING", "BatchHost": "n1", "NodeList": "n[2-4]"}
-    assert has_lost_batch_host([lost])
+    assert has_lost_batch_host(lost)
     for change in ({"NodeList": "n[1,3-4]"}, {"JobState": "PENDING"}, {"NodeList": "(null)"}):
-        assert not has_lost_batch_host([lost | change])
-    assert not has_lost_batch_host([])
+        assert not has_lost_batch_host(lost | change)
+    assert not has_lost_batch_host({})

@@ -46,13 +46,11 @@ PARSERS = {"scontrol": output.parse_scontrol, "squeue": output.parse_squeue, "sa
         ("22_05", "scontrol", "killed", "3", "job 3 ended as FAILED (JobLaunchFailure) by signal 11 on n1"),
         ("22_05", "scontrol", "cancelled", "6", "job 6 was cancelled in the queue"),
         ("22_05", "scontrol", "array-task", "10_2", "job 10_2 waits (BeginTime)"),
-        ("22_05", "scontrol", "het", "11", "job 11 waits (Resources)"),
         ("22_05", "squeue", "", "1", "job 1 is RUNNING on n1"),
         ("22_05", "squeue", "", "10_2", "job 10_2 waits (BeginTime)"),
         ("22_05", "sacct", "killed", "3", "job 3 ended as FAILED by signal 11 on n1"),
         ("22_05", "sacct", "cancelled", "6", "job 6 was cancelled in the queue"),
         ("22_05", "sacct", "requeued", "8", "job 8 is RUNNING on n3"),
-        ("22_05", "sacct", "het", "11", "job 11 is RUNNING on n1"),
         ("22_05", "sacct", "array-task", "18_1", "job 18_1 ended as COMPLETED on n1"),
         ("22_05", "sacct", "array-waiting", "10_2", None),  # pending tasks have no records of their own
         *(
@@ -61,7 +59,6 @@ PARSERS = {"scontrol": output.parse_scontrol, "squeue": output.parse_squeue, "sa
             for row in (
                 ("scontrol", "1", "1", "job 1 is RUNNING on n[1-2]"),
                 ("scontrol", "2_1", "2_1", "job 2_1 ended as FAILED with exit code 3 on n1"),
-                ("scontrol", "3", "3", "job 3 is RUNNING on n1,n2"),
                 ("scontrol", "requeued", "1", "job 1 waits (BeginTime)"),
                 ("squeue", "2", "2_1", "job 2_1 ended as FAILED on n1"),
                 ("sacct", "1", "1", "job 1 ended as CANCELLED on n[2-3]"),
@@ -93,12 +90,6 @@ def test_requeued_job_of_scontrol() -> None:
     assert job(output.parse_scontrol(recorded("scontrol", "cancelled"), "6")).reason == "", "why it was pending"
     finished = output.JobInfo(id="1", state="COMPLETED", submitted=100.0, started=99.0)
     assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
-
-
-def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
-    text = recorded("scontrol", "het").replace("JobState=PENDING", "JobState=RUNNING")
-    first, second = (line.replace(" NodeList= ", f" NodeList=n{n} ") for n, line in enumerate(text.splitlines(), 1))
-    assert job(output.parse_scontrol(f"{first}\n{second}\n", "11")).nodes == "n1,n2"
 
 
 def test_memory_and_steps_of_sacct() -> None:
@@ -267,16 +258,6 @@ def test_each_start_of_a_job_is_read() -> None:
     assert [start.queue_s for start in output.parse_starts(other, "41")] == [5.0, 112.0], "a job with a reused id"
 
 
-def test_components_of_a_heterogeneous_job_are_one_start() -> None:
-    lines = [
-        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5|COMPLETED",
-        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2||COMPLETED",
-    ]
-    (start,) = output.parse_starts("\n".join(lines), "7")
-    assert (start.nodes, start.cores, start.gpus, start.energy_j) == ("n1,n2", 6, 2, 5.0)
-    assert start.ended == at("06:01:06")
-
-
 def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
     lines = [
         "7|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|8|cpu=8|5|RESIZING",
@@ -297,50 +278,49 @@ def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
 def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
     config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, cpus_per_task=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "8,4"}
-    found = job_resources(config, [("n1", "n2")], env)
+    found = job_resources(config, ["n1", "n2"], env)
     assert found.unit == "core"
     assert found.nodes == {
         "n1": NodeShare(allocated=8, share=2, ranks=[0, 1]),
         "n2": NodeShare(allocated=4, share=2, ranks=[2, 3]),
     }
-    assert job_resources(config, [("n1", "n2")], {}).nodes["n1"].allocated == 4, "as requested"
+    assert job_resources(config, ["n1", "n2"], {}).nodes["n1"].allocated == 4, "as requested"
     damaged = env | {"SLURM_JOB_CPUS_PER_NODE": "many"}
-    assert job_resources(config, [("n1", "n2")], damaged).nodes["n1"].allocated == 4
+    assert job_resources(config, ["n1", "n2"], damaged).nodes["n1"].allocated == 4
 
 
 def test_nodes_without_ranks_and_unused_gpus_are_allocated_too() -> None:
     config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, spare_nodes=1))
     env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "2(x3)"}
-    found = job_resources(config, [("n1", "n3")], env, ["n2"])
+    found = job_resources(config, ["n1", "n3"], env, ["n2"])
     assert found.nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
     assert (found.nodes["n3"].ranks, found.idle) == ([2, 3], ("n2",))
     config = replace(config, cluster=replace(config.cluster, gpus_per_node=4))
-    found = job_resources(config, [("n1", "n3")], env, ["n2"])
+    found = job_resources(config, ["n1", "n3"], env, ["n2"])
     assert (found.unit, found.nodes["n2"]) == ("GPU", NodeShare(allocated=4, share=1, ranks=[]))
     assert found.nodes["n1"] == NodeShare(allocated=4, share=1, ranks=[0, 1])
-    on_cpu = job_resources(replace(config, launch=LaunchConfig(device="cpu")), [("n1", "n3")], env)
+    on_cpu = job_resources(replace(config, launch=LaunchConfig(device="cpu")), ["n1", "n3"], env)
     assert on_cpu.nodes["n1"] == NodeShare(allocated=4, share=1, ranks=[])
 
 
-@pytest.mark.parametrize("het", [True, False])
-def test_roles_without_a_gpu_have_no_share(het: bool) -> None:
+def test_roles_without_a_gpu_have_no_share() -> None:
     roles: dict[str, Any] = {"agent": RoleRequest(nodes=1, gpus_per_node=2), "observer": RoleRequest(gpus_per_node=0)}
-    config = Config(
-        roles={"agent": 2, "observer": 4}, cluster=ClusterConfig(nodes=3, tasks_per_node=2, roles=roles, het=het)
-    )
-    found = job_resources(config, [("g1",), ("n1", "n2")], {})
-    other = NodeShare(allocated=0 if het else 2, share=0 if het else 1, ranks=[])
+    config = Config(roles={"agent": 2, "observer": 4}, cluster=ClusterConfig(nodes=3, tasks_per_node=2, roles=roles))
+    found = job_resources(config, ["g1", "n1", "n2"], {})
+    other = NodeShare(allocated=2, share=1, ranks=[])
     assert found.nodes == {"g1": NodeShare(allocated=2, share=1, ranks=[0, 1]), "n1": other, "n2": other}
 
 
-def test_cores_of_a_heterogeneous_job() -> None:
+def test_cores_of_roles_with_different_requests() -> None:
     roles: dict[str, Any] = {"agent": RoleRequest(nodes=1, cpus_per_task=4), "observer": RoleRequest(nodes=2)}
-    config = Config(roles={"agent": 1, "observer": 4}, cluster=ClusterConfig(nodes=3, roles=roles, het=True))
-    env = {"SLURM_HET_SIZE": "2"}
-    for index, (names, counts) in enumerate([("n1", "4"), ("n[2-3]", "2(x2)")]):
-        env |= {f"SLURM_JOB_NODELIST_HET_GROUP_{index}": names, f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{index}": counts}
-    found = job_resources(config, [("n1",), ("n2", "n3")], env)
-    assert [(share.allocated, share.ranks) for share in found.nodes.values()] == [(4, [0]), (2, [1, 2]), (2, [3, 4])]
+    config = Config(roles={"agent": 1, "observer": 4}, cluster=ClusterConfig(nodes=3, roles=roles))
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "8(x3)"}
+    found = job_resources(config, ["n1", "n2", "n3"], env)
+    assert [(share.allocated, share.share, share.ranks) for share in found.nodes.values()] == [
+        (8, 4, [0]),
+        (8, 1, [1, 2]),
+        (8, 1, [3, 4]),
+    ]
 
 
 # --- All parsers of the outputs of Slurm 22.05, 24.11 and 26.05, recorded on the dev cluster: the same facts from each.
@@ -402,4 +382,4 @@ def test_second_requeue_and_unknown_job(release: str, commands: FakeCommands) ->
     with pytest.raises(SlurmError, match="Access/permission denied"):
         client.requeue_job("1")
     commands.add("scontrol", error=recorded("messages", "unknown-job", release=release), code=1)
-    assert client.job_records("99999") == []
+    assert client.job_record("99999") == {}

@@ -20,7 +20,7 @@ import pytest
 from hpcdist_runs import wait_for
 from slurm_recordings import FakeCommands
 
-from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import PROBE_TIMEOUT_S
@@ -303,7 +303,6 @@ class Scene:
         self,
         spare: str = "",
         *,
-        het: bool = False,
         nodes: Sequence[str] = NODES,
         box: ContainerSpec | None = None,
         **settings: Any,
@@ -312,7 +311,7 @@ class Scene:
             self.run,
             Config(cluster=ClusterConfig(nodes=3, cpus_per_task=4), preflight=PreflightConfig(**settings)),
             cast(CurrentJob, FakeJob(spare)),
-            JobNodes([nodes], het=het),
+            JobNodes(nodes),
             env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
             python=sys.executable,
             box=box,
@@ -356,27 +355,25 @@ def test_preflight_runs_once_per_job_start_and_logs_one_line(scene: Scene, caplo
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("settings", "spare", "het", "failures", "suffix", "avoid"),
+    ("settings", "spare", "failures", "suffix", "avoid"),
     [
-        ({}, "n3", False, [DISK], "", []),
-        ({"on_failure": "exclude"}, "n3", False, [DISK], "", ["n3"]),
-        ({"on_failure": "exclude"}, "", False, [DISK], "; partition main has no node to replace n3", []),
-        ({"on_failure": "exclude"}, "unknown", False, [DISK],
+        ({}, "n3", [DISK], "", []),
+        ({"on_failure": "exclude"}, "n3", [DISK], "", ["n3"]),
+        ({"on_failure": "exclude"}, "", [DISK], "; partition main has no node to replace n3", []),
+        ({"on_failure": "exclude"}, "unknown", [DISK],
          "; cannot find nodes to replace n3 (sinfo: timed out)", []),
-        ({"on_failure": "exclude"}, "n3", True, [DISK],
-         "; a heterogeneous job cannot be requeued without n3", []),
-        ({"on_failure": "exclude"}, "n2 n3", False,
+        ({"on_failure": "exclude"}, "n2 n3",
          [DISK, Check(name="disk", level="failure", text="full", node="n2")],
          " (and 1 more in {text}); it concerns no single node, or most of them: none is excluded", []),
     ],
-    ids=["stop", "exclude", "no spare node", "no answer", "heterogeneous", "most nodes"],
+    ids=["stop", "exclude", "no spare node", "no answer", "most nodes"],
 )  # fmt: skip
 def test_failed_nodes_are_excluded_on_request_if_replaceable(
-    scene: Scene, settings: dict[str, Any], spare: str, het: bool, failures: list[Check], suffix: str, avoid: list[str]
+    scene: Scene, settings: dict[str, Any], spare: str, failures: list[Check], suffix: str, avoid: list[str]
 ) -> None:
     scene.set_checks(failures)
     with pytest.raises(PreflightError) as caught:
-        scene.run_preflight(spare, het=het, **settings)
+        scene.run_preflight(spare, **settings)
     suffix = suffix.format(text=scene.attempt.path / "preflight.txt")
     assert str(caught.value) == f"preflight: n3: disk: 0 MB are free in /c; remove old runs{suffix}"
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, avoid)
@@ -460,21 +457,8 @@ def test_required_disk_space_is_the_size_of_the_newest_complete_checkpoint(scene
 
 def test_step_requests_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
     config = Config(cluster=ClusterConfig(nodes=3, tasks_per_node=2, cpus_per_task=4, gpus_per_node=2))
-    assert preflight_command(config, JobNodes([NODES]), ["probe"]) == [
+    assert preflight_command(config, JobNodes(NODES), ["probe"]) == [
         *("srun", "--job-name=preflight", "--overlap", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
         *("--cpus-per-task=8", "--input=none", "--label", "--gpus-per-node=2"),
         *("sh", "-c", "trap '' USR2; exec \"$@\"", "sh", "probe"),
     ]
-
-
-def test_step_of_a_heterogeneous_job_has_one_container_command_per_component() -> None:
-    config = Config(
-        roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
-    )
-    box = ContainerSpec(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus="all")
-    words = preflight_command(config, JobNodes([("n1",), ("n2", "n3")], het=True), ["probe"], box)
-    first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
-    assert (first[0], second[0]) == ("--het-group=0", "--het-group=1")
-    assert ("--nodes=1" in first, "--nv" in first) == (True, False)
-    assert {"--nodes=2", "--gpus-per-node=1", "--nv"} <= set(second)
-    assert first[-1] == second[-1] == "probe"

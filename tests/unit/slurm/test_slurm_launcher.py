@@ -149,8 +149,6 @@ def test_rank_without_a_file_has_not_started(step: Step) -> None:
     (step.attempt.path / ".rank-00001.reserve").touch()
     (step.attempt.path / "rank-00003.beat.json").touch()
     assert step.ranks.absent() == [0]
-    step.ranks.shows_start = False
-    assert step.ranks.absent() == [], "unknown for ranks that leave no file"
     step.print("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     assert step.ranks.last_message() == message
@@ -406,11 +404,11 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
     cast(FakeJob, launcher.job).id = "5_2"
     with launcher:
-        assert (launcher.num_ranks, launcher.nodes.used.by_component) == (4, [("n1", "n2")])
+        assert (launcher.num_ranks, launcher.nodes.used.names) == (4, ("n1", "n2"))
         ranks = launcher.start(launcher.run.new_attempt())
         ranks.wait(10)
         ranks.close()
-        assert (launcher.num_ranks, launcher.nodes.used.by_component) == (2, [("n2",)])
+        assert (launcher.num_ranks, launcher.nodes.used.names) == (2, ("n2",))
         assert launcher.resources.idle == ("n1",)
         assert launcher.resources.nodes["n2"].ranks == [0, 1]
         assert ranks.host_of(1) == "n2"
@@ -462,10 +460,3 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
 )
 def test_messages_of_srun_give_exit_codes_by_task(messages: str, expected: dict[int, tuple[str, int]]) -> None:
     assert ended_tasks(messages) == expected
-
-
-def test_task_numbers_of_a_heterogeneous_step_are_offset_by_component() -> None:
-    # Ranks 3 and 0, of components with 1 and 4 tasks.
-    messages = "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"
-    found = ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1})
-    assert found == {3: ("n3", -signal.SIGKILL), 0: ("n1", -signal.SIGTERM)}

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import on_nodes
 from hpcdist.slurm.job import node_steps
 from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
-from hpcdist.slurm.job.srun import rank_env, step_command, watchdog_command
+from hpcdist.slurm.job.srun import rank_env, step_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.hang import RankProcess
@@ -28,13 +28,6 @@ from hpcdist.supervisor.plan import rank_command
 #: Many tests of this file start processes.
 pytestmark = pytest.mark.processes
 RANK = ["python", "-m", "worker", "/shared/my run"]
-
-
-def test_watchdog_runs_on_a_node_of_the_second_component_or_on_a_given_one() -> None:
-    assert watchdog_command("41", "n3")[1] == "--nodelist=n3"
-    words = "srun --het-group=1 --overlap --job-name=job-watchdog --nodes=1 --ntasks=1 --cpus-per-task=1 --input=none"
-    module = "hpcdist.slurm.job.node_steps"
-    assert watchdog_command("41") == [*words.split(), sys.executable, "-P", "-m", module, "watch", "41"]
 
 
 def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
@@ -46,7 +39,7 @@ def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
     assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
     roles = {"server": RoleRequest(cpus_per_task=4), "worker": RoleRequest(nodes=2)}
     found = rank_env(Config(roles={"server": 1, "worker": 4}, cluster=ClusterConfig(roles=roles)))
-    assert found["OMP_NUM_THREADS"] == "4", "of the first component"
+    assert found["OMP_NUM_THREADS"] == "4", "the maximum, which each rank gets"
 
 
 def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
@@ -188,18 +181,12 @@ def test_obstacles_to_forks(parts: dict[str, Any], env: dict[str, str], expected
 # --- A command on each node of a job: its step, the nodes' answers, and the search for ranks on a node.
 
 
-ANSWERING_NODES = JobNodes([("n1",), ("n2", "n3")])
-
-
 def test_step_has_one_task_on_each_node() -> None:
     flags = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none"]
     step = ["--job-name=hpcdist-nodes", "--overlap"]
-    assert nodes_command(ANSWERING_NODES, ["look"]) == ["srun", *step, "--nodes=3", "--ntasks=3", *flags, "look"]
-    assert nodes_command(JobNodes(ANSWERING_NODES.by_component, het=True), ["look"]) == [
-        *("srun", "--het-group=0", *step, "--nodes=1", "--ntasks=1", *flags, "look"),
-        *(":", "--het-group=1", *step, "--nodes=2", "--ntasks=2", *flags, "look"),
-    ]
-    assert "--nodelist=n1,n3" in nodes_command(JobNodes([("n1", "n3")], chosen=True), ["look"])
+    nodes = JobNodes(["n1", "n3"])
+    assert nodes_command(nodes, ["look"]) == ["srun", *step, "--nodes=2", "--ntasks=2", *flags, "look"]
+    assert "--nodelist=n1,n3" in nodes_command(replace(nodes, chosen=True), ["look"])
 
 
 def test_damaged_answers_are_omitted() -> None:

@@ -22,7 +22,6 @@ from hpcdist.slurm.job import submit, submit_checks
 from hpcdist.slurm.job.submit_checks import (
     Findings,
     check_config,
-    check_features,
     check_partitions,
     check_runs_dir,
     check_submission,
@@ -47,7 +46,8 @@ SCRIPTS = {
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
-    """Fake Slurm commands, the only commands on PATH."""
+    """Fake Slurm commands, the only commands on PATH, and folders of runs on a shared file system."""
+    monkeypatch.setattr(submit_checks, "mount_of", lambda _: ("nfs4", "server:/home"))
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     commands = FakeCommands(tmp_path / "bin")
@@ -61,8 +61,8 @@ def reject(slurm: FakeCommands, reason: str) -> None:
 
 
 def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
-    """Return warnings and estimate of `check_submission`; by default `shared_runs` is set."""
-    cluster = ClusterConfig(**{"shared_runs": True, **config.pop("cluster", {})})
+    """Return warnings and estimate of `check_submission`."""
+    cluster = ClusterConfig(**config.pop("cluster", {}))
     config = {"experiment": "exp", "name": "first", "runs_dir": str(tmp_path / "runs"), **config}
     return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
 
@@ -76,14 +76,17 @@ def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path)
     assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
 
 
-def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(
+    slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit_checks, "mount_of", lambda _: ("ext4", "/dev/sda1"))
     reject(slurm, "Requested node configuration is not available")
     with pytest.raises(ConfigError) as caught:
         check(
             tmp_path,
             missing_data="mnist was not found in /data",
             data=DataConfig(download=False),
-            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
+            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "qos": "long"},
         )
     nodes, qos, folder, lead, data = caught.value.problems
     assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
@@ -125,22 +128,19 @@ def test_submit_without_slurm_names_the_alternatives(tmp_path: Path, monkeypatch
 
 def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
-    roles = {
-        "server": RoleRequest(partition="mian"),
-        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
-    }
+    roles = {"worker": RoleRequest(nodes=2, gpus_per_node=9)}
+    cluster = {"roles": roles, "sbatch": {"nodes": "3"}, "mem": "lots"}
     with pytest.raises(ConfigError) as caught:
-        check(tmp_path, trainer=trainer, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
-    nodes, target, *requests = caught.value.problems
+        check(tmp_path, trainer=trainer, roles={"server": 1, "worker": 4}, cluster=cluster)
+    nodes, memory, target, gpus = caught.value.problems
     assert nodes.startswith("cluster.sbatch.nodes repeats a key of the config")
+    assert memory == "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"
     assert target.startswith("trainer.target: ")
-    assert requests == [
-        "cluster.partition=mian: no such partition, did you mean 'main'?",
-        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
-    ]
+    assert gpus == "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another"
     assert "sbatch" not in slurm.programs()
-    config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
-    assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "an existing run has its own code"
+    assert check_submission(Config(trainer=trainer), {}, None, missing_data="", force=False)[0] == [], (
+        "an existing run has its own code"
+    )
 
 
 def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +219,8 @@ def test_second_request_for_gpus_is_found_before_submission(
     slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBATCH_GRES", "gpu:1")
-    roles = {"worker": RoleRequest(gpus_per_node=1, sbatch={"gres": "gpu:1"})}
     with pytest.raises(ConfigError) as caught:
-        check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles}, force=True)
+        check(tmp_path, cluster={"gpus_per_node": 1, "sbatch": {"gres": "gpu:1"}}, force=True)
     assert [line.split(" (gpu:1) ")[0] for line in caught.value.problems] == [
         "cluster.sbatch.gres",
         "SBATCH_GRES in your environment",
@@ -310,44 +309,6 @@ def test_requested_partitions() -> None:
     ]
 
 
-# --- Keys that need a newer Slurm or a setting of the site.
-
-
-@pytest.mark.parametrize(
-    ("cluster", "settings", "lines"),
-    [
-        ({"requeue": "expedite"}, {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}, []),
-        ({"requeue": "expedite"}, {"SlurmctldParameters": "(null)"},
-         ["cluster.requeue=expedite needs Slurm 25.11 or newer with SlurmctldParameters=enable_expedited_requeue, but"
-          " this is 24.11.5 without it: remove the key, or ask the administrators"]),
-        ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/block"}, []),
-        ({"segment": 2, "nodes": 4}, {"TopologyPlugin": "topology/tree"},
-         ["cluster.segment=2 needs topology/block, but this cluster has topology/tree: remove it"]),
-        ({"segment": 2, "nodes": 6, "min_nodes": 3}, {"TopologyPlugin": "topology/block"},
-         ["cluster.segment=2: request a multiple of it, not 3 nodes"]),
-        ({"segment": 2, "nodes": 4, "spare_nodes": 1}, {"TopologyPlugin": "topology/block"},
-         ["cluster.segment=2: request a multiple of it, not 5 nodes"]),
-    ],
-)  # fmt: skip
-def test_features_that_the_site_must_have(cluster: dict[str, Any], settings: dict[str, str], lines: list[str]) -> None:
-    findings = Findings()
-    check_features(ClusterConfig(**cluster), {"SLURM_VERSION": "24.11.5", **settings}, findings)
-    assert findings == Findings(errors=lines)
-
-
-def test_missing_features_are_found_before_submission(slurm: FakeCommands, tmp_path: Path) -> None:
-    slurm.add_script("scontrol", "echo 'SLURM_VERSION = 22.05.8'; echo 'TopologyPlugin = topology/none'")
-    with pytest.raises(ConfigError) as caught:
-        check(tmp_path, cluster={"requeue": "expedite", "segment": 2, "nodes": 2})
-    assert [line.partition(" needs ")[0] for line in caught.value.problems] == [
-        "cluster.requeue=expedite",
-        "cluster.segment=2",
-    ]
-    # Slurm decides if the settings are unknown.
-    slurm.add_script("scontrol", "exit 1")
-    assert check(tmp_path, cluster={"requeue": "expedite", "segment": 2, "nodes": 2})[0] == []
-
-
 # --- The check that the nodes can see the runs folder.
 
 
@@ -364,14 +325,13 @@ def test_nodes_must_see_the_folder(slurm: FakeCommands, tmp_path: Path, monkeypa
         f"runs_dir=/scratch: tmpfs is in this machine's memory, {seen} system",
     ]
     assert findings.warnings == [
-        "runs_dir=/home/ada/runs is on xfs, a file system of this machine: the nodes must see it under the same path;"
-        " if they do, set cluster.shared_runs=true"
+        "runs_dir=/home/ada/runs is on xfs, a file system of this machine: the nodes must see it under the same path"
     ]
     # The only node of the partition is this machine.
     slurm.add_script("sinfo", "echo 'main|1|8|32768|gpu:2|idle|login'")
     monkeypatch.setattr(submit_checks, "mount_of", lambda _: ("ext4", "/dev/sda1"))
     monkeypatch.setattr(submit_checks.socket, "gethostname", lambda: "login.site")
-    assert check(tmp_path, cluster={"shared_runs": False})[0] == []
+    assert check(tmp_path)[0] == []
 
 
 # --- additional flags of sbatch and srun
@@ -385,17 +345,14 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
     assert conflicting_flags(cluster) == [
         "cluster.sbatch.nodes repeats a key of the config: use cluster.nodes",
         "cluster.sbatch.time repeats a key of the config: use cluster.time_limit_min",
-        "cluster.sbatch.output: hpcdist sets --output itself: remove it",
+        "cluster.sbatch.output: hpcdist controls --output: remove it",
         "cluster.sbatch.ntasks_per_node repeats a key of the config: use cluster.tasks_per_node",
         "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
-        "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit itself: remove it",
+        "cluster.srun.kill-on-bad-exit: hpcdist controls --kill-on-bad-exit: remove it",
     ]
     assert conflicting_flags(ClusterConfig(sbatch={"no_kill": "true", "mincpus": "4"})) == [], "of a fixed size"
     assert conflicting_flags(ClusterConfig(nodes=4, min_nodes=2, sbatch={"mincpus": "4"}))
-    assert conflicting_flags(ClusterConfig(sbatch={"segment": "2", "requeue": "expedite"})) == [
-        "cluster.sbatch.requeue repeats a key of the config: use cluster.requeue"
-    ]
-    assert conflicting_flags(ClusterConfig(segment=2, sbatch={"segment": "4"}))
+    assert conflicting_flags(ClusterConfig(sbatch={"segment": "2", "requeue": "expedite"})) == []
 
 
 def test_flags_that_srun_rejects_are_reported(commands: FakeCommands) -> None:
@@ -420,12 +377,11 @@ PIECES = ("\n", "\r", "\x1b", "\u2028", "'", '"', "`touch x`", "$(touch x)", "; 
 PIECES += ("#", "\\", "$HOME", "${IFS}", "größe", "-", " ", "*", "{a,b}", "!x", "\n#SBATCH --uid=0\n", "EOF\n", "%j")
 TEXT_KEYS = (
     *(f"cluster.{name}" for name in ("partition", "account", "qos", "mem", "constraint", "exclude")),
-    *("cluster.sbatch.comment", "cluster.srun.comment", "cluster.env.GREETING", "cluster.roles.trainer.constraint"),
-    *("cluster.roles.trainer.sbatch.comment", "cluster.roles.trainer.partition", "cluster.roles.trainer.mem"),
+    *("cluster.sbatch.comment", "cluster.srun.comment", "cluster.env.GREETING"),
     *("launch.env.GREETING", "container.image", "container.python", "experiment", "name", "runs_dir", "data.root"),
 )
 LIST_KEYS = ("container.mounts", "container.extra_args", "container.env")
-NAME_KEYS = ("cluster.env", "launch.env", "cluster.sbatch", "cluster.srun", "roles", "cluster.roles.trainer.sbatch")
+NAME_KEYS = ("cluster.env", "launch.env", "cluster.sbatch", "cluster.srun", "roles")
 
 
 def hostile(seed: int) -> str:
@@ -497,7 +453,6 @@ def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
         ("cluster.sbatch={'x y': c}", "cluster.sbatch: 'x y' is not an option: use its long name without dashes, such"),
         ("cluster.srun={--mpi: none}", "cluster.srun: '--mpi' is not an option: use its long name without dashes"),
         ("cluster.sbatch={N: 3}", "cluster.sbatch: 'N' is not an option: use its long name without dashes, such"),
-        ("cluster.roles={t: {partition: \"a\\nb\"}}", "cluster.roles.t.partition must be one line without control"),
         ("container.extra_args=[\"a\\nb\"]", "container.extra_args must be one line without control characters"),
         ("runs_dir=\"a\\nb\"", "runs_dir must be one line without control characters, got"),
     ],

@@ -1,0 +1,190 @@
+"""The placement of a run's ranks on the nodes of its allocation, and the request for that allocation. Pure functions.
+
+A role with an entry in `cluster.roles` has nodes to itself, and neighbouring roles without one share nodes. All roles
+are in one allocation, in the order of their ranks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.schema import Config, role_device
+from hpcdist.config.topology import Roles, expand, rank_table
+from hpcdist.errors import ConfigError, HpcdistError
+
+#: In a job with more nodes, the rank table shows the first and the last node of neighbouring roles only.
+MAX_NODES_IN_TABLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleNodes:
+    """The nodes of one role with an entry in `cluster.roles`, or of neighbouring roles without one."""
+
+    roles: tuple[str, ...]
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    cpus_per_task: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+def role_nodes(config: Config) -> tuple[RoleNodes, ...]:
+    """Return the nodes of all roles in rank order. Raises ConfigError if numbers contradict each other."""
+    cluster = config.cluster
+    _check_node_numbers(config)
+    if not cluster.roles:
+        world_size = cluster.nodes * cluster.tasks_per_node
+        roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
+        if roles.world_size != world_size:
+            problem = f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
+            problem += f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
+            raise ConfigError(f"{problem} request nodes for single roles under cluster.roles")
+        return (_role_nodes(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
+    found = []
+    for key, group in groupby(config.roles, key=lambda role: role if role in cluster.roles else ""):
+        names = tuple(group)
+        request = cluster.roles.get(key, RoleRequest())
+        nodes, tasks_per_node = _shape(cluster, request, names, sum(config.roles[name] for name in names))
+        found.append(_role_nodes(cluster, names, request, nodes, tasks_per_node))
+    return tuple(found)
+
+
+def _check_node_numbers(config: Config) -> None:
+    cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
+    # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
+    num_ranks = cluster.nodes * cluster.tasks_per_node
+    if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
+        problem = f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
+        raise ConfigError(f"{problem} elastic.min_ranks={min_ranks}: raise the first or lower the last")
+    if config.roles and cluster.fewest_nodes < cluster.nodes:
+        problem = f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
+        raise ConfigError(problem)
+    if cluster.roles and cluster.spare_nodes:
+        problem = f"cluster.spare_nodes={cluster.spare_nodes}: a run with cluster.roles has a fixed node for each rank:"
+        raise ConfigError(f"{problem} remove it, or cluster.roles")
+
+
+def _role_nodes(
+    cluster: ClusterConfig, roles: tuple[str, ...], request: RoleRequest, nodes: int, tasks_per_node: int
+) -> RoleNodes:
+    gpus, cpus = request.gpus_per_node, request.cpus_per_task
+    return RoleNodes(
+        roles=roles,
+        nodes=nodes,
+        tasks_per_node=tasks_per_node,
+        gpus_per_node=cluster.gpus_per_node if gpus is None else gpus,
+        cpus_per_task=cluster.cpus_per_task if cpus is None else cpus,
+    )
+
+
+def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node; a number that is not set follows from `count` ranks."""
+    key, summands = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
+    nodes, tasks, problem = request.nodes, request.tasks_per_node, ""
+    if nodes is not None and tasks is not None:
+        if nodes * tasks != count:
+            problem = f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"
+    elif nodes is not None:
+        tasks, rest = divmod(count, nodes)
+        if rest:
+            problem = f"{key}.nodes={nodes}: {summands}={count} ranks cannot be distributed evenly over these nodes"
+    else:
+        tasks_key = "cluster.tasks_per_node" if tasks is None else f"{key}.tasks_per_node"
+        tasks = min(tasks or cluster.tasks_per_node, count)
+        nodes, rest = divmod(count, tasks)
+        if rest:
+            problem = f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"
+    if problem:
+        raise ConfigError(problem)
+    return nodes, tasks
+
+
+def requested_cluster(config: Config) -> ClusterConfig:
+    """Return the section `cluster` with the request for one allocation of all roles.
+
+    It has the sum of the roles' nodes. Each node has the maximum of the other requests.
+    """
+    parts = role_nodes(config)
+    return replace(
+        config.cluster,
+        nodes=sum(part.nodes for part in parts),
+        tasks_per_node=max(part.tasks_per_node for part in parts),
+        gpus_per_node=max(part.gpus_per_node for part in parts),
+        cpus_per_task=max(part.cpus_per_task for part in parts),
+    )
+
+
+def job_nodes(config: Config, env: Mapping[str, str]) -> list[str]:
+    """Return the nodes of the current job, by Slurm's variables. Raises HpcdistError if the roles need more nodes."""
+    nodes = expand(env["SLURM_JOB_NODELIST"])
+    if not config.cluster.roles:
+        return nodes
+    needed = sum(part.nodes for part in role_nodes(config))
+    if len(nodes) < needed:
+        raise HpcdistError(f"the roles need {needed} nodes, but the job has {len(nodes)}: {', '.join(nodes)}")
+    return nodes[:needed]
+
+
+def nodes_by_part(parts: Sequence[RoleNodes], nodes: Sequence[str]) -> Iterator[tuple[RoleNodes, Sequence[str]]]:
+    """Yield the nodes of each part: one after the other in the order of the allocation."""
+    first = 0
+    for part in parts:
+        yield part, nodes[first : first + part.nodes]
+        first += part.nodes
+
+
+def hosts_by_rank(parts: Sequence[RoleNodes], nodes: Sequence[str]) -> list[str]:
+    """Return the host of each rank: the ranks of a part fill its nodes one after the other."""
+    hosts = []
+    for part, own in nodes_by_part(parts, nodes):
+        for node in own:
+            hosts += [node] * part.tasks_per_node
+    return hosts
+
+
+def rank_table_lines(config: Config, nodes: Sequence[str] | None = None) -> list[str]:
+    """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request."""
+    parts = role_nodes(config)
+    devices = {role: _device(config, part, role) for part in parts for role in part.roles}
+    shows_each_node = nodes is not None and len(nodes) <= MAX_NODES_IN_TABLE
+    groups, first = [], 0
+    for part, own in nodes_by_part(parts, nodes or []):
+        end = first + part.num_ranks
+        if shows_each_node:
+            ranks = range(first, end, part.tasks_per_node)
+            groups += [(range(rank, rank + part.tasks_per_node), node) for rank, node in zip(ranks, own, strict=True)]
+        else:
+            groups.append((range(first, end), _place(own, _request_text(config.cluster, part))))
+        first = end
+    return rank_table(Roles.of(config.roles, first), groups, devices)
+
+
+def _place(nodes: Sequence[str], request: str) -> str:
+    if not nodes:
+        return request
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]} ({request})"
+
+
+def _device(config: Config, part: RoleNodes, role: str) -> str:
+    device = role_device(config, role)
+    if device != "auto":
+        return device
+    return config.launch.gpu_type if part.gpus_per_node else "cpu"
+
+
+def _request_text(cluster: ClusterConfig, part: RoleNodes) -> str:
+    nodes = "1 node" if part.nodes == 1 else f"{part.nodes} nodes"
+    facts = [f"{nodes} × {part.tasks_per_node}"]
+    if part.gpus_per_node:
+        kind = f" {cluster.gpu_type}" if cluster.gpu_type else ""
+        unit = "GPU" if part.gpus_per_node == 1 else "GPUs"
+        facts.append(f"{part.gpus_per_node}{kind} {unit} each")
+    if cluster.partition:
+        facts.append(f"partition {cluster.partition}")
+    if cluster.constraint:
+        facts.append(cluster.constraint)
+    return ", ".join(facts)
