@@ -31,21 +31,6 @@ def up(
     num_nodes: Annotated[
         int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes, min=1, max=MAX_NODES)
     ] = None,
-    cpus_per_node: Annotated[
-        int | None, _setting("--cpus-per-node", "N", "CPUs that each node reports.", Settings.cpus_per_node, min=1)
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, _setting("--gpus-per-node", "N", "Fake GPUs of each node.", Settings.gpus_per_node, min=0)
-    ] = None,
-    gpu_type: Annotated[str | None, _setting("--gpu-type", "TYPE", "Type of the GPUs, such as a100.", "none")] = None,
-    topology: Annotated[
-        Literal["flat", "block"] | None,
-        _setting("--topology", "flat|block", "Network: block has blocks of two nodes.", Settings.topology),
-    ] = None,
-    expedited_requeue: Annotated[bool | None, flag("--expedited-requeue", "Allow --requeue=expedite.")] = None,
-    memory_mb: Annotated[
-        int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb, min=1)
-    ] = None,
     proctrack: Annotated[
         Literal["cgroup", "linuxproc"] | None,
         _setting(

@@ -42,10 +42,9 @@ def write_files(settings: Settings, layout: Layout) -> None:
     _write_secret(layout.database_init, files.database_sql(password).encode(), "mysql")
     _write_secret(layout.conf / "slurmdbd.conf", files.slurmdbd_conf(settings, layout, password).encode(), "root")
     write_atomic(layout.conf / "gres.conf", files.gres_conf(settings, layout))
-    write_atomic(layout.conf / "topology.conf", files.topology_conf(settings))
     write_atomic(layout.conf / "cgroup.conf", files.cgroup_conf(settings, layout))
     write_atomic(layout.slurm_conf, files.slurm_conf(settings, layout))
-    for number in range(settings.gpus_per_node):
+    for number in range(files.GPUS_PER_NODE):
         device = layout.gpus / f"gpu{number}"
         if not device.exists():
             # A copy of /dev/null, because Slurm requires a device.

@@ -22,17 +22,16 @@ CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
 NETWORK = ipaddress.IPv4Network("10.213.77.0/24")
 #: The network has further addresses for the head and this machine.
 MAX_NODES = 250
+#: What Slurm assumes of each node. CPUs and memory (MiB) may exceed those of the machine; the GPUs are fake.
+CPUS_PER_NODE = 8
+MEMORY_MB = 32768
+GPUS_PER_NODE = 2
+GPU_TYPE = "a100"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     num_nodes: int = 4  #: at most MAX_NODES
-    cpus_per_node: int = 8  #: that Slurm assumes; may exceed those of the machine
-    gpus_per_node: int = 2  #: fake ones, which Slurm counts and assigns
-    gpu_type: str = ""  #: their type, such as `a100`; without one if empty
-    topology: str = "flat"  #: of the network: `block` has blocks of two nodes
-    expedited_requeue: bool = False  #: whether Slurm (from 25.11) accepts `--requeue=expedite`
-    memory_mb: int = 32768  #: MiB that Slurm assumes; not enforced
     proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
     runtime: str = "none"  #: container runtime that the nodes have beside Slurm
     pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"  #: must be built for the installed Slurm
@@ -123,10 +122,6 @@ def slurm_conf(settings: Settings, layout: Layout) -> str:
     """Return slurm.conf: default behaviour with short timeouts and a fast scheduler."""
     nodes = node_range(settings)
     head = settings.addresses[HEAD]
-    kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
-    gpus = f" Gres=gpu:{kind}{settings.gpus_per_node}" if settings.gpus_per_node else ""
-    more = "TopologyPlugin=topology/block\n" if settings.topology == "block" else ""
-    more += "SlurmctldParameters=enable_expedited_requeue\n" if settings.expedited_requeue else ""
     return f"""\
 # Written by `hpcdist devcluster up`; changes are lost.
 ClusterName={CLUSTER}
@@ -163,30 +158,16 @@ AccountingStoragePort={ACCOUNTING_PORT}
 AccountingStoragePass={layout.munge_socket}
 AccountingStorageEnforce=associations
 AccountingStorageTRES=gres/gpu
-{more}NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
+NodeName={nodes} CPUs={CPUS_PER_NODE} RealMemory={MEMORY_MB} Gres=gpu:{GPU_TYPE}:{GPUS_PER_NODE}
 PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 DefaultTime=01:00:00 MaxTime=1-00:00:00
 PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
 """
 
 
 def gres_conf(settings: Settings, layout: Layout) -> str:
-    """Return gres.conf, in which each GPU is a fake device file; empty without GPUs."""
-    if not settings.gpus_per_node:
-        return ""
-    last = settings.gpus_per_node - 1
-    numbers = f"[0-{last}]" if last else "0"
-    kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
-    return f"NodeName={node_range(settings)} Name=gpu{kind} File={layout.gpus}/gpu{numbers}\n"
-
-
-def topology_conf(settings: Settings) -> str:
-    """Return topology.conf, with blocks of two nodes; empty for another topology."""
-    if settings.topology != "block":
-        return ""
-    pairs = [settings.nodes[first : first + 2] for first in range(0, settings.num_nodes, 2)]
-    blocks = [f"BlockName=b{number} Nodes={','.join(pair)}\n" for number, pair in enumerate(pairs, 1)]
-    # Of several blocks that suit a job equally, Slurm takes the last: so jobs get the first nodes, as without blocks.
-    return "".join([*reversed(blocks), "BlockSizes=2\n"])
+    """Return gres.conf, in which each GPU is a fake device file."""
+    files = f"{layout.gpus}/gpu[0-{GPUS_PER_NODE - 1}]"
+    return f"NodeName={node_range(settings)} Name=gpu Type={GPU_TYPE} File={files}\n"
 
 
 def cgroup_conf(settings: Settings, layout: Layout) -> str:

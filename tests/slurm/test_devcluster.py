@@ -13,11 +13,11 @@ import pytest
 import runtime_cases
 from containers import RUNTIMES, Containers, mismatch, mount_flags, small_image
 from runtime_cases import PYXIS
-from slurm_cluster import GPU_TYPE, DevCluster
+from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, host, settings
-from hpcdist.devcluster.settings import LINK
+from hpcdist.devcluster.settings import GPU_TYPE, LINK
 
 NAMES = ["n1", "n2", "n3", "n4"]
 

@@ -25,9 +25,6 @@ REQUIRE = "HPCDIST_REQUIRE_SLURM"
 PROCTRACK = "HPCDIST_PROCTRACK"
 """How the dev cluster of the tests signals processes: `linuxproc`, the default, or `cgroup`."""
 
-GPU_TYPE = "a100"
-"""Type of the fake GPUs, two on each node."""
-
 
 @dataclass(frozen=True)
 class DevCluster:
@@ -156,14 +153,7 @@ def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
     cluster.down(layout)  # remains of a killed test session
     before = host.HOSTS.read_text()
     try:
-        has_25_11 = slurm_release() >= (25, 11)
-        changes = {
-            "num_nodes": num_nodes,
-            "proctrack": os.environ.get(PROCTRACK, "linuxproc"),
-            "gpu_type": GPU_TYPE,
-            "topology": "block" if has_25_11 else "flat",
-            "expedited_requeue": has_25_11,
-        }
+        changes = {"num_nodes": num_nodes, "proctrack": os.environ.get(PROCTRACK, "linuxproc")}
         yield DevCluster(layout, cluster.up(layout, changes, env={}), before)
     finally:
         cluster.down(layout)

@@ -22,7 +22,6 @@ from hpcdist.devcluster.settings import (
     gres_conf,
     slurm_conf,
     taken_names,
-    topology_conf,
     with_hosts_block,
     without_hosts_block,
 )
@@ -312,20 +311,9 @@ def test_removed_hosts_block_restores_the_text() -> None:
     assert taken_names(with_hosts_block(taken, TWO), TWO) == ["n2"]
 
 
-def test_features_of_newer_releases_are_options() -> None:
-    plain = slurm_conf(TWO, LAYOUT)
-    assert "NodeName=n[1-2] CPUs=8 RealMemory=32768 Gres=gpu:2\n" in plain
-    assert "TopologyPlugin" not in plain
-    assert "SlurmctldParameters" not in plain
-    assert topology_conf(TWO) == ""
-    five = Settings(num_nodes=5, gpu_type="a100", topology="block", expedited_requeue=True)
-    conf = slurm_conf(five, LAYOUT)
-    assert "NodeName=n[1-5] CPUs=8 RealMemory=32768 Gres=gpu:a100:2\n" in conf
-    assert "\nTopologyPlugin=topology/block\nSlurmctldParameters=enable_expedited_requeue\n" in conf
-    assert gres_conf(five, LAYOUT) == "NodeName=n[1-5] Name=gpu Type=a100 File=/var/lib/dc/gpus/gpu[0-1]\n"
-    assert topology_conf(five) == (
-        "BlockName=b3 Nodes=n5\nBlockName=b2 Nodes=n3,n4\nBlockName=b1 Nodes=n1,n2\nBlockSizes=2\n"
-    )
+def test_nodes_report_cores_memory_and_fake_gpus() -> None:
+    assert "NodeName=n[1-2] CPUs=8 RealMemory=32768 Gres=gpu:a100:2\n" in slurm_conf(TWO, LAYOUT)
+    assert gres_conf(TWO, LAYOUT) == "NodeName=n[1-2] Name=gpu Type=a100 File=/var/lib/dc/gpus/gpu[0-1]\n"
 
 
 def test_describe_status() -> None:
