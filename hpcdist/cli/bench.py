@@ -22,7 +22,7 @@ def comm(
     dry_run: options.DryRun = False,
     follow: options.Follow = True,
 ) -> int:
-    """Measure communication between ranks, in pairs and together, and locate the bottleneck.
+    """Measure each communication operation between ranks.
 
     The benchmark is an ordinary run of the config `bench_comm`; its keys are in the section `comm`.
 

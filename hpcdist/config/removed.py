@@ -114,7 +114,9 @@ REMOVED_KEYS: dict[str, Removed] = {
 }
 
 #: Values that a key no longer takes, by dotted key and value.
-REMOVED_VALUES: dict[tuple[str, str], str] = {}
+REMOVED_VALUES: dict[tuple[str, str], str] = {
+    ("comm.operations", "pairs"): "the preflight of a job names slow nodes; `send_recv` measures neighbouring ranks",
+}
 
 
 def removal(key: str, value: object) -> str | None:
@@ -122,9 +124,11 @@ def removal(key: str, value: object) -> str | None:
     found = _removed(key)
     if found is not None:
         return f"{key} was removed: {found.instead}"
-    sentence = REMOVED_VALUES.get((key, str(value)))
-    if sentence is not None:
-        return f"{key}={value} was removed: {sentence}"
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        sentence = REMOVED_VALUES.get((key, str(item)))
+        if sentence is not None:
+            return f"{key}={item} was removed: {sentence}"
     return None
 
 

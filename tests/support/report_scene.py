@@ -1,10 +1,8 @@
 """What reports show: a run folder as supervisor and ranks write it, and results of a communication benchmark."""
 
 import json
-import math
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from hpcdist.review.figures import Figure, write_figure
 from hpcdist.review.ledger import Entry, Interval, Ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import CAUSES, AttemptTimes, NodeShare, Resources, begin
-from hpcdist.trainers.comm.results import CheckResult, Pair, RankPlace, Results, Row
+from hpcdist.trainers.comm.results import CheckResult, RankPlace, Results, Row
 
 CONFIG: dict[str, Any] = {
     "experiment": "digits",
@@ -132,23 +130,11 @@ def account(began: float, until: float, **changes: Any) -> dict[str, Any]:
     return {"began": began, "until": until, "seconds": {"data": 1.0, "compute": until - began - 1.0}, **changes}
 
 
-# --- Results of a communication benchmark on a healthy cluster, in which tests insert faults.
-
-LATENCY_S, BANDWIDTH = 50e-6, 1.2e9
-#: Factor by which pairs within a node are faster.
-NEARBY = 4
-Factor = Callable[[str, str], float]
+# --- Results of a communication benchmark on a healthy cluster.
 
 
-def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: int = 0, **changed: Any) -> Results:
-    """Return results of nodes n1, n2, … with consecutive ranks.
-
-    Args:
-        noise: standard deviation of the logarithms of all measurements.
-        seed: seed of the noise.
-        **changed: fields of the results.
-    """
-    rng = random.Random(seed)
+def sample(num_nodes: int = 4, per_node: int = 1, **changed: Any) -> Results:
+    """Return results of nodes n1, n2, … with consecutive ranks; `changed` are fields of the results."""
     ranks = [RankPlace(rank=i, node=f"n{i // per_node + 1}", device="cpu") for i in range(num_nodes * per_node)]
     results = Results(
         backend="gloo",
@@ -164,38 +150,15 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
             CheckResult(operation="all_reduce", dtype="float32", ok=True),
             CheckResult(operation="broadcast", dtype="int32", ok=True),
         ],
-        pairs=_pairs(ranks, rng, noise),
-        rows=_rows(rng, noise),
+        rows=_rows(),
     )
     return replace(results, **changed)
 
 
-def _noisy(value: float, rng: random.Random, noise: float) -> float:
-    return value * math.exp(rng.gauss(0, noise))
-
-
-def _pairs(ranks: list[RankPlace], rng: random.Random, noise: float) -> list[Pair]:
-    pairs = []
-    for source in ranks:
-        for target in ranks:
-            factor = NEARBY if source.node == target.node else 1
-            if source != target:
-                pairs.append(
-                    Pair(
-                        source=source.rank,
-                        target=target.rank,
-                        bytes=2**22,
-                        latency_s=_noisy(LATENCY_S / factor, rng, noise),
-                        bandwidth=_noisy(BANDWIDTH * factor, rng, noise),
-                    )
-                )
-    return pairs
-
-
-def _rows(rng: random.Random, noise: float) -> list[Row]:
+def _rows() -> list[Row]:
     """Return operations that take a start-up time plus size / speed, and a barrier."""
     rows = [
-        row(operation, _noisy(start_s + size / speed, rng, noise), size)
+        row(operation, start_s + size / speed, size)
         for operation, start_s, speed in (("reduce", 4e-4, 3e8), ("all_reduce", 2e-4, 6e8), ("broadcast", 1e-4, 9e8))
         for size in (2**power for power in range(29))
     ]
@@ -216,17 +179,3 @@ def row(operation: str, median_s: float, size: int, **changed: Any) -> Row:
         busbw=1.5 * size / median_s,
     )
     return replace(found, **changed)
-
-
-def with_links(results: Results, *, slower: Factor | None = None, later: Factor | None = None) -> Results:
-    """Divide bandwidths by `slower` and multiply latencies by `later`, factors by source and target node."""
-    node: Mapping[int, str] = {place.rank: place.node for place in results.ranks}
-
-    def factor(found: Factor | None, pair: Pair) -> float:
-        return found(node[pair.source], node[pair.target]) if found is not None else 1.0
-
-    pairs = [
-        replace(pair, bandwidth=pair.bandwidth / factor(slower, pair), latency_s=pair.latency_s * factor(later, pair))
-        for pair in results.pairs
-    ]
-    return replace(results, pairs=pairs)

@@ -13,8 +13,6 @@ COMM_OPERATIONS = (
     *("send_recv", "isend_irecv", "all_reduce", "reduce", "broadcast", "scatter", "gather"),
     *("all_gather", "reduce_scatter", "all_to_all", "barrier"),
 )
-#: The measurement of each pair of ranks, besides the operations of all ranks.
-PAIRS = "pairs"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -35,8 +33,8 @@ def parse_bytes(value: int | str) -> int:
 class CommConfig(ConfigSection):
     """A benchmark of the collectives: correctness and speed of every operation on all ranks (`trainer: comm`)."""
 
-    operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, PAIRS])
-    """Operations to check and measure; `pairs`: each pair of ranks."""
+    operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS])
+    """Operations to check and measure."""
     max_bytes: int | str = "256M"
     """Largest message; all powers of two from one element up are measured (K, M and G are powers of 1024)."""
 
@@ -46,12 +44,11 @@ class CommConfig(ConfigSection):
             parse_bytes(self.max_bytes)
         except ValueError as error:
             problems.append(f"max_bytes: {error}")
-        known = (*COMM_OPERATIONS, PAIRS)
         if not self.operations:
-            problems.append(f"operations must name at least one of {', '.join(known)}")
+            problems.append(f"operations must name at least one of {', '.join(COMM_OPERATIONS)}")
         for name in self.operations:
-            if name not in known:
-                hint = suggestion(str(name), known, f"known are {', '.join(known)}")
+            if name not in COMM_OPERATIONS:
+                hint = suggestion(str(name), COMM_OPERATIONS, f"known are {', '.join(COMM_OPERATIONS)}")
                 problems.append(f"operations: {name!r} is unknown: {hint}")
         return problems
 

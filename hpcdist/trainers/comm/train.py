@@ -11,8 +11,7 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 import logging
 import os
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 
@@ -23,13 +22,13 @@ from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
 from hpcdist.host.files import write_atomic
-from hpcdist.host.network import bandwidths, tournament
-from hpcdist.rank.collective_check import Stopwatch, Timing, measure, synchronize
+from hpcdist.host.network import bandwidths
+from hpcdist.rank.collective_check import Stopwatch, measure
 from hpcdist.rank.context import Context
 from hpcdist.rank.device import Device
-from hpcdist.trainers.comm import COMM_OPERATIONS, PAIRS, CommConfig, parse_bytes
+from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
 from hpcdist.trainers.comm.operations import DTYPES, OPERATIONS, Operation, OperationKind, check
-from hpcdist.trainers.comm.results import ARTIFACT, Link, Pair, RankPlace, Results, Row, as_text, bottleneck
+from hpcdist.trainers.comm.results import ARTIFACT, RankPlace, Results, Row, as_text
 
 log = logging.getLogger(__name__)
 #: Data types that are measured: of operations that only move data, and of reductions.
@@ -39,21 +38,19 @@ MAX_ITERATION_S = 1.0
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Check all operations, then measure pairs and operations; times of operations are those of the slowest rank.
+    """Check all operations, then measure them; times are those of the slowest rank.
 
-    A step is the check of one operation, one round of pairs, or one size of one operation. There are no checkpoints: a
-    stopped benchmark starts again.
+    A step is the check of one operation, or one size of one operation. There are no checkpoints: a stopped benchmark
+    starts again.
     """
     bench = Bench(ctx, cfg)
-    for step, _ in enumerate(chain(bench.check(), bench.measure_pairs(), bench.measure_operations()), 1):
+    for step, _ in enumerate(chain(bench.check(), bench.measure()), 1):
         if ctx.should_stop(step):
             bench.write()
             return
     bench.results.complete = True
     bench.write()
     if ctx.is_main:
-        for sentence in bottleneck(bench.results):
-            log.info("bottleneck: %s", sentence)
         write_atomic(ctx.artifact(ARTIFACT).with_name("report.txt"), as_text(bench.results))
     ctx.end_reason = summary(bench.results)
 
@@ -104,17 +101,7 @@ class Bench:
         measured = (kind.name, NUMBERS if kind.reduces else BYTES)
         return not any(one.ok is None and (one.operation, one.dtype) == measured for one in self.results.checked)
 
-    def measure_pairs(self) -> Iterator[None]:
-        rounds = pair_rounds(self.nodes) if PAIRS in self.comm.operations else []
-        if not rounds or not self._is_supported(OPERATIONS["send_recv"]):
-            return
-        for links in rounds:
-            mine = measure_round(links, self.device)
-            self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
-            yield
-        self.write()
-
-    def measure_operations(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         for kind in self.operations:
             if self._is_supported(kind):
                 yield from self._measure(kind)
@@ -172,91 +159,9 @@ def elements(size: int, dtype: torch.dtype, num_parts: int) -> int:
 
 def summary(results: Results) -> str:
     num_passed = sum(one.ok is True for one in results.checked)
-    text = f"{num_passed} checks passed; {len(results.rows)} points and {len(results.pairs)} pairs of ranks measured"
+    text = f"{num_passed} checks passed; {len(results.rows)} points measured"
     rates = [(row.size, row.busbw) for row in results.rows if row.operation == "all_reduce" and row.busbw is not None]
     if rates:
         size, busbw = rates[-1]  # sizes increase
         text += f"; all_reduce of {size >> 20 or size} {'MiB' if size >> 20 else 'B'}: {busbw / 1e9:.2f} GB/s"
     return text
-
-
-# Latency and bandwidth between pairs of ranks; each node takes part in one measurement at a time.
-
-#: Maximum world size for which all pairs are measured, one after the other.
-MAX_ALL_PAIRS = 16
-#: In larger runs the pairs of this many ranks of the first node are measured.
-NUM_SAMPLED_RANKS = 8
-#: Messages of the latency measurement, and those before it that do not count.
-_ROUND_TRIPS, _PINGS_BEFORE = 20, 3
-#: The time of one message of this size determines that of the messages by which bandwidth is measured.
-_PROBE_BYTES = 1 << 18
-_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
-_MESSAGES = 3
-#: Duration of all messages of one bandwidth measurement, in seconds.
-_BUDGET_S = 0.05
-
-
-def pair_rounds(nodes: Sequence[str]) -> list[list[Link]]:
-    """Return rounds of (source, target) pairs that are measured at the same time, for node names by rank.
-
-    With up to `MAX_ALL_PAIRS` ranks all pairs are measured individually. In larger runs the first ranks of the nodes
-    are measured as a tournament, followed by individual pairs within the first node.
-    """
-    ranks = list(range(len(nodes)))
-    rounds: list[list[Link]] = []
-    if len(nodes) > MAX_ALL_PAIRS:
-        rounds = tournament_links([nodes.index(name) for name in dict.fromkeys(nodes)])
-        ranks = [rank for rank in ranks if nodes[rank] == nodes[0]][:NUM_SAMPLED_RANKS]
-    return rounds + [[(source, target)] for source in ranks for target in ranks if source != target]
-
-
-def tournament_links(ranks: Sequence[int]) -> list[list[Link]]:
-    """Return rounds in which each rank sends to each other rank once and takes part in one transfer at a time."""
-    found = []
-    for partners in tournament(len(ranks)):
-        meetings = [
-            (ranks[one], ranks[other]) for one, other in enumerate(partners) if other is not None and one < other
-        ]
-        found += [meetings, [(other, one) for one, other in meetings]]
-    return [meetings for meetings in found if meetings]
-
-
-def measure_round(links: Sequence[Link], device: torch.device) -> Pair | None:
-    """Measure this rank's pair of a round, if any; return the result on the source."""
-    me = dist.get_rank()
-    source, target = next((link for link in links if me in link), (None, None))
-    if source is None or target is None:
-        return None
-    is_source = me == source
-    peer = target if is_source else source
-
-    def trip(leaving: torch.Tensor, returning: torch.Tensor) -> float:
-        """Return the seconds of a round trip, measured at the source."""
-        began = time.perf_counter()
-        if is_source:
-            dist.send(leaving, peer)
-            dist.recv(returning, peer)
-        else:
-            dist.recv(leaving, peer)
-            dist.send(returning, peer)
-        synchronize(device)
-        return time.perf_counter() - began
-
-    small = torch.zeros(8, dtype=torch.uint8, device=device)
-    answer = torch.zeros_like(small)
-    seconds = [trip(small, answer) for _ in range(_PINGS_BEFORE + _ROUND_TRIPS)][_PINGS_BEFORE:]
-    latency_s = Timing.of(seconds).median_s / 2
-    # The first message is slower or faster than later ones: buffers are allocated, a rate limiter allows a burst.
-    probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    trip(probe, answer)
-    probe_s = max(trip(probe, answer) - latency_s, 1e-6)
-    fits = int(_PROBE_BYTES / probe_s * _BUDGET_S / _MESSAGES)
-    size = torch.tensor([min(max(fits, _LEAST_BYTES), _MOST_BYTES)], device=device)
-    trip(size, answer)  # the source announces the size
-    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    trip(data, answer)
-    fastest_s = min(trip(data, answer) for _ in range(_MESSAGES))  # other load only increases the time
-    if not is_source:
-        return None
-    transfer_s = max(fastest_s - latency_s, 1e-9)  # without the latency of the answer
-    return Pair(source=source, target=target, bytes=len(data), latency_s=latency_s, bandwidth=len(data) / transfer_s)
