@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Column
 from rich.text import Text
 
-from hpcdist.cli.options import console, exit_code, print_table, wrapped
+from hpcdist.cli.options import console, exit_code, print_table, runs_dir, wrapped
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config, find_trainer
@@ -244,10 +244,12 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         program = shlex.quote(os.path.relpath(started)) if is_script else f"{sys.executable} -m hpcdist"
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         _print_line(console, f"straggler: {text}", "yellow")
-    store = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))}"
+    ui = f"{program} ui"
     if config.tracking.uri:
-        store = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))}"
-    lines = [f"review in MLflow: {link_to_run(run) or f'{store} {program} ui'}"]
+        ui = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))} {ui}"
+    elif Path(config.runs_dir) != runs_dir().absolute():
+        ui = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))} {ui}"
+    lines = [f"review in MLflow: {link_to_run(run) or ui}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():

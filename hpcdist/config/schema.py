@@ -369,9 +369,8 @@ def cross_check(config: Config) -> list[str]:
         if ranks > MAX_RANKS:
             problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
     problems += _elastic_problems(config)
-    if config.launch.device == "cpu":
-        if config.precision.dtype == "fp16":
-            problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
+    if config.launch.device == "cpu" and config.precision.dtype == "fp16":
+        problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
     if "trainer" in config.cluster.roles and not config.roles:
         problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]

@@ -178,6 +178,8 @@ def test_printed_commands_run_in_the_same_shell(
     ):
         monkeypatch.setattr(sys, "argv", [started, "run"])
         assert f"review in MLflow: HPCDIST_RUNS_DIR='/my runs' {shown} ui" in end(console, run, run.read_state())
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", "/my runs")
+    assert f"review in MLflow: {sys.executable} -m hpcdist ui" in end(console, run, run.read_state())
 
 
 def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
