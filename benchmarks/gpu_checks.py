@@ -264,14 +264,14 @@ def doctor(device: str, folder: Path) -> bool:
 
 
 def preflight(device: str, folder: Path) -> bool:
-    """Print what preflight reads on a node: versions, GPUs, memory and limits."""
-    from hpcdist.slurm.preflight_probe import read_machine
+    """Print what the preflight reads on a node: versions and GPUs."""
+    from hpcdist.checks.node_facts import read_hardware
 
     del folder
     began = time.monotonic()
-    machine = read_machine(os.environ)
-    say(seconds=round(time.monotonic() - began, 2), **{key: machine[key] for key in sorted(machine) if key != "env"})
-    return device == "cpu" or bool(machine.get("gpus"))
+    hardware = read_hardware(os.environ)
+    say(seconds=round(time.monotonic() - began, 2), **{key: hardware[key] for key in sorted(hardware)})
+    return device == "cpu" or bool(hardware["gpus"])
 
 
 PARTS: dict[str, Callable[[str, Path], bool]] = {

@@ -13,6 +13,8 @@ from hpcdist.review.explain import PATTERNS, WAITING
 
 #: The functions of hpcdist.host.machine that create findings.
 FUNCTIONS = ("Check", "note", "warning", "failure")
+#: The modules in hpcdist/checks whose findings are about the nodes of a job; some of them are doctor's as well.
+PREFLIGHT = ("node_facts.py", "node_links.py", "preflight.py")
 
 
 def failure_patterns() -> str:
@@ -34,11 +36,11 @@ def waiting_reasons() -> str:
 
 
 def preflight_findings() -> str:
-    return _findings([*(PACKAGE / "slurm").glob("preflight_*.py"), PACKAGE / "host" / "machine.py"])
+    return _findings([PACKAGE / "checks" / name for name in PREFLIGHT])
 
 
 def doctor_findings() -> str:
-    return _findings((PACKAGE / "checks").glob("*.py"))
+    return _findings(path for path in (PACKAGE / "checks").glob("*.py") if path.name not in PREFLIGHT)
 
 
 def _findings(modules: Iterable[Path]) -> str:

@@ -15,10 +15,12 @@ from typing import Any
 
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import site
+from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
+from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand, port_for
+from hpcdist.config.topology import expand
 from hpcdist.host import machine as host_machine
 from hpcdist.host.commands import done_within, last_line, start
 from hpcdist.host.files import read_json
@@ -32,8 +34,6 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeState, is_usable
-from hpcdist.slurm.preflight_checks import check_nodes
-from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 
 
 @dataclass(frozen=True)
@@ -214,24 +214,29 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
-    """Run the preflight probe on each node of the run's job in a step that overlaps the ranks' (`srun --overlap`)."""
+    """Ask each node of the run's job as the preflight does, in a step that overlaps the ranks' (`srun --overlap`).
+
+    The nodes join no group: it would take time from the ranks. The preflight's file has its result.
+    """
     now = status_of(run)
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         return [ok("nodes", "not run: the run has no nodes at present")]
     nodes = expand(now.facts.nodes)
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
+    needs = Needs(
+        nodes=tuple(nodes),
+        run_folder=str(run.path),
+        gpus_per_node=gpus,
+        backend=config.launch.backend_on(gpus=gpus > 0),
+    )
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
         request = ProbeRequest(
-            nodes=tuple(nodes),
-            # Another port than the ranks': no job has that many attempts.
-            port=port_for(job.id, run.read_state().attempt + 500),
-            token=token,
-            run_folder=str(run.path),
+            first_node=nodes[0],
+            run_folder=needs.run_folder,
             checkpoint_folder=str(run.checkpoints),
             witness=str(witness),
-            gpus_per_node=gpus,
-            backend=config.launch.backend_on(gpus=gpus > 0),
+            token=token,
         )
         # Inside another job, srun would take missing options from that job's variables.
         env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
@@ -239,7 +244,9 @@ def _live(run: RunDir, config: Config) -> list[Check]:
         # Slurm ends the step after two minutes even if srun was killed.
         flags = {"jobid": job.id, "time": 2, "mem": 0, "gpus-per-node": gpu_request}
         step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
-        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env={**env, **probe_env(request)})
+        asked_at = time.time()
+        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env=env)
+        answered_at = time.time()
     look = f"`srun --jobid={job.id} --overlap hostname`"
     if is_late:
         text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
@@ -252,7 +259,7 @@ def _live(run: RunDir, config: Config) -> list[Check]:
         node: {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
         for node, answer in answers.items()
     }
-    return check_nodes(request, unused)
+    return check_nodes(needs, unused, asked_at, answered_at)
 
 
 #: Sections: title and results.

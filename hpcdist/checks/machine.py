@@ -18,6 +18,7 @@ from typing import Any, Self
 import psutil
 
 import hpcdist
+from hpcdist.checks import node_facts
 from hpcdist.checks.site import GIB, version_of
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.host import machine as host_machine
@@ -58,7 +59,7 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
         checks.append(ok("torch", f"{torch}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"))
     if not vision:
         checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
-    if problems := [*host_machine.driver_checks(found)]:
+    if problems := [*node_facts.driver_checks(found)]:
         return checks + problems
     return [*checks, ok("driver", driver + (f", supports CUDA {cuda}" if cuda else ""))] if driver else checks
 
@@ -73,7 +74,7 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
     checks = []
     for gpu in found:
         text = gpu.name + (f", {gpu.total_mb / 1024:.0f} GiB" if gpu.total_mb else "")
-        problems = [replace(check, text=f"{text}: {check.text}") for check in host_machine.gpu_checks(vars(gpu))]
+        problems = [replace(check, text=f"{text}: {check.text}") for check in node_facts.gpu_checks(vars(gpu))]
         checks += problems or [ok(f"GPU {gpu.index}", text)]
     if num_visible < len(found):
         text = f"{num_visible} of {len(found)} according to CUDA_VISIBLE_DEVICES"
@@ -86,7 +87,7 @@ GIVE_UP_S = 15.0
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
-    if problems := [*host_machine.lookup_checks(host, found), *host_machine.loopback_checks(host, found)]:
+    if problems := [*node_facts.lookup_checks(host, found), *node_facts.loopback_checks(host, found)]:
         unaffected = "; runs on this machine alone are not affected"
         return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]
     back = found.get("reverse") or f"no name ({found['reverse_error']}): fast, so harmless"
@@ -183,7 +184,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
         checks.append(failure("shm", text, fix))
     else:
         text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
-        checks += [*host_machine.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
+        checks += [*node_facts.shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
     limits = []
     if found.rdma and found.locked_bytes < 2**30:
         text = f"only {found.locked_bytes / 1e6:,.0f} MB may be locked in memory, and InfiniBand locks its send buffers"

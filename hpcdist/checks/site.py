@@ -15,11 +15,12 @@ from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 
+from hpcdist.checks.node_facts import space_checks
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, UserMistake, few, shortened
 from hpcdist.host import storage
 from hpcdist.host.files import require_safe, user_of
-from hpcdist.host.machine import Check, failure, note, ok, space_checks, warning
+from hpcdist.host.machine import Check, failure, note, ok, warning
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError

@@ -1,5 +1,5 @@
 """Facts about this machine: versions, network, GPUs and drivers, compiler, the container around this process, its
-capabilities; and the checks of them that `doctor` and the preflight have in common.
+capabilities.
 """
 
 import logging
@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.commands import done_within, start
 from hpcdist.host.files import make_private
 
-# Unknown facts are empty or None. Only the functions that need psutil import it, so that the preflight probe starts
+# Unknown facts are empty or None. Only the functions that need psutil import it, so that the probe of a node starts
 # with the standard library alone. `versions` and `source_digest` are also executed as source text by an image's Python,
 # so they contain their imports.
 
@@ -399,88 +399,3 @@ ok = partial(_check, "ok")
 note = partial(_check, "note")
 warning = partial(_check, "warning")
 failure = partial(_check, "failure")
-
-
-# Checks of one machine that `doctor` and the preflight have in common, each with one threshold.
-
-MB = 1e6
-#: Assumed need of a checkpoint before the first one is saved.
-LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
-FEW_FILES, NO_FILES = 1000, 50
-#: Each rank pays the time of a lookup at its start.
-SLOW_LOOKUP_S = 1.0
-#: Above this, times of logs, metrics and files of two machines cannot be compared.
-SKEW_S = 2.0
-
-
-def driver_checks(versions: Mapping[str, str]) -> Iterator[Check]:
-    """Check whether the driver supports the CUDA version of torch; nothing is reported if one of them is unknown."""
-    if old := driver_problem(versions.get("cuda", ""), versions.get("driver", "")):
-        where = "https://pytorch.org/get-started/locally"
-        fix = f"update the driver, or use a torch (or an image) for an older CUDA: {where}"
-        yield failure("driver", f"torch {versions.get('torch', '')} needs {old}", fix)
-
-
-def gpu_checks(gpu: Mapping[str, Any]) -> Iterator[Check]:
-    name, used_mb, total_mb = f"GPU {gpu['index']}", gpu["used_mb"] or 0, gpu["total_mb"] or 0
-    if gpu["uncorrected_errors"]:
-        fix = f"an administrator drains the node and resets it (`nvidia-smi --gpu-reset -i {gpu['index']}`); if errors"
-        fix += " return, the card is defective: exclude it by CUDA_VISIBLE_DEVICES"
-        yield failure(
-            name, f"has {gpu['uncorrected_errors']} uncorrected memory errors since its driver was loaded", fix
-        )
-    if gpu["throttled"]:
-        yield warning(
-            name, f"is throttled: {', '.join(gpu['throttled'])}", "check cooling and power, or exclude the node"
-        )
-    if used_mb > 1024:  # the driver itself uses a few hundred MB of each GPU, and a display no more than that
-        who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
-        level: Level = "failure" if used_mb * 2 > total_mb > 0 else "warning"
-        fix = "find their owner (`nvidia-smi`; `ps -fp PID`), and end leftover processes"
-        yield Check(name=name, level=level, text=f"has {used_mb:,} of {total_mb:,} MB in use{who}", fix=fix)
-
-
-def space_checks(disk: Mapping[str, Any], checkpoint_bytes: int | None = None) -> Iterator[Check]:
-    """Check the free space and inodes of the file system of checkpoints, given a result of `storage.describe`."""
-    where, size = disk["folder"], checkpoint_bytes
-    fix = f"remove old runs or checkpoints (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
-    if disk["free"] < (2 * size if size else LITTLE_DISK_BYTES):
-        need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "possibly too little for a checkpoint"
-        level: Level = "failure" if disk["free"] < (size or NO_DISK_BYTES) else "warning"
-        yield Check(name="disk", level=level, text=f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}", fix=fix)
-    if disk.get("free_files", FEW_FILES) < FEW_FILES:
-        level = "failure" if disk["free_files"] < NO_FILES else "warning"
-        text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"
-        yield Check(name="disk", level=level, text=text, fix=fix)
-
-
-def shm_checks(free_bytes: int) -> Iterator[Check]:
-    # docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
-    if free_bytes < 2**28:
-        text = f"{free_bytes / 2**20:,.0f} MiB are free in /dev/shm; data workers and NCCL pass tensors through it"
-        fix = "start the container with --shm-size=8g or --ipc=host, or remove leftover files there"
-        yield warning("shm", text, fix)
-
-
-def lookup_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
-    """Report a name (`its own name`, `the name n1`) that cannot be looked up, or only slowly."""
-    if "error" in look:
-        fix = "add it to the DNS, or to /etc/hosts on all machines of a run"
-        yield failure("names", f"{called} cannot be looked up ({look['error']})", fix)
-        return
-    if "late" in look:
-        text = f"looking up {called}, or its address, took more than {look['late']:g} s"
-    elif look["forward_s"] > SLOW_LOOKUP_S:
-        text = f"looking up {called} took {look['forward_s']:.1f} s"
-    elif look.get("reverse_s", 0) > SLOW_LOOKUP_S:
-        text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s"
-    else:
-        return
-    fix = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
-    yield warning("names", f"{text}; torch repeats the lookup when ranks start", fix)
-
-
-def loopback_checks(called: str, look: Mapping[str, Any]) -> Iterator[Check]:
-    if look.get("address", "").startswith("127."):
-        text = f"{called} resolves to {look['address']}, which other nodes cannot reach"
-        yield failure("names", text, "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)")

@@ -45,26 +45,3 @@ def bandwidths(operation: str, num_bytes: int, time_s: float, num_ranks: int) ->
     if operation in ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter"):
         return algbw, algbw * share
     return algbw, algbw
-
-
-def tournament(num_players: int, num_rounds: int | None = None) -> list[list[int | None]]:
-    """Return the rounds of a round-robin tournament: the partner of each player, None for a player without one.
-
-    The circle method: in round r of m, players i and r - i (modulo m) meet; the player that would meet itself meets
-    the last one.
-
-    Args:
-        num_rounds: rounds to return, spread evenly over the tournament; None for all, in which each meets each once.
-    """
-    circle = num_players if num_players % 2 else num_players - 1
-    count = circle if num_rounds is None else min(num_rounds, circle)
-    rounds = []
-    for turn in (step * circle // count for step in range(count)):
-        partners: list[int | None] = [(turn - player) % circle for player in range(circle)]
-        alone = next(player for player in range(circle) if partners[player] == player)
-        partners[alone] = None
-        if circle < num_players:
-            partners[alone] = circle
-            partners.append(alone)
-        rounds.append(partners)
-    return rounds

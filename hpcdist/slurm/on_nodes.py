@@ -114,22 +114,22 @@ def ask(
 
 
 def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
-    """Return the answers in the output of all tasks; None for nodes that have only started, or answered in part."""
+    """Return the last complete answer of each node in the output of all tasks; None for nodes without one."""
     pieces: dict[str, dict[int, str]] = {}
-    totals: dict[str, int] = {}
+    answers: dict[str, dict[str, Any] | None] = {}
     for line in text.splitlines():
         if (found := _LINE.search(line)) is None:
             continue
         node, number, total, piece = found.groups()
-        own = pieces.setdefault(node, {})
-        if number is not None:
-            own[int(number)] = piece
-            totals[node] = int(total)
-    answers: dict[str, dict[str, Any] | None] = dict.fromkeys(pieces)
-    for node, total in totals.items():
-        if pieces[node].keys() == set(range(total)):
+        answers.setdefault(node, None)
+        if number is None:
+            continue
+        received = pieces.setdefault(node, {})
+        received[int(number)] = piece
+        if len(received) == int(total) == max(received) + 1:
+            del pieces[node]
             with suppress(ValueError):
-                answers[node] = parse_object("".join(pieces[node][number] for number in range(total)))
+                answers[node] = parse_object("".join(received[index] for index in sorted(received)))
     return answers
 
 

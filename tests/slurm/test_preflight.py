@@ -57,13 +57,25 @@ class Faults:
         assert "tbf" in self.on_node("tc", "qdisc", "show", "dev", "eth0")
 
     def close_ports(self, ports: str) -> None:
-        """Drop incoming packets, as a firewall does."""
+        """Drop packets of new incoming connections, as a firewall does."""
         rules = (
             "table inet test { chain input { type filter hook input priority 0; policy accept;"
-            f" tcp dport {ports} drop; }}; }}"
+            f" tcp dport {ports} ct state new drop; }}; }}"
         )
         self._undo.callback(self.on_node, "nft", "delete", "table", "inet", "test")
         self.on_node("nft", rules)
+
+    def slow_processor(self, share: float) -> None:
+        """Limit the processor time of the node and of all steps that it starts."""
+        group = Path("/sys/fs/cgroup/cpu/preflight-test")
+        if not (group.parent / "cpu.cfs_quota_us").exists():
+            pytest.skip("needs the cpu controller of cgroups version 1")
+        group.mkdir(exist_ok=True)
+        self._undo.callback(self._start_again)  # Slurm's daemon then belongs to the test's group again
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text(str(round(100_000 * share)))
+        pid = host.pid_of(self._layout, settings.slurmd(BAD))
+        (group / "cgroup.procs").write_text(str(pid))
 
     def mount(self, target: Path, *options: str) -> None:
         self._undo.callback(self._start_again)
@@ -115,7 +127,7 @@ def test_full_disk_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, fault
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param("closed port", ("port",), marks=pytest.mark.slow),
+        pytest.param("closed ports", ("port: ", " cannot reach it: packets to it are dropped"), marks=pytest.mark.slow),
         ("slow link", ("network: ", " MB/s between the other nodes; ")),
     ],
 )
@@ -127,11 +139,23 @@ def test_network_fault_fails_the_run_and_names_the_node(
     elif shutil.which("nft") is None:
         pytest.skip("nft is not installed")
     else:
-        faults.close_ports("20480-32767")
+        faults.close_ports("32768-60999")
     name = fault.replace(" ", "-")
     reason = failed_state(slurm_runs, name, slurm_runs.submit(name, *ON_FOUR_NODES)).reason
     assert reason.startswith(f"preflight: {BAD}: ")
     assert all(word in reason for word in words)
+
+
+@pytest.mark.faults
+def test_slow_processor_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+    faults.slow_processor(0.1)
+    # The import of torch takes ten times as long there.
+    job = slurm_runs.submit("slow-processor", *ON_FOUR_NODES, "launch.init_timeout_s=600")
+    checks = preflight_result(slurm_runs, "slow-processor")["checks"]
+    slurm_runs.cluster.run("scancel", job)
+    found = [check for check in checks if check["name"] == "processor"]
+    assert [check["node"] for check in found] == [BAD], checks
+    assert "a computation on one core takes " in found[0]["text"]
 
 
 def test_requeued_job_excludes_a_node_with_another_version(

@@ -29,8 +29,9 @@ checkpoint containers environments review
 tracking
 rank
 supervisor
+checks
 slurm.job
-data checks
+data
 trainers
 cli
 """
@@ -42,7 +43,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
-errors host config devcluster slurm run containers environments review tracking supervisor checks cli
+errors host config devcluster slurm run containers environments review tracking supervisor cli
+checks.doctor checks.machine checks.node_facts checks.node_links checks.node_probe checks.preflight checks.site
 trainers.comm.results
 rank.processes rank.parent_client rank.private_network
 """.split()  # noqa: SIM905
@@ -177,7 +179,7 @@ def test_a_login_node_needs_no_torch() -> None:
         ("import hpcdist.slurm.job.batch_step",
          {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"}),
         ("import hpcdist.slurm.job.submit", {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"}),
-        ("import hpcdist.slurm.preflight_probe", {"torch", "psutil", "numpy", "omegaconf"}),  # with a broken torch, too
+        ("import hpcdist.checks.node_probe", {"torch", "psutil", "numpy", "omegaconf"}),  # with a broken torch, too
     ],
     ids=["rank", "batch step", "submission", "probe"],
 )  # fmt: skip
@@ -199,7 +201,8 @@ def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
 #: They run in ranks, in containers and on nodes where nothing else is installed, or start quickly.
 STANDARD_LIBRARY = """
 errors host.files host.retry host.network config.redaction config.schema config.topology run.folder
-tracking.journal supervisor.restart_policy supervisor.local slurm.preflight_probe slurm.preflight_checks
+tracking.journal supervisor.restart_policy supervisor.local
+checks.node_probe checks.node_facts checks.node_links checks.preflight
 """.split()  # noqa: SIM905
 
 

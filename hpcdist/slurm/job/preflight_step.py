@@ -1,17 +1,19 @@
 """The preflight check of a job's nodes, as one srun step before the ranks, and its consequences.
 
-It runs at each start of a job with more than one node, in the ranks' containers if there are any.
+It runs at each start of a job with more than one node, in the ranks' containers if there are any. `hpcdist.checks` asks
+the nodes and judges their answers.
 """
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from pathlib import Path
 
+from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
+from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand, port_for
+from hpcdist.config.topology import expand
 from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.containers.steps import PROBE_TIMEOUT_S
 from hpcdist.errors import HpcdistError, PreflightError
@@ -24,12 +26,10 @@ from hpcdist.slurm.client import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.placement import role_nodes
-from hpcdist.slurm.preflight_checks import check_nodes
-from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 
 log = logging.getLogger(__name__)
-#: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes
-#: wait for each other.
+#: Time limit for the start of the step and its containers and for the checks, in addition to the time in which the
+#: nodes join a group.
 STEP_S = 60.0
 #: A step without an answer of every node is repeated once.
 ROUNDS = 2
@@ -63,15 +63,16 @@ class Preflight:
             return
         self._done = True
         began = time.monotonic()
-        request, found = self._ask(attempt)
+        needs = self._needs()
+        found, asked_at = self._ask(attempt, needs)
         if attempt.request.exists():
             # Slurm ends the probes with the job, so missing answers mean nothing. The ranks will stop at once.
             log.info("preflight: skipped, because the run is stopping")
             return
         tasks = expand(self.env["SLURM_JOB_NODELIST"])
-        checks = _find_problems(request, found, tasks)
+        checks = _find_problems(needs, found, tasks, asked_at)
         seconds = time.monotonic() - began
-        self._write(attempt, request, found, checks, seconds)
+        self._write(attempt, found, checks, seconds)
         failures = [check for check in checks if check.level == "failure"]
         # The first failure ends the run.
         for check in failures[1:] + [check for check in checks if check.level == "warning"]:
@@ -82,42 +83,51 @@ class Preflight:
         for check in [check for check in checks if check.level == "ok"][-1:]:
             log.info("preflight: %s (%.1f s with srun)", check.text, seconds)
 
-    def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
+    def _needs(self) -> Needs:
         config, parts = self.config, role_nodes(self.config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
-        # pyxis unpacks the image on each node before the step starts. Killing the step earlier does not end the
-        # unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
-        unpack_s = PROBE_TIMEOUT_S if self.box is not None and self.box.runtime == "pyxis" else 0.0
-        port = int(self.env.get("HPCDIST_MASTER_PORT") or port_for(self.env["SLURM_JOB_ID"], attempt.number))
-        return ProbeRequest(
+        return Needs(
             nodes=tuple(self.nodes.names),
-            port=port,
-            token=token,
             run_folder=str(self.folder.path),
-            checkpoint_folder=str(self.folder.checkpoints),
-            witness=str(witness),
             checkpoint_bytes=newest_checkpoint_bytes(self.folder),
             # If roles differ, the minimum: no node fails for hardware that its ranks do not need. The nodes count by
             # NVIDIA's driver.
             gpus_per_node=gpus if config.launch.gpu_type == NVIDIA else 0,
             backend=config.launch.backend_on(gpus=gpus > 0),
-            deadline_s=ProbeRequest.deadline_s + unpack_s,
+            join_s=config.launch.init_timeout_s + self._unpack_s,
         )
 
-    def _ask(self, attempt: Attempt) -> tuple[ProbeRequest, Answers]:
-        """Return the request and the nodes' answers; repeats the step if answers are missing."""
+    @property
+    def _unpack_s(self) -> float:
+        """Time in which pyxis unpacks the image on each node before the step starts.
+
+        Killing the step earlier does not end the unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
+        """
+        return PROBE_TIMEOUT_S if self.box is not None and self.box.runtime == "pyxis" else 0.0
+
+    def _ask(self, attempt: Attempt, needs: Needs) -> tuple[Answers, float]:
+        """Return the nodes' answers and the time of the question; repeats the step if answers are missing."""
+        env = {**self.env, "HPCDIST_ATTEMPT": str(attempt.number)}
         for _ in range(ROUNDS):
             with witness_in(attempt.path / "preflight") as (witness, token):
-                request = self._request(attempt, witness, token)
+                request = ProbeRequest(
+                    first_node=needs.nodes[0],
+                    run_folder=needs.run_folder,
+                    checkpoint_folder=str(self.folder.checkpoints),
+                    witness=str(witness),
+                    token=token,
+                    attempt=attempt.number,
+                    join_s=needs.join_s,
+                )
                 command = preflight_command(self.config, self.nodes, probe_command(request, self.python), self.box)
-                limit_s = request.deadline_s + STEP_S
-                found = ask(command, request.nodes, limit_s, env={**self.env, **probe_env(request)})
+                asked_at = time.time()
+                found = ask(command, needs.nodes, needs.join_s + STEP_S, env=env)
                 if found.was_killed:
                     # Killing srun does not end its tasks.
                     signal_named_steps(PREFLIGHT_STEP, "KILL")
-            if found.by_node.keys() >= set(request.nodes) or attempt.request.exists():
+            if found.by_node.keys() >= set(needs.nodes) or attempt.request.exists():
                 break
-        return request, found
+        return found, asked_at
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
@@ -139,16 +149,15 @@ class Preflight:
         self.avoid = blamed
         return sentence
 
-    def _write(
-        self, attempt: Attempt, request: ProbeRequest, found: Answers, checks: Sequence[Check], seconds: float
-    ) -> None:
+    def _write(self, attempt: Attempt, found: Answers, checks: Sequence[Check], seconds: float) -> None:
+        nodes = self.nodes.names
         report = {
             "seconds": round(seconds, 3),
-            "nodes": list(request.nodes),
+            "nodes": nodes,
             "checks": [asdict(check) for check in checks],
             "answers": found.by_node,
         }
-        lines = [f"preflight of {len(request.nodes)} nodes ({', '.join(request.nodes)}), {seconds:.1f} s", ""]
+        lines = [f"preflight of {len(nodes)} nodes ({', '.join(nodes)}), {seconds:.1f} s", ""]
         lines += [f"{check.level:<8} {check.sentence()}" for check in checks]
         try:
             write_json(attempt.preflight, report)
@@ -157,20 +166,22 @@ class Preflight:
             log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def _find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -> list[Check]:
+def _find_problems(needs: Needs, found: Answers, tasks: Sequence[str], asked_at: float) -> list[Check]:
     """Return the checks of the answers, with the errors of nodes that did not; `tasks` has the node of each task."""
     if not found.by_node:
         # The step itself failed, which does not show a problem of the nodes: ranks may still start.
         why = last_line(found.errors) or "no output of srun"
         return [warning("probe", f"no node answered in {ROUNDS} steps: {why}", "the ranks start nevertheless")]
-    checks = check_nodes(request, found.by_node)
-    silent = {node: task for task, node in enumerate(tasks) if node not in found.by_node}
-    return [
-        replace(check, text=f"{check.text}: {message}")
-        if check.node in silent and (message := last_line(lines_of_task(found.errors, silent[check.node])))
-        else check
-        for check in checks
-    ]
+    checks = check_nodes(needs, found.by_node, asked_at, time.time())
+    # The probe of a node may have ended before its answer, or before it had seen the group.
+    ended = {node: task for task, node in enumerate(tasks) if "group" not in found.by_node.get(node, {})}
+    with_errors = []
+    for check in checks:
+        message = ""
+        if check.name in ("answer", "group") and check.node in ended:
+            message = last_line(lines_of_task(found.errors, ended[check.node]))
+        with_errors.append(replace(check, text=f"{check.text}: {message}") if message else check)
+    return with_errors
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:

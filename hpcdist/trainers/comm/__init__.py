@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from hpcdist.config.launch_schema import ConfigSection
+from hpcdist.config.removed import REMOVED_VALUES
 from hpcdist.config.schema import Trainer
 from hpcdist.errors import suggestion
 
@@ -47,7 +48,12 @@ class CommConfig(ConfigSection):
         if not self.operations:
             problems.append(f"operations must name at least one of {', '.join(COMM_OPERATIONS)}")
         for name in self.operations:
-            if name not in COMM_OPERATIONS:
+            if name in COMM_OPERATIONS:
+                continue
+            instead = REMOVED_VALUES.get(("comm.operations", str(name)))
+            if instead is not None:
+                problems.append(f"operations={name} was removed: {instead}")
+            else:
                 hint = suggestion(str(name), COMM_OPERATIONS, f"known are {', '.join(COMM_OPERATIONS)}")
                 problems.append(f"operations: {name!r} is unknown: {hint}")
         return problems

@@ -22,6 +22,8 @@ from hpcdist.checks.doctor import (
     summary_lines,
     would_fail,
 )
+from hpcdist.checks.node_probe import ProbeRequest
+from hpcdist.checks.preflight import Needs
 from hpcdist.checks.site import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
@@ -32,7 +34,6 @@ from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import JobSnapshot, SlurmError
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_settings
-from hpcdist.slurm.preflight_probe import ProbeRequest
 
 OK = Check(name="cores", level="ok", text="16")
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
@@ -306,7 +307,7 @@ class Srun:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
-        self.errors, self.hangs, self.command, self.token = "", False, [""], ""
+        self.errors, self.hangs, self.command = "", False, [""]
         monkeypatch.setattr(on_nodes, "run_within", self)
         monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
 
@@ -314,14 +315,13 @@ class Srun:
         self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None
     ) -> subprocess.CompletedProcess[str]:
         self.command = command
-        self.token = env["HPCDIST_PREFLIGHT_TOKEN"]
-        assert Path(self.request.witness).read_text() == self.token
+        assert Path(self.request.witness).read_text() == self.request.token
         lines = [line for node, answer in self.answers.items() for line in answer_lines(node, answer)]
         return subprocess.CompletedProcess(command, -1 if self.hangs else 0, "\n".join(lines), self.errors)
 
     @property
     def request(self) -> ProbeRequest:
-        return ProbeRequest.from_json(self.command[-1], self.token)
+        return ProbeRequest.from_json(self.command[-1])
 
 
 def test_preflight_step_runs_beside_the_ranks(
@@ -333,7 +333,8 @@ def test_preflight_step_runs_beside_the_ranks(
     srun.answers = {"n1": {"gpus": [in_use]}, "n2": {}}
     checked: dict[str, Any] = {}
 
-    def check_nodes(request: ProbeRequest, answers: dict[str, Any]) -> list[Check]:
+    def check_nodes(needs: Needs, answers: dict[str, Any], asked_at: float, answered_at: float) -> list[Check]:
+        assert (needs.nodes, needs.gpus_per_node, needs.join_s) == (("n1", "n2"), 4, 0.0)
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
@@ -343,7 +344,8 @@ def test_preflight_step_runs_beside_the_ranks(
     assert slow.level == "warning"
     flags = {"--jobid=7", "--job-name=doctor", "--overlap", "--time=2", "--mem=0", "--nodes=2", "--gpus-per-node=4"}
     assert flags < {*srun.command}
-    assert (srun.request.nodes, srun.request.run_folder) == (("n1", "n2"), str(run.path))
+    assert (srun.request.first_node, srun.request.run_folder) == ("n1", str(run.path))
+    assert srun.request.attempt is None, "a group would take time from the ranks"
     assert checked["n1"]["gpus"][0]["used_mb"] is None, "the ranks use the GPUs"
     srun.answers, srun.errors = {}, "srun: error: Unable to create step for job 7: Invalid job id specified\n"
     (check,) = checks_of(run)["Node preflight"]

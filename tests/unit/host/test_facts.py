@@ -32,7 +32,7 @@ from hpcdist.host.machine import (
     visible_devices,
     visible_gpus,
 )
-from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
+from hpcdist.host.network import amount, bandwidths, rate, seconds
 from hpcdist.rank.system_metrics import EnergyMeter
 from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
@@ -231,20 +231,7 @@ def test_cache_that_another_user_may_have_filled_is_not_used(tmp_path: Path, mon
     assert cache_environment({}, run) == in_run
 
 
-# --- Schedules and bandwidths that preflight, ranks and benchmark share.
-
-
-@pytest.mark.parametrize("num_players", [2, 3, 9, 16, 64])
-@pytest.mark.parametrize("num_rounds", [1, 7, 64])
-def test_tournament_pairs_each_player_with_a_new_partner_in_each_round(num_players: int, num_rounds: int) -> None:
-    rounds = tournament(num_players, num_rounds)
-    assert len(rounds) == min(num_rounds, num_players - 1 + num_players % 2)
-    for partners in rounds:
-        assert all(partners[other] == player for player, other in enumerate(partners) if other is not None)
-        assert sum(other is None for other in partners) == num_players % 2
-    for player in range(num_players):
-        met = [partners[player] for partners in rounds if partners[player] is not None]
-        assert len(met) == len(set(met))
+# --- Bandwidths and units that ranks and benchmark share.
 
 
 def test_bandwidths_of_four_ranks_equal_those_of_nccl_tests() -> None:
@@ -254,13 +241,6 @@ def test_bandwidths_of_four_ranks_equal_those_of_nccl_tests() -> None:
     factors |= dict.fromkeys(("broadcast", "reduce", "send_recv", "isend_irecv"), 1)
     for operation, factor in factors.items():
         assert bandwidths(operation, 1000, 0.5, 4) == (2000, 2000 * factor), operation
-
-
-def test_slow_link_is_a_slow_pair_if_each_end_has_a_single_partner() -> None:
-    links = {(rank, (rank + 1) % 6): 1e9 for rank in range(6)} | {(2, 3): 1e8}
-    found = find_slow_links(links, 1.5)
-    assert (found.sends, found.receives, found.pairs) == (set(), set(), {(2, 3)})
-    assert found.usual == 1e9
 
 
 def test_units() -> None:
@@ -274,7 +254,6 @@ def test_units() -> None:
         "0.00 B/s", "512 B/s", "25.1 MB/s", "1.00 GB/s", "120 GB/s",
     ]  # fmt: skip
     assert rate(9.8e8, 1.31e9) == "0.980 / 1.31 GB/s"
-    assert [times(value) for value in (1.0, 1.55, 6.02, 23.4, 123.0)] == ["1×", "1.6×", "6×", "23×", "120×"]
 
 
 # --- Commands with a time limit.

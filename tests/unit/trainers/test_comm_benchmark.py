@@ -135,6 +135,7 @@ def test_parse_bytes_accepts_units(text: int | str, size: int) -> None:
             for text in ("", "M", "0", "1.5", "12X", True)
         ),
         ({"operations": ["all_reduc"]}, "operations: 'all_reduc' is unknown: did you mean 'all_reduce'"),
+        ({"operations": ["pairs"]}, "operations=pairs was removed: the preflight of a job names slow nodes"),
         ({"operations": []}, "operations must name at least one of send_recv"),
         ({"operations": ["x"]}, "operations: 'x' is unknown: known are send_recv, isend_irecv"),
     ],

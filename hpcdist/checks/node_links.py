@@ -1,0 +1,145 @@
+"""Links between the nodes of a job: which are tried, and to which nodes bad ones are due. Pure functions.
+
+Differences between nodes must be large, and values that suffice for training are not reported however much they differ.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from hpcdist.checks.node_facts import MB
+from hpcdist.errors import few
+from hpcdist.host.machine import Check, Level, failure, warning
+
+#: Source and target.
+Link = tuple[str, str]
+#: What the nodes have seen in the group, by node.
+Seen = Mapping[str, Mapping[str, Any]]
+
+#: Number of rings, unless there are fewer other nodes. The time of the check does not grow with the run.
+MAX_RINGS = 4
+#: Data of one transfer.
+TRANSFER_BYTES = 2**20
+#: A link or a processor is slow if others are better by this factor, and unfit from the second factor on.
+SLOW, UNFIT = 4.0, 10.0
+#: Links that are at least this fast are never slow.
+SUFFICIENT_BYTES_S = 125 * MB
+#: Two nodes have no others to compare with: the rate of a 100 Mbit/s link.
+LITTLE_BYTES_S = 12.5 * MB
+#: Number of names in a sentence, and of single links that are reported.
+SHOWN = 4
+
+_CHECK_CABLE = "check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`)"
+OPEN_PORTS = (
+    "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and net.ipv4.ip_local_port_range"
+    " (`nft list ruleset`, `iptables -S`)"
+)
+
+
+def shifts(num_nodes: int) -> list[int]:
+    """Return by how many places each ring passes data on, evenly spread: near nodes may share a switch."""
+    others = num_nodes - 1
+    count = min(MAX_RINGS, others)
+    return [1 + number * others // count for number in range(count)]
+
+
+def blame(links: Collection[Link], bad: Collection[Link]) -> tuple[list[str], list[Link]]:
+    """Return the nodes to which bad links are due, the worst first, and the other bad links.
+
+    A node is blamed if all its links in one direction are bad, and there are at least two. A healthy node beside it has
+    good links with others. Of two nodes it is unknown which one is the cause.
+    """
+    left, bad, blamed = set(links), set(bad), []
+    while bad:
+        counts = Counter(node for link in bad for node in link)
+        worst_first = sorted(counts, key=lambda node: (-counts[node], node))
+        culprit = next((node for node in worst_first if _is_culprit(node, left, bad)), None)
+        if culprit is None:
+            break
+        blamed.append(culprit)
+        left = {link for link in left if culprit not in link}
+        bad = {link for link in bad if culprit not in link}
+    return blamed, sorted(bad)
+
+
+def _is_culprit(node: str, links: Collection[Link], bad: Collection[Link]) -> bool:
+    for direction in (0, 1):
+        own = [link for link in links if link[direction] == node]
+        if len(own) > 1 and all(link in bad for link in own):
+            return True
+    return False
+
+
+def connection_checks(seen: Seen) -> Iterator[Check]:
+    """Report nodes that others cannot reach, or that cannot reach others."""
+    tried: dict[Link, str] = {
+        (source, target): reason
+        for source, group in seen.items()
+        for target, reason in group.get("connections", {}).items()
+    }
+    reasons = {link: reason for link, reason in tried.items() if reason}
+    nodes, left = blame(tried, reasons)
+    for node in nodes:
+        into = [link for link in reasons if link[1] == node]
+        out_of = [link for link in reasons if link[0] == node]
+        if len(into) >= len(out_of):
+            text = f"{few([source for source, _ in into], SHOWN)} cannot reach it: {reasons[into[0]]}"
+        else:
+            text = f"it cannot reach {few([target for _, target in out_of], SHOWN)}: {reasons[out_of[0]]}"
+        yield failure("port", text, OPEN_PORTS, node=node)
+    for source, target in left[:SHOWN]:
+        yield failure("port", f"{source} cannot reach {target}: {reasons[source, target]}", OPEN_PORTS)
+
+
+def rates(seen: Seen) -> dict[Link, float]:
+    """Return bytes per second of the transfers, by their source and target."""
+    return {
+        (source, target): TRANSFER_BYTES / seconds
+        for target, group in seen.items()
+        for source, seconds in group.get("received_s", {}).items()
+    }
+
+
+def rate_checks(found: Mapping[Link, float]) -> Iterator[Check]:
+    """Report nodes that send or receive slowly."""
+    if not found:
+        return
+    ends = {node for link in found for node in link}
+    # Most links may be slow: of nodes behind the same uplink, or with a slow node.
+    fastest = sorted(max(rate for link, rate in found.items() if node in link) for node in ends)
+    usual = fastest[len(fastest) // 2]
+    slow = [link for link, rate in found.items() if rate * SLOW < usual and rate < SUFFICIENT_BYTES_S]
+    for node in blame(found, slow)[0]:
+        own = median(found[link] for link in slow if node in link)
+        yield Check(
+            name="network",
+            level=_level(usual / own),
+            text=f"{own / MB:,.1f} MB/s to or from it, {usual / MB:,.0f} MB/s between the other nodes",
+            fix=f"{_CHECK_CABLE}, or exclude it (cluster.exclude={node})",
+            node=node,
+        )
+    if len(ends) == 2 and usual < LITTLE_BYTES_S:
+        one, other = sorted(ends)
+        text = f"{usual / MB:,.1f} MB/s between {one} and {other}, too slow for training"
+        yield warning("network", text, _CHECK_CABLE.replace("its cable", "their cables"))
+
+
+def processor_checks(seen: Seen) -> Iterator[Check]:
+    """Report nodes that compute slowly."""
+    times = {node: float(group["compute_s"]) for node, group in seen.items() if "compute_s" in group}
+    if not times:
+        return
+    ordered = sorted(times.values())
+    usual = ordered[(len(ordered) - 1) // 2]
+    for node, seconds in times.items():
+        factor = seconds / usual
+        if factor < SLOW:
+            continue
+        text = f"a computation on one core takes {factor:.1f} times as long as on the other nodes"
+        fix = f"look for other processes (`top`), a CPU quota and a reduced clock (`cpupower frequency-info`) on {node}"
+        yield Check(name="processor", level=_level(factor), text=text, fix=fix, node=node)
+
+
+def _level(factor: float) -> Level:
+    return "failure" if factor >= UNFIT else "warning"
