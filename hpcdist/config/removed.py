@@ -111,6 +111,9 @@ REMOVED_KEYS: dict[str, Removed] = {
     "cluster.segment": Removed(instead="use cluster.sbatch.segment=N"),
     "cluster.requeue": Removed(instead="use cluster.sbatch.requeue=expedite", default="normal"),
     "cluster.max_requeues": Removed(instead="hpcdist requeues a job until it has been restarted 50 times", default=50),
+    "stop.pause_at_step": Removed(
+        instead="stop the run by `hpcdist stop`; stop.max_steps ends it, and its schedule, at a step"
+    ),
 }
 
 #: Values that a key no longer takes, by dotted key and value.

@@ -218,8 +218,6 @@ class StopConfig(ConfigSection):
     """Stop after this many evaluations without an improvement of `checkpoint.monitor`."""
     threshold: float | None = None
     """Stop when `checkpoint.monitor` reaches this value."""
-    pause_at_step: int | None = number(None, least=1)
-    """Save and stop after this step, like `hpcdist stop`; unlike `max_steps`, it does not change the schedule."""
     nan_losses: int | None = number(None, least=1)
     """End the run as failed after this many NaN or infinite values of a loss in a row; null only warns."""
 

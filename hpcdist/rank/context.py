@@ -355,7 +355,7 @@ class Context:
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat(regular=True)
         asked = time.perf_counter()
-        stop = self._stop.at_boundary(step)
+        stop = self._stop.at_boundary()
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._records.journal.log(times, step)

@@ -186,7 +186,7 @@ class RunningScript:
         if self.stop_agreed:
             return True
         commanded = self._commands is not None and self._commands.save_is_due
-        stop = self._agree_in_group().at_boundary(step)
+        stop = self._agree_in_group().at_boundary()
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
@@ -234,7 +234,7 @@ class RunningScript:
         if self._stop is None:
             self._flag.install()
             requests = RequestReader(self.attempt) if self.topology.rank == 0 else None
-            self._stop = StopAgreement(None, self._flag, requests, self.config.stop.pause_at_step)
+            self._stop = StopAgreement(None, self._flag, requests)
             device = initialized_device()
             self._commands = LiveCommands(self.run, self.attempt, self.topology.rank, self._stop, device)
         if not is_alone and dist.group.WORLD is not self._group:

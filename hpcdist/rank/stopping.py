@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from hpcdist.host import retry
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
-from hpcdist.run.folder import Attempt, RunDir, StopRequest
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import folder_name
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ class StopAgreement:
     flag: StopFlag
     #: Asked at most once a second on the one rank that has it; None on the others.
     requests: RequestReader | None
-    #: `stop.pause_at_step`
-    pause_at_step: int | None = None
 
     def __post_init__(self) -> None:
         self._next_check = 0.0
@@ -62,8 +60,8 @@ class StopAgreement:
         self.close()
         self.group = group
 
-    def at_boundary(self, step: int) -> bool:
-        """Return whether to stop after `step`. Call it once for each step on every rank; it stays True once it is True.
+    def at_boundary(self) -> bool:
+        """Return whether to stop now. Call it once after each step on every rank; it stays True once it is True.
 
         Raises RuntimeError if another rank has died; then no agreement is possible, and nothing may be saved.
         """
@@ -86,12 +84,6 @@ class StopAgreement:
             else:
                 self._message = torch.tensor(message)
                 self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        if not self.agreed and self.pause_at_step is not None and step >= self.pause_at_step:
-            # All ranks know the step. The request makes the end a requested stop, after which nothing starts again.
-            if self.requests is not None and not self.requests.attempt.request.exists():
-                pause = StopRequest(cause="config", by=f"stop.pause_at_step={self.pause_at_step}")
-                self.requests.attempt.send_request(pause)
-            self.agreed = True
         return self.agreed
 
     def _obey(self, wanted: float, step_s: float, save: float, profile: float) -> None:

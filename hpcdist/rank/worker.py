@@ -191,7 +191,7 @@ def _run_trainer(
             device=device.device,
             devices=listed(names),
             groups=groups,
-            stop=StopAgreement(groups.control, stop_flag, requests, config.stop.pause_at_step),
+            stop=StopAgreement(groups.control, stop_flag, requests),
             records=records,
             heartbeat=heartbeat,
         )

@@ -67,16 +67,14 @@ from hpcdist.host.files import read_json, read_json_lines, write_atomic, write_j
 
 KEY_BYTES = 32
 #: Why an attempt is to end. `signal`: one to the supervisor, in a job any but SIGTERM. `preemption`: Slurm ends the
-#: job, also for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`:
-#: `stop.pause_at_step`.
-StopCause = Literal["user", "signal", "time_limit", "preemption", "growth", "config"]
+#: job, also for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes.
+StopCause = Literal["user", "signal", "time_limit", "preemption", "growth"]
 _SENTENCES: dict[StopCause, str] = {
     "user": "{by}",
     "signal": "{by} to the supervisor",
     "time_limit": "time limit",
     "preemption": "Slurm ends the job",
     "growth": "to restart on more nodes: {by} answers again",
-    "config": "{by}",
 }
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
@@ -85,7 +83,7 @@ _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 class StopRequest:
     action: Literal["stop", "cancel"] = "stop"
     cause: StopCause  #: decides about restarts and requeues
-    by: str = ""  #: for messages only: the command and its user, a signal, nodes, or a key
+    by: str = ""  #: for messages only: the command and its user, a signal, or nodes
 
     @property
     def ends_run(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_scene import SINGLE_RANK, new_run, open_context
+from context_scene import SINGLE_RANK, new_run, open_context, stop_at
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
@@ -173,16 +173,10 @@ def test_precision_and_memory_format_change_rounding_only(pair: list[dict[str, A
 # --- whole trainings
 
 
-def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> str:
+def fit(here: Rank, path: Path, cfg: Config, last_step: int | None = None) -> str:
     """Train on a run folder as the worker does; return the reason of the end, or `stopped`."""
     with open_context(here, RunDir(path), cfg) as ctx:
-        original = ctx.should_stop
-
-        def should_stop(step: int, total_steps: int | None = None) -> bool:
-            ctx._stop.agreed = step == stop_at
-            return original(step, total_steps)
-
-        ctx.should_stop = should_stop  # type: ignore[method-assign]
+        stop_at(ctx, last_step)
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
         train.train(ctx, cfg)
         ctx.close()
@@ -198,7 +192,7 @@ def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path:
     """67 samples: 9 steps per epoch on one rank, 5 on two."""
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_epochs=3), tracking=TrackingConfig(log_every_steps=1))
-    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg, stop_at=14) == ["stopped"]
+    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg, last_step=14) == ["stopped"]
     assert max(step for _, step in metrics_of(run)) == 14
     assert metrics_of(run)["train/epoch", 14] == pytest.approx(1 + 5 / 9)
     reasons = spawn_ranks(fit, 2, path=run.path, cfg=cfg)
@@ -216,7 +210,7 @@ def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path:
         assert len(samples) == 13
 
 
-def events(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> list[str]:
+def events(here: Rank, path: Path, cfg: Config, last_step: int | None = None) -> list[str]:
     """Train like `fit`; return what the training loop has logged and saved, and the reason of its end."""
     found: list[str] = []
     original_log, original_save = Context.log, Context.save
@@ -230,7 +224,7 @@ def events(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> l
         original_save(ctx, step, metrics=metrics, **state)
 
     Context.log, Context.save = log, save  # type: ignore[method-assign]
-    reason = fit(here, path, cfg, stop_at)
+    reason = fit(here, path, cfg, last_step)
     return [*found, reason]
 
 
@@ -247,7 +241,7 @@ def test_each_epoch_trains_evaluates_and_saves(tmp_path: Path) -> None:
     run = new_run(tmp_path / "whole")
     assert spawn_ranks(events, 1, path=run.path, cfg=cfg) == [[*first, *rest, "trained 6 steps, 2 epochs"]]
     run = new_run(tmp_path / "stopped")
-    assert spawn_ranks(events, 1, path=run.path, cfg=cfg, stop_at=3) == [[*first, "save 3", "stopped"]]
+    assert spawn_ranks(events, 1, path=run.path, cfg=cfg, last_step=3) == [[*first, "save 3", "stopped"]]
     assert spawn_ranks(events, 1, path=run.path, cfg=cfg) == [[*rest, "trained 6 steps, 2 epochs"]]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from context_scene import new_run, open_context
+from context_scene import new_run, open_context, stop_at
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import nn
@@ -62,22 +62,19 @@ class Net(nn.Module):
 Audit = list[tuple[int, int, list[int]]]
 
 
-def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None) -> tuple[str, Audit]:
+def fit(here: Rank, path: Path, cfg: Config, last_step: int | None) -> tuple[str, Audit]:
     """Train as the worker does. Returns the reason of the end, and (step, micro-batch, samples) of this rank."""
     audit: Audit = []
     with open_context(here, RunDir(path), cfg) as ctx:
-        original, batches = ctx.should_stop, ctx.micro_batches
-
-        def should_stop(step: int, total_steps: int | None = None) -> bool:
-            ctx._stop.agreed = step == stop_at
-            return original(step, total_steps)
+        batches = ctx.micro_batches
 
         def micro_batches(model: Any, step: int, num_samples: int) -> Any:
             for micro in batches(model, step, num_samples):
                 audit.append((step, micro.number, micro.indices.tolist()))
                 yield micro
 
-        ctx.should_stop, ctx.micro_batches = should_stop, micro_batches  # type: ignore[method-assign]
+        stop_at(ctx, last_step)
+        ctx.micro_batches = micro_batches  # type: ignore[method-assign]
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
         train.build_model = lambda *_, **__: Net()  # type: ignore[attr-defined]
         train.train(ctx, cfg)
@@ -121,13 +118,13 @@ def assert_gradients_of_a_model_without_buffers(here: Rank) -> None:
 
 
 def fit_both(
-    here: Rank, paths: dict[bool, Path], stop_at: int | None, sections: dict[str, Any]
+    here: Rank, paths: dict[bool, Path], last_step: int | None, sections: dict[str, Any]
 ) -> dict[bool, tuple[str, Audit]]:
     """Train the exact run and the other one."""
     assert_sums_are_those_of_one_rank(here)
     assert_gradients_of_a_model_without_buffers(here)
     configs = {exact: dataclasses.replace(config(exact=exact), **sections) for exact in paths}
-    return {exact: fit(here, path, configs[exact], stop_at) for exact, path in paths.items()}
+    return {exact: fit(here, path, configs[exact], last_step) for exact, path in paths.items()}
 
 
 @dataclass(frozen=True)
@@ -161,10 +158,10 @@ def train_on(
     """
     trained = {exact: Trained(new_run(folder, f"exact-{exact}"), []) for exact in modes}
     paths = {exact: each.run.path for exact, each in trained.items()}
-    for stop_at, num_ranks in sizes:
-        for results in spawn_ranks(fit_both, num_ranks, paths=paths, stop_at=stop_at, sections=sections):
+    for last_step, num_ranks in sizes:
+        for results in spawn_ranks(fit_both, num_ranks, paths=paths, last_step=last_step, sections=sections):
             for exact, (reason, audit) in results.items():
-                assert reason == ("stopped" if stop_at else f"trained {NUM_STEPS} steps, 2 epochs")
+                assert reason == ("stopped" if last_step else f"trained {NUM_STEPS} steps, 2 epochs")
                 trained[exact].audit.extend(audit)
     return trained
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from context_scene import new_run, open_context
+from context_scene import new_run, open_context, stop_at
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -57,23 +57,24 @@ def config(num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: 
     )
 
 
-def train_on_rank(here: Rank, path: Path, cfg: Config) -> None:
+def train_on_rank(here: Rank, path: Path, cfg: Config, last_step: int | None = None) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
         train.EVAL_BATCH_SIZE = 16  # several batches
+        stop_at(ctx, last_step)
         train.train(ctx, cfg)
         ctx.close()
 
 
-def trained(folder: Path, *parts: Config) -> dict[str, Tensor]:
+def trained(folder: Path, cfg: Config, stopped: Config | None = None) -> dict[str, Tensor]:
     """Return the weights at the end of a run, joined from all shards.
 
-    Args:
-        parts: the config of the run, and of each time that it is resumed.
+    With `stopped`, the run begins with that config, stops after two steps and is resumed.
     """
     run = new_run(folder)
-    for cfg in parts:
-        spawn_ranks(train_on_rank, sum(cfg.roles.values()), path=run.path, cfg=cfg)
+    if stopped is not None:
+        spawn_ranks(train_on_rank, sum(stopped.roles.values()), path=run.path, cfg=stopped, last_step=2)
+    spawn_ranks(train_on_rank, sum(cfg.roles.values()), path=run.path, cfg=cfg)
     return load_weights(run.checkpoints / f"step-{NUM_STEPS:08d}")
 
 
@@ -171,17 +172,16 @@ def test_training_equals_one_process_on_the_joint_batch(
     assert [name for name, weight in found.items() if torch.equal(weight, initial[name])] == []
 
 
-def resized(cfg: Config, steps: int, *, trainers: int, servers: int) -> Config:
+def resized(cfg: Config, *, trainers: int, servers: int) -> Config:
     roles = {"trainer": trainers, "parameter_server": servers}
-    # A pause, because the last step of a training is logged.
-    stop = StopConfig(max_steps=NUM_STEPS, pause_at_step=steps if steps < NUM_STEPS else None)
-    return replace(cfg, roles=roles, stop=stop, tracking=TrackingConfig(log_every_steps=3))
+    # The change is between two logged steps.
+    return replace(cfg, roles=roles, tracking=TrackingConfig(log_every_steps=3))
 
 
 def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batches(tmp_path: Path) -> None:
     cfg = config(table_optimizer="adagrad")
-    sizes = [resized(cfg, 2, trainers=3, servers=1), resized(cfg, NUM_STEPS, trainers=2, servers=2)]
-    found, expected = trained(tmp_path, *sizes), in_one_process(sizes[0])
+    first, second = resized(cfg, trainers=3, servers=1), resized(cfg, trainers=2, servers=2)
+    found, expected = trained(tmp_path, second, stopped=first), in_one_process(first)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
     # The sums of an interval with a change of the number of trainers are complete.

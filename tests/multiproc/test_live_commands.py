@@ -167,9 +167,9 @@ def train_until_stopped(stop: StopAgreement, act: Callable[[int], None], *, pace
         for _ in range(pace):
             weights = torch.tanh(weights @ weights)
         act(step)
-        if stop.at_boundary(step):
+        if stop.at_boundary():
             assert stop.agreed
-            assert stop.at_boundary(step), "an agreed stop is not revoked"
+            assert stop.at_boundary(), "an agreed stop is not revoked"
             return step
         if time.monotonic() > until:
             break

@@ -223,11 +223,13 @@ def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
 
 @pytest.mark.faults
 def test_three_stages_continue_a_run_of_two_exactly(runs: Runs) -> None:
-    paused = arguments(runs, "pipeline", "other-split", "launch.num_threads=1", "stop.pause_at_step=30")
-    split = ("roles.stage=3", "pipeline.split_points=[measured]", "stop.pause_at_step=null")
-    for words in (paused, ["resume", "other-split", *split]):
-        code, output = runs.command(*words)
-        assert code == 0, output
+    process, _ = start_held(runs, "pipeline", "other-split", "launch.num_threads=1", "params.pace_s=0.1")
+    code, output = runs.command("stop", "other-split")
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    code, output = runs.command("resume", "other-split", "roles.stage=3", "pipeline.split_points=[measured]")
+    assert code == 0, output
     assert "split by measured cost" in runs.attempt("other-split", 2).log(0).read_text()
     expected = control(runs, "pipeline")
     assert_states_equal(pipeline_weights(runs, "other-split"), pipeline_weights(runs, expected))

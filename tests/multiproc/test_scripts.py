@@ -6,16 +6,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from doc_blocks import ROOT, blocks
-from hpcdist_runs import Runs
+from hpcdist_runs import Runs, finish
 
 from hpcdist.checkpoint.state import load_weights
 
 EXAMPLES = ROOT / "examples" / "mlflow_loggers"
+#: From this step on, a slowed script has time to be stopped.
+SLOW_AFTER = 50
 
 
 @pytest.fixture
@@ -95,21 +98,39 @@ def side(diff: str, sign: str) -> str:
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n")
 
 
+def slowed(script: str) -> str:
+    """Return the script with 0.1 s more for each step of the first attempt after SLOW_AFTER."""
+    (line,) = re.findall(r"^ +step \+= 1\n", script, re.MULTILINE)
+    indent = line[: line.index("step")]
+    added = f"import os, time\nif step > {SLOW_AFTER} and os.environ['HPCDIST_ATTEMPT'] == '1': time.sleep(0.1)\n"
+    return script.replace(line, line + textwrap.indent(added, indent))
+
+
+def stop_slowed(runs: Runs, name: str, *arguments: str) -> str:
+    """Run a slowed script, and stop it after SLOW_AFTER; return the output of the run."""
+    process = runs.start("run", *arguments, f"name={name}", *tracked(runs))
+    runs.wait_step(name, 1, SLOW_AFTER)
+    code, output = runs.command("stop", name)
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    return output
+
+
 @pytest.mark.parametrize("num_lines", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: Runs, num_lines: int) -> None:
     three, two = (b.text for b in blocks(ROOT / "docs/how-to/script-metrics.md") if b.language == "diff")
     assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in (three, two)] == [3, 2]
     script, place = side(three, "+"), side(two, "-")
     assert place in script
-    (scripts.project / "loop.py").write_text(script.replace(place, side(two, "+")) if num_lines == 5 else script)
-    options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", *tracked(scripts)]
-    code, output = scripts.command("run", "scripts.yaml", "name=loop", *options)
-    assert code == 0, output
+    script = script.replace(place, side(two, "+")) if num_lines == 5 else script
+    (scripts.project / "loop.py").write_text(slowed(script))
+    output = stop_slowed(scripts, "loop", "scripts.yaml", "trainer.script=[loop.py]")
     assert "loop.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt; " in output
     newest = scripts.run_dir("loop").checkpoints / "newest.pt"
-    assert torch.load(newest)["step"] == 130
+    assert SLOW_AFTER < torch.load(newest)["step"] < 1000
 
-    code, output = scripts.command("resume", str(scripts.run_dir("loop").path), "stop.pause_at_step=null")
+    code, output = scripts.command("resume", str(scripts.run_dir("loop").path))
     assert code == 0, output
     assert "finished: loop.py ended with exit status 0" in output
     saved = torch.load(newest)
@@ -332,12 +353,11 @@ def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
 @pytest.mark.parametrize("examples", ["parameter_server"], indirect=True)
 def test_script_with_roles_is_stopped_by_the_ranks_that_count_steps(examples: Runs) -> None:
     """The parameter server gets SIGTERM as well, and goes on answering until the trainers have saved."""
-    code, output = examples.command(
-        "run", "parameter_server.yaml", "name=first", "stop.pause_at_step=50", *tracked(examples)
-    )
-    assert code == 0, output
+    script = examples.project / "train.py"
+    script.write_text(slowed(script.read_text()))
+    output = stop_slowed(examples, "first", "parameter_server.yaml")
     assert "stopped: train.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt" in output
-    code, output = examples.command("resume", "first", "stop.pause_at_step=null")
+    code, output = examples.command("resume", "first")
     assert code == 0, output
     assert "finished: train.py ended with exit status 0" in output
     losses = [(step, value) for key, step, value in examples.points("first") if key == "train/loss"]

@@ -55,9 +55,18 @@ def open_context(
             device=device,
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
-            stop=StopAgreement(
-                group, flag or StopFlag(), RequestReader(attempt) if here.rank == 0 else None, config.stop.pause_at_step
-            ),
+            stop=StopAgreement(group, flag or StopFlag(), RequestReader(attempt) if here.rank == 0 else None),
             records=records,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),
         )
+
+
+def stop_at(ctx: Context, last_step: int | None) -> None:
+    """Let the ranks agree to stop after a step, as if `hpcdist stop` had asked them to; None: never."""
+    original = ctx.should_stop
+
+    def should_stop(step: int, total_steps: int | None = None) -> bool:
+        ctx._stop.agreed = step == last_step
+        return original(step, total_steps)
+
+    ctx.should_stop = should_stop  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from launcher_env import topology_of
 
 import hpcdist
 from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config, StopConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.host.files import read_if_valid
@@ -23,7 +23,7 @@ from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
 from hpcdist.rank.worker import run_script, script_environment
 from hpcdist.run.commands import CommandResult, LiveCommand, send_command
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.lease import hold
 from hpcdist.run.records import TrainingRecord, read_training
 from hpcdist.tracking import rank_records
@@ -166,19 +166,15 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
     assert result.error.startswith("not saved, since the script does not call hpcdist.should_save(step)")
 
 
-def test_a_script_saves_at_the_interval_of_its_config_and_pauses_at_its_step(run: RunDir, records: RankRecords) -> None:
-    config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
-    attempt = run.attempt(1)
+@pytest.mark.usefixtures("at_once")
+def test_a_script_saves_at_the_interval_of_its_config_and_at_a_stop(run: RunDir, records: RankRecords) -> None:
+    config, attempt = replace(CONFIG, checkpoint=CheckpointConfig(every_steps=3)), run.attempt(1)
     with entered_script(config, attempt, ALONE, records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
-        assert attempt.read_request() is None
+        attempt.send_request(StopRequest(cause="user", by="hpcdist stop"))
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
-        assert hpcdist.should_stop(8), "it stays True"
         assert script.stop_agreed
-    request = attempt.read_request()
-    assert request is not None
-    assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=7")
 
 
 def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:

@@ -50,7 +50,7 @@ class OneRank:
         for _ in range(num_steps):
             torch.rand(8, 8) @ torch.rand(8, 8)
             self.step += 1
-            assert not self.agreement.at_boundary(self.step)
+            assert not self.agreement.at_boundary()
             if self.commands.profile_is_due:
                 self.commands.step_done(self.step)
 
@@ -202,7 +202,7 @@ def test_check_for_a_stop_request_is_retried_after_an_error(
 
     monkeypatch.setattr(Path, "exists", fail_first)
     agreement = StopAgreement(None, StopFlag(), RequestReader(attempt))
-    assert [agreement.at_boundary(step) for step in range(3)] == [False, False, True]
+    assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
     assert caplog.messages == [f"{attempt.path}: Stale file handle; the next check for requests is in a second"]
 
 
