@@ -62,7 +62,8 @@ def submitted(task: Task, fork: str, shape: list[str], env: Mapping[str, str]) -
     (project / "config.yaml").write_text(CONFIG.format(max_restarts=MAX_RESTARTS))
     commit_all(project)
     settings = [f"runs_dir={folder}/runs", "name=ours", f"params.task={task.write()}", f"cluster.fork={fork}", *shape]
-    command = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", *settings]
+    # The nodes of a dev cluster see this machine's /tmp.
+    command = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", "--force", *settings]
     log = folder / "output.log"
     with open(log, "w") as file:
         process = subprocess.Popen(

@@ -186,7 +186,9 @@ def main() -> None:
         project.mkdir()
         make_project(project, out, nodes=arguments.nodes, tasks=arguments.tasks)
         shape = [f"cluster.nodes={arguments.nodes}", f"cluster.tasks_per_node={arguments.tasks}"]
-        submit = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", *shape, f"runs_dir={name}/runs"]
+        # The nodes of a dev cluster see this machine's /tmp.
+        flags = ["--cluster", "devcluster", "--force"]
+        submit = [*HPCDIST, "submit", "config.yaml", *flags, *shape, f"runs_dir={name}/runs"]
         commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit, "hpcdist submit, apart": submit}
         rounds: dict[str, list[dict[str, float]]] = {key: [] for key in commands}
         # The first round, which fills the page cache and creates MLflow's database, does not count.

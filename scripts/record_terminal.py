@@ -54,7 +54,8 @@ def record(target: Path) -> None:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     if STATE.exists():
         sys.exit(f"{STATE} exists: run `hpcdist devcluster down` first")
-    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as name:
+    # Not in /tmp or /var/tmp: `submit` refuses folders that each machine of a cluster has for itself.
+    with tempfile.TemporaryDirectory(dir=STATE.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         env = {
             **os.environ,

@@ -86,6 +86,7 @@ def assert_recovered(runs: SlurmRuns, name: str, job: str, control: str, resumed
     runs.assert_no_process_left(name)
 
 
+@pytest.mark.slow
 def test_killed_rank_restarts_on_its_node(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
     """srun places the ranks by a file (`--distribution=arbitrary`)."""
     name = "roles-rank-killed"
