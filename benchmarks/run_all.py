@@ -212,17 +212,6 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
-        "environment_import",
-        (),
-        tuple(
-            Figure(
-                f"import of torch, shared file system with {latency} per request over node's disk",
-                ("latency", latency, "shared_over_local"),
-            )
-            for latency in ("0 ms", "0.3 ms", "1 ms")
-        ),
-    ),
-    Benchmark(
         "rpc",
         (),
         (

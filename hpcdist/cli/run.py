@@ -239,7 +239,7 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
     """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here."""
-    from hpcdist.environments.rank_environment import require_torch
+    from hpcdist.environments.torch_check import require_torch
     from hpcdist.host.machine import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri

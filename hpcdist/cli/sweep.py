@@ -102,7 +102,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     The sweep continues after a failed cell. Ctrl-C or `hpcdist stop SWEEP` ends it after the current cell has saved.
     """
     from hpcdist.cli.run_views import RunView, show_plan
-    from hpcdist.environments.rank_environment import require_torch
+    from hpcdist.environments.torch_check import require_torch
     from hpcdist.host import log_files
     from hpcdist.supervisor import local
     from hpcdist.supervisor.plan import Machine, make_plan

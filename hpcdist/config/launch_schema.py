@@ -115,38 +115,25 @@ def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig(ConfigSection):
-    """The Python environment of the ranks of a submitted run. A copy of hpcdist is added to it."""
+    """The Python environment of the ranks of a submitted run. It need not contain hpcdist, which is added to it."""
 
-    kind: Literal["none", "venv", "uv", "module"] = "none"
+    kind: Literal["none", "venv", "module"] = "none"
     """Source of the environment; `none` starts ranks with the Python that runs hpcdist."""
     path: str = field(default="", metadata=IS_PATH)
-    """A virtual environment (venv), or a folder with a `uv.lock` (uv)."""
+    """A virtual environment, at the same path on all nodes."""
     modules: list[str] = field(default_factory=list)
     """Modules to load for the ranks, such as `cuda/13.0`; with `kind: module` they contain the ranks' Python."""
-    uv_args: list[str] = field(default_factory=list)
-    """Additional options of `uv sync`, such as `--extra=train` or `--python=3.12`."""
-    stage: bool = True
-    """Copy the environment to each node's local disk; false uses a venv from its shared folder."""
-    local_dir: str = "/tmp"  # noqa: S108  # the copies are in a folder of the user's own
-    """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
 
     def problems(self) -> list[str]:
-        found = one_line(self, "path", "modules", "uv_args", "local_dir")
-        if self.kind in ("venv", "uv") and not self.path:
-            meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock"}
-            found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
+        found = one_line(self, "path", "modules")
+        if self.kind == "venv" and not self.path:
+            found.append("path must name a virtual environment for kind=venv")
         if self.kind == "module" and not self.modules:
             found.append("modules must name the modules that contain Python for kind=module")
         if self.kind == "none" and self.modules:
             found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
         if "" in self.modules:
             found.append("modules must hold names such as cuda/13.0, got ''")
-        if self.uv_args and self.kind != "uv":
-            found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
-        if self.kind == "uv" and not self.stage:
-            found.append("stage=false is for kind=venv: create the environment by `uv sync`, and set kind=venv")
-        if not self.local_dir.startswith(("/", "$")):
-            found.append(f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}")
         return found
 
 

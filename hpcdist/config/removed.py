@@ -114,11 +114,27 @@ REMOVED_KEYS: dict[str, Removed] = {
     "stop.pause_at_step": Removed(
         instead="stop the run by `hpcdist stop`; stop.max_steps ends it, and its schedule, at a step"
     ),
+    "cluster.environment.local_dir": Removed(
+        instead="ranks use the environment where it is; docs/how-to/environments.md shows one on a local disk",
+        default="/tmp",  # noqa: S108
+    ),
+    "cluster.environment.stage": Removed(
+        instead="ranks use the environment where it is; docs/how-to/environments.md shows one on a local disk",
+        default=True,
+    ),
+    "cluster.environment.uv_args": Removed(
+        instead="create the environment by `uv sync`, and name its folder in cluster.environment.path with kind=venv",
+        default=[],
+    ),
 }
 
 #: Values that a key no longer takes, by dotted key and value.
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("comm.operations", "pairs"): "the preflight of a job names slow nodes; `send_recv` measures neighbouring ranks",
+    (
+        "cluster.environment.kind",
+        "uv",
+    ): "create the environment by `uv sync`, and name its folder with kind=venv",
 }
 
 

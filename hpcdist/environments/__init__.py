@@ -1,1 +1,1 @@
-"""Python environments of ranks without containers: packed once, copied to each node's local disk, checked there."""
+"""Python environments of ranks without containers: a virtual environment by its path, or environment modules."""

@@ -2,6 +2,7 @@
 capabilities.
 """
 
+import inspect
 import logging
 import os
 import re
@@ -23,8 +24,10 @@ from hpcdist.host.commands import done_within, start
 from hpcdist.host.files import make_private
 
 # Unknown facts are empty or None. Only the functions that need psutil import it, so that the probe of a node starts
-# with the standard library alone. `versions` and `source_digest` are also executed as source text by an image's Python,
-# so they contain their imports.
+# with the standard library alone. `versions` and `source_digest` are also executed as source text by the Python of an
+# image or of an environment, so they contain their imports.
+
+VERSIONS_MARK = "hpcdist-versions"
 
 
 def source_digest(folder: str) -> str:
@@ -74,6 +77,17 @@ def versions() -> dict[str, str]:
         if found:
             facts["nccl"] = found[1]
     return facts
+
+
+def versions_program() -> str:
+    """Return a program that prints the `versions` of the Python that runs it, behind the word VERSIONS_MARK."""
+    return f"""
+from __future__ import annotations
+{inspect.getsource(source_digest)}
+{inspect.getsource(versions)}
+import json
+print({VERSIONS_MARK!r}, json.dumps(versions()), flush=True)
+"""
 
 
 def cpu_name() -> str:

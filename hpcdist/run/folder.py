@@ -10,7 +10,8 @@
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
         container.json                           runtime, image, digest and versions of the ranks' containers
-        rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
+        rank_environment.json                    origin and versions of the ranks' environment (cluster.environment)
+        package/                                 links hpcdist for ranks in an environment of their own
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/sent-points.json                 offsets of the records that MLflow has received
@@ -329,6 +330,7 @@ class RunDir:
         self.environment = path / "environment.json"
         self.container = path / "container.json"
         self.rank_environment = path / "rank_environment.json"
+        self.package = path / "package"
         self.slurm = path / "slurm.json"
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"

@@ -131,7 +131,6 @@ def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
         return (
             (path / "pyvenv.cfg").exists()
             or ((path / "state.json").exists() and (path / "attempts").is_dir())
-            or (path.name == ".environments" and (path / "lock").exists())
             or path.name.startswith(".hpcdist-")
             or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
         )

@@ -215,7 +215,7 @@ def test_folder_that_another_user_replaces_during_the_imports_is_not_used(open_r
 
 
 SCRIPT = "import os, torch._dynamo; print('cache:', os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
-FOLDERS = (".environments", "mlartifacts", "torchinductor_root", "torchinductor_0")
+FOLDERS = ("mlartifacts", "torchinductor_root", "torchinductor_0")
 LINKS = ("mlflow.db", "mlflow.db-journal", "mlflow.db-wal", "mlflow.db-shm", "mlflow.db.lock")
 
 

@@ -1,5 +1,6 @@
-"""Ranks in an environment of their own, packed at submission and copied to each node."""
+"""Ranks in a Python environment of their own, and ranks that a process on each node forks, on a real Slurm."""
 
+import json
 import os
 import re
 import shutil
@@ -7,19 +8,17 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from hpcdist_runs import HOLD_OVERRIDES, wait_for
+from hpcdist_runs import HOLD_OVERRIDES
 from http_servers import Server
 from slurm_cluster import DevCluster
 from slurm_faults import FaultScene
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.environments.rank_environment import has_modules, user_folder
+from hpcdist.environments.modules import has_modules
 from hpcdist.host.files import read_json
 from hpcdist.rank.processes import PARENT_MODULE
 
@@ -46,72 +45,33 @@ def make_venv(folder: Path) -> Path:
     return venv
 
 
-def venv_settings(folder: Path) -> list[str]:
-    """Return the config of a virtual environment."""
-    return ["kind=venv", f"path={make_venv(folder)}"]
-
-
-def uv_settings(folder: Path) -> list[str]:
-    """Return the config of a project whose only locked package leads to the packages of the tests."""
-    uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
-    if not Path(uv).exists():
-        pytest.skip("needs uv: pip install uv")
-    project = folder / "project"
-    project.mkdir()
-    wheel = project / "tests_packages-1-py3-none-any.whl"
-    info = "tests_packages-1.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tests.pth", packages_path())
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tests-packages\nVersion: 1\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    (project / "pyproject.toml").write_text(
-        f"""[project]
-name = "training"
-version = "1"
-requires-python = ">={sys.version_info[0]}.{sys.version_info[1]}"
-dependencies = ["tests-packages"]
-[tool.uv.sources]
-tests-packages = {{ path = "{wheel.name}" }}
-"""
-    )
-    python = f"--python={sys.executable}"
-    subprocess.run([uv, "lock", "--offline", f"--project={project}", python], capture_output=True, check=True)
-    return ["kind=uv", f"path={project}", f"uv_args=[--offline,{python}]"]
-
-
 @pytest.mark.faults
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
-@pytest.mark.parametrize("settings", [venv_settings, uv_settings])
-def test_requeued_run_uses_the_copy_again(
-    slurm_runs: SlurmRuns,
-    devcluster: DevCluster,
-    slurm_control: str,
-    settings: Callable[[Path], list[str]],
-    tmp_path: Path,
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs squashfs-tools")
+def test_requeued_run_unpacks_its_environment_again(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, tmp_path: Path
 ) -> None:
-    name = settings.__name__.replace("_", "-")
-    values = [*settings(tmp_path), f"local_dir={tmp_path / 'disk'}"]
-    job = slurm_runs.submit_held(name, *(f"cluster.environment.{value}" for value in values))
-    record = read_json(slurm_runs.run_dir(name).rank_environment) or {}
-    copy = tmp_path / "disk" / user_folder() / record["key"]
-    assert_ranks_use(f"{copy}/bin/python3", slurm_runs, name)
-    # The environment of a running job may change; the run keeps its own.
-    shutil.rmtree(tmp_path / "venv", ignore_errors=True)
-    shutil.rmtree(tmp_path / "project", ignore_errors=True)
+    """The commands of docs/how-to/environments.md; the virtual nodes share a disk, so one of them unpacks."""
+    name = "squashed"
+    squashed, disk = tmp_path / "env.sqsh", tmp_path / "disk"
+    subprocess.run(["mksquashfs", make_venv(tmp_path), squashed, "-quiet"], stdout=subprocess.DEVNULL, check=True)
+    disk.mkdir()
+    commands = [
+        f"sbcast --force {squashed} {disk}/env.sqsh",
+        f"srun --nodes=1 --ntasks=1 sh -c 'rm -rf $0/env && unsquashfs -quiet -dest $0/env $0/env.sqsh' {disk}",
+    ]
+    settings = [f"cluster.setup={json.dumps(commands)}", "cluster.environment.kind=venv"]
+    job = slurm_runs.submit_held(name, *settings, f"cluster.environment.path={disk}/env")
+    assert_ranks_use(f"{disk}/env/bin/python3", slurm_runs, name)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     slurm_runs.wait_queued_again(name)
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, slurm_control)
-    log = slurm_runs.job_log(name)
-    # The virtual nodes share a disk, so one of them finds the copy of the other one.
-    assert log.count("environment: copied to 1 of 2 nodes in ") == 1
-    assert log.count(f"environment: {record['key']} is on all 2 nodes") == 1
+    record = read_json(slurm_runs.run_dir(name).rank_environment) or {}
+    assert (record["kind"], record["path"]) == ("venv", f"{disk}/env")
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 @pytest.mark.parametrize("installed", [False, True], ids=["function", "installed"])
 def test_ranks_use_the_python_of_a_module(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, installed: bool, tmp_path: Path
@@ -144,20 +104,6 @@ def assert_ranks_use(python: str, slurm_runs: SlurmRuns, name: str) -> None:
     """Assert that all ranks of a running run were started with an interpreter."""
     ranks = [command for command in slurm_runs.processes(name) if "hpcdist.rank.worker" in command]
     assert len([command for command in ranks if command.startswith(f"{python} ")]) >= NUM_RANKS, ranks
-
-
-@pytest.mark.faults
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
-def test_unfit_local_disk_ends_the_run_without_a_restart(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
-    values = [*venv_settings(tmp_path), f"local_dir={tmp_path / 'disk'}"]
-    (tmp_path / "disk").write_text("a file in place of a folder")
-    name = "unfit-disk"
-    job = slurm_runs.submit(name, *(f"cluster.environment.{value}" for value in values))
-    state = slurm_runs.wait_end(name, job)
-    assert (state.status, state.attempt, state.rejected) == ("failed", 1, True), state
-    assert state.reason.startswith("environment on n1, n2: "), state
-    assert state.reason.endswith("set cluster.environment.local_dir to a local disk with enough space"), state
-    wait_for(lambda: not slurm_runs.processes(name), f"the processes of {name} to end")
 
 
 # --- Ranks that a process on each node forks (`cluster.fork`), on a real Slurm.

@@ -18,7 +18,8 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand_tasks
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.steps import rank_container
-from hpcdist.environments.rank_environment import rank_environment, require_torch
+from hpcdist.environments.rank_environment import rank_environment
+from hpcdist.environments.torch_check import require_torch
 from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json

@@ -56,10 +56,6 @@ class NodePool:
         return tuple(node for node in self.present if node not in self.used)
 
     @property
-    def fit(self) -> tuple[str, ...]:
-        return tuple(node for node in self.present if node not in self._unfit)
-
-    @property
     def missing(self) -> tuple[str, ...]:
         """The lost nodes with which the run would become larger if they answered again."""
         if len(self.used) >= self._target:
@@ -221,10 +217,6 @@ class FixedNodes(NodeChanges):
         return self._nodes
 
     @property
-    def fit(self) -> JobNodes:
-        return self._nodes
-
-    @property
     def idle(self) -> tuple[str, ...]:
         """The nodes without ranks on which steps can run."""
         return ()
@@ -238,9 +230,8 @@ class FixedNodes(NodeChanges):
         """Return the config with the number of nodes of the running or next attempt."""
         return config
 
-    def begin(self) -> bool:
-        """Prepare the next attempt; return whether it uses nodes again that were lost."""
-        return False
+    def begin(self) -> None:
+        """Prepare the next attempt."""
 
     def drop_rejected(self, blamed: Sequence[str]) -> bool:
         """Continue without nodes that fail the preflight check; return whether enough others are left."""
@@ -282,15 +273,10 @@ class ElasticNodes(FixedNodes):
         self._returned: Sequence[str] = ()
         #: Lost nodes that ran no ranks.
         self._lost_idle: set[str] = set()
-        self._uses_returned = False
 
     @property
     def used(self) -> JobNodes:
         return JobNodes(self.pool.used, chosen=True)
-
-    @property
-    def fit(self) -> JobNodes:
-        return JobNodes(self.pool.fit, chosen=True)
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -309,14 +295,11 @@ class ElasticNodes(FixedNodes):
 
     def use_returned(self) -> None:
         self.pool.restore(self._returned)
-        self._uses_returned = bool(self._returned)
 
-    def begin(self) -> bool:
-        uses_returned, self._uses_returned = self._uses_returned, False
+    def begin(self) -> None:
         self._returned = ()
         self._lost = ()
         self._step_at_start = newest_step(self._run)
-        return uses_returned
 
     def drop_rejected(self, blamed: Sequence[str]) -> bool:
         if not self.pool.can_lose(blamed):

@@ -1,5 +1,5 @@
-"""The launcher of ranks inside an allocation of Slurm: one srun step per attempt, checks of the nodes, the ranks'
-environment on each node, and the end of steps that were left running.
+"""The launcher of ranks inside an allocation of Slurm: one srun step per attempt, checks of the nodes, and the
+end of steps that were left running.
 """
 
 import logging
@@ -20,7 +20,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles, expand, expand_tasks
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
-from hpcdist.environments.rank_environment import RankEnvironment, prepare_nodes
+from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import read_json
@@ -67,7 +67,6 @@ class SlurmLauncher:
         config, box, env = self.config, self.box, self.environment.env
         #: Nodes that the job must not get again.
         self.avoid: list[str] = []
-        self._is_prepared = False
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._python = box.python if box else self.environment.python
@@ -119,14 +118,10 @@ class SlurmLauncher:
             raise
 
     def _start(self, attempt: Attempt) -> "RankStep":
-        # A node that has been away may have lost its copy of the environment.
-        self._is_prepared = not self.nodes.begin() and self._is_prepared
+        self.nodes.begin()
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes.used.names[0]
         self._watchdog.move(batch_host, self.nodes.used.names, self.nodes.answering)
         self.containers.prepare(self._end_orphaned_steps)
-        if not self._is_prepared:
-            prepare_nodes(self.environment, self.run, self.nodes.fit, self._env)
-            self._is_prepared = True
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         if (left := self._end_orphaned_steps()) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.steps import rank_container
-from hpcdist.environments.rank_environment import python_of, record_environment
+from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, read_record
@@ -58,7 +58,6 @@ def _submit(
 
     executor = SlurmExecutor(owner.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, owner, flags), **array)
-    record_environment(config, runs, os.environ)
     paths = [str(run.path) for run in runs]
     with _queued(runs, kind):
         jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
@@ -190,7 +189,7 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
-    python = box.python if box else python_of(config) or sys.executable
+    python = box.python if box else python_of(config)
     rank = rank_command(run.path, python)
     lines = []
     if config.cluster.fork and (obstacle := obstacle_to_fork(config, box, {})):

@@ -15,7 +15,9 @@ from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
 from hpcdist.containers.steps import container_problems
-from hpcdist.environments.rank_environment import environment_problems, module_problems, torch_problems
+from hpcdist.environments.modules import module_problems
+from hpcdist.environments.rank_environment import environment_problems
+from hpcdist.environments.torch_check import torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
 from hpcdist.host.files import LARGEST, read_json, user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of

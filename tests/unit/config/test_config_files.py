@@ -296,10 +296,10 @@ def test_site_profile_may_contain_both_sections(write: Write, tmp_path: Path) ->
     config = load_config(write("container: {image: mine}\n"), cluster=site)
     assert (config.cluster.partition, config.container.runtime) == ("gpu", "podman")
     assert (config.container.image, config.container.extra_args) == ("mine", ["--cgroups=disabled"])
-    site.write_text("environment: {kind: uv, local_dir: $SLURM_TMPDIR}\n")
+    site.write_text("environment: {kind: venv, modules: [cuda/13.0]}\n")
     environment = load_config(write("cluster: {environment: {path: a}}\n"), cluster=site).cluster.environment
-    assert (environment.kind, environment.path) == ("uv", str(Path.cwd() / "a"))
-    assert environment.local_dir == "$SLURM_TMPDIR"
+    assert (environment.kind, environment.path) == ("venv", str(Path.cwd() / "a"))
+    assert environment.modules == ["cuda/13.0"]
 
 
 def test_paths_of_image_files_become_absolute(write: Write) -> None:

@@ -162,7 +162,7 @@ def test_successive_runs_in_one_tree_have_the_same_snapshot(project: Path, in_gi
         for name in ("grid/sweep.json", "grid-1/cell.json", "grid-1/state.json", "grid-1/attempts/x"):
             (runs_dir / "exp" / name).parent.mkdir(parents=True, exist_ok=True)
             (runs_dir / "exp" / name).touch()
-        for name in ("mlflow.db", "mlflow.db-wal", ".environments/lock"):
+        for name in ("mlflow.db", "mlflow.db-wal"):
             (runs_dir / name).parent.mkdir(exist_ok=True)
             (runs_dir / name).write_text("x" * 1000)
         code = take(config(run), run, project / "part" if in_git else project)
