@@ -33,7 +33,7 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; fi
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh hpcdist/containers/apptainer_mount/* hpcdist/devcluster/*.sh scripts/*.sh scripts/runtimes/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh hpcdist/containers/apptainer_mount/* tests/support/*.sh scripts/*.sh scripts/runtimes/*.sh
 
 unit: install ## tests that start no processes, in 90 s
 	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults and not slow' -n 2

@@ -1,81 +1,35 @@
-"""Tests of the container runtimes on Slurm that have passed, by version, and the generator of their table.
+"""Tests of the container runtimes on Slurm that have passed, and the generator of their table.
 
-A cell of `tests/slurm/test_runtime_matrix.py` is added after it has passed, with the versions and the date of that run.
+A cell of `tests/slurm/test_runtime_matrix.py` is added after it has passed, with the versions of that run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from generators.tables import cell, table
 
-#: The columns of the matrix.
-FAULTS = (
-    "plain",
-    "requeue",
-    "preemption, 0 s",
-    "preemption, 20 s",
-    "time limit",
-    "`hpcdist stop`",
-    "killed rank",
-    "killed supervisor",
-    "dead node",
-)
+#: The columns of the matrix: each runtime with each form of its images.
+APPTAINER_FOLDER, APPTAINER_SIF = "apptainer 1.4.5, folder", "apptainer 1.4.5, .sif"
+ENROOT_FOLDER, ENROOT_SQSH = "enroot 4.1.2, folder", "enroot 4.1.2, .sqsh"
+PYXIS = "pyxis 0.24"
+COLUMNS = (APPTAINER_FOLDER, APPTAINER_SIF, ENROOT_FOLDER, ENROOT_SQSH, PYXIS)
+#: One form of image of each runtime.
+_ONE_FORM = (APPTAINER_SIF, ENROOT_SQSH, PYXIS)
 
-#: Users who submitted the runs, for `RecordedTests.user`.
-ROOT, USER = "root", "an ordinary user"
-#: The columns that are run as an ordinary user as well.
-_AS_USER = ("plain", "requeue", "killed rank")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedTests:
-    """Cells of the matrix that have passed with the same versions."""
-
-    runtime: str  #: as `container.runtime`
-    version: str
-    passed: tuple[str, ...]  #: of `FAULTS`
-    image: str = ""  #: form of the image, for runtimes that have several
-    slurm: str = "22.05.8"
-    proctrack: str = "linuxproc"
-    user: str = ROOT
-    date: str = "2026-11-23"
-
-
-#: The whole matrix passed as root on 2026-11-23, with both plugins that signal and end the processes of a step.
-RECORDED = (
-    RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS),
-    RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="podman", version="4.3.1", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="docker", version="20.10.24", passed=FAULTS),
-    RecordedTests(runtime="docker", version="20.10.24", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="docker", version="20.10.24", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=FAULTS),
-    RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=FAULTS),
-    RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="charliecloud", version="0.31", passed=FAULTS),
-    RecordedTests(runtime="charliecloud", version="0.31", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="charliecloud", version="0.31", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=FAULTS),
-    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=FAULTS),
-    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=_AS_USER, user=USER),
-    RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS),
-    RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS, proctrack="cgroup"),
-    RecordedTests(runtime="pyxis", version="0.24", passed=_AS_USER, user=USER),
-)
+#: The rows that have passed, with the columns of each.
+PASSED: dict[str, tuple[str, ...]] = {
+    "requeue": _ONE_FORM,
+    "requeue, an ordinary user": COLUMNS,
+    "signal of the time limit": _ONE_FORM,
+    "killed rank": _ONE_FORM,
+    "killed supervisor": (PYXIS,),
+    "dead node": (PYXIS,),
+}
 
 
 def recorded_tests() -> str:
-    """Return one row per runtime, version and kind of image, and one column per fault."""
+    """Return one row per fault and user, and one column per runtime and form of image."""
     rows = []
-    for one in RECORDED:
-        name = f"{one.runtime}, {one.image}" if one.image else one.runtime
-        cells = ["passed" if fault in one.passed else "–" for fault in FAULTS]
-        rows.append((cell(name), one.version, *cells, one.slurm, one.proctrack, one.user, one.date))
-    return table(("runtime", "version", *FAULTS, "Slurm", "proctrack", "user", "date"), rows)
+    for fault, columns in PASSED.items():
+        cells = ["passed" if column in columns else "–" for column in COLUMNS]
+        rows.append((fault, *cells))
+    return table(("fault", *map(cell, COLUMNS)), rows)

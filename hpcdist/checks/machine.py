@@ -243,7 +243,7 @@ RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command with a short time limit; the return code is negative if it gives no answer or cannot be started."""
     try:
-        return run_within(command, TIMEOUT_S, env={"USER": str(os.getuid()), **os.environ})  # ch-run requires USER
+        return run_within(command, TIMEOUT_S, env=os.environ)
     except OSError as error:
         return subprocess.CompletedProcess(command, -1, "", str(error))
 
@@ -285,7 +285,7 @@ def runtime_checks(
         # One working runtime suffices, so a broken one is no warning.
         return [replace(check, level="note") if check.level == "warning" else check for check in checks]
     if not checks and expected:
-        fix = "install podman or docker; on clusters apptainer, enroot or charliecloud, which need no root"
+        fix = "install podman or docker; on clusters apptainer or enroot, which need no root"
         return [note("runtimes", "none installed: runs work without a container", fix)]
     return checks
 
@@ -389,6 +389,5 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
     "podman": ("podman", ["--version"], _podman_problem),
     "apptainer": ("apptainer", ["--version"], _apptainer_problem),
     "enroot": ("enroot", ["version"], _enroot_problem),
-    "ch-run": ("charliecloud", ["--version"], _namespace_problem),
     "srun": ("pyxis", ["--help"], None),
 }

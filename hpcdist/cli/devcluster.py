@@ -41,10 +41,10 @@ def up(
         ),
     ] = None,
     runtime: Annotated[
-        Literal["none", "apptainer", "docker", "pyxis"] | None,
+        Literal["none", "apptainer", "pyxis"] | None,
         _setting(
             "--runtime",
-            "apptainer|docker|pyxis",
+            "apptainer|pyxis",
             "Container runtime of the nodes, which must be installed on this machine.",
             Settings.runtime,
         ),
@@ -63,7 +63,7 @@ def up(
     Examples:
         sudo hpcdist devcluster up --install
         sudo hpcdist devcluster up --nodes 16
-        sudo hpcdist devcluster up --runtime docker
+        sudo hpcdist devcluster up --runtime apptainer
     """
     given = locals()  # by the names of the settings
     from hpcdist.devcluster import cluster

@@ -42,9 +42,10 @@ def build(
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
     from hpcdist.containers import images
+    from hpcdist.containers.engine import find_engine
 
     checkout = images.find_checkout(Path.cwd())
-    found = images.find_engine(engine)
+    found = find_engine(engine)
     named = base or images.default_base(checkout / images.TARGETS[target][0])
     looked_up = images.look_up(found, named, pull=not dry_run)
     if looked_up.problem:
@@ -64,7 +65,8 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
     Example:  hpcdist image check hpcdist:slim
     """
-    from hpcdist.containers.images import check_image, find_engine
+    from hpcdist.containers.engine import find_engine
+    from hpcdist.containers.images import check_image
 
     failed = 0
     for found in check_image(find_engine(engine), image):
@@ -79,7 +81,7 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 def convert(
     to: Annotated[
         Literal["sqsh", "sif", "dir"],
-        option("--to", "FORMAT", "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud, enroot)."),
+        option("--to", "FORMAT", "sqsh (enroot, pyxis), sif (apptainer) or dir (apptainer, enroot)."),
     ],
     image: Image = "hpcdist",
     into: Annotated[Path, option("--into", "DIR", "Folder on a file system that all nodes share.")] = Path("images"),
@@ -89,8 +91,9 @@ def convert(
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
+    from hpcdist.containers.engine import find_engine
     from hpcdist.containers.images import convert as write
-    from hpcdist.containers.images import find_engine, inspect, require_fit
+    from hpcdist.containers.images import inspect, require_fit
 
     found = find_engine(engine)
     facts = inspect(found, image)

@@ -23,7 +23,7 @@ from hpcdist.host.log_files import say
 if TYPE_CHECKING:
     from hpcdist.cli.run_views import RunView
     from hpcdist.config.schema import Config
-    from hpcdist.containers.spec import ContainerSpec
+    from hpcdist.containers.local import LocalContainer
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
     from hpcdist.supervisor.plan import Plan
@@ -160,8 +160,7 @@ def _run_in_container(
     from hpcdist.config.document import find_config
     from hpcdist.config.loading import load_config
     from hpcdist.config.written import redacted_argument
-    from hpcdist.containers.images import without_secrets
-    from hpcdist.containers.spec import RUNTIMES
+    from hpcdist.containers.local import run_words, without_secrets
     from hpcdist.run.folder import claim
 
     file = find_config(source).absolute() if Path(source).expanduser().is_file() else None
@@ -178,7 +177,7 @@ def _run_in_container(
         *(f"{key}={folder}" for key, (folder, usual) in chosen.items() if folder != usual),
         *([] if resume is None else ["--resume" if resume else "--new"]),
     ]
-    command = [*RUNTIMES[spec.runtime](spec), *arguments]
+    command = [*run_words(spec), *arguments]
     if not spec.gpus and config.launch.device != "cpu":
         say("no GPU is visible: training on CPUs")
     say(shlex.join(map(redacted_argument, command)))
@@ -191,13 +190,15 @@ def _run_in_container(
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
-def _container(file: Path | None, config: Config, engine: str, image: str, *, dry_run: bool) -> ContainerSpec:
+def _container(file: Path | None, config: Config, engine: str, image: str, *, dry_run: bool) -> LocalContainer:
     """Return the container with the mounts of a run, whose config is in `file`, or is a shipped one.
 
     Raises UserMistake, or ImageError unless it is a dry run.
     """
-    from hpcdist.containers.images import find_engine, inspect, local_container, require_driver, require_fit
-    from hpcdist.containers.spec import Mount
+    from hpcdist.containers.engine import find_engine
+    from hpcdist.containers.images import inspect, require_driver, require_fit
+    from hpcdist.containers.local import local_container
+    from hpcdist.containers.mounts import Mount
     from hpcdist.host.machine import driver_version
     from hpcdist.run.lease import user_name
     from hpcdist.run.snapshot import is_own

@@ -236,22 +236,18 @@ class ClusterConfig(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig(ConfigSection):
-    """The container of the ranks. A site's profile may contain this section as well."""
+    """The container of the ranks of a submitted run. A site's profile may contain this section as well."""
 
-    runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
-    """Container runtime on the nodes; `none` starts ranks without a container."""
+    runtime: Literal["none", "apptainer", "enroot", "pyxis"] = "none"
+    """Container runtime on the nodes; `none` starts ranks without one. On one machine: `run --in docker|podman`."""
     image: str = ""
-    """Name (docker, podman), `.sif` (apptainer), `.sqsh` (enroot, pyxis), folder (charliecloud, apptainer, enroot)."""
+    """A `.sif` (apptainer), a `.sqsh` (enroot, pyxis), a folder (apptainer, enroot), or an image reference (pyxis)."""
     mounts: list[str] = field(default_factory=list)
     """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
     env: list[str] = field(default_factory=list)
     """Additional variables to pass, by name or as `NAME_*`; those of Slurm, NCCL and this config are passed."""
-    python: str = "python3"
-    """Python of the image with hpcdist installed: a command on the image's PATH, or a path in the image."""
     extra_args: list[str] = field(default_factory=list)
     """Additional options of the runtime (of srun with pyxis), which override those of hpcdist."""
-    check_image: bool = True
-    """Check the image before submission, if this machine can; false if only the nodes have it."""
 
     def problems(self) -> list[str]:
         return (
@@ -265,7 +261,7 @@ class ContainerConfig(ConfigSection):
                 for name in self.env
                 if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name)
             ]
-            + one_line(self, "image", "python", "mounts", "extra_args")
+            + one_line(self, "image", "mounts", "extra_args")
             + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])
         )
 

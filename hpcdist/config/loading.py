@@ -360,8 +360,8 @@ def _resolve(config: Config, source: str) -> Config:
         file = absolute("tracking.uri", uri.removeprefix("sqlite:///"))
         changes["tracking"] = replace(config.tracking, uri=f"sqlite:///{file}")
     container, image = config.container, config.container.image
-    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
-    # docker, podman and pyxis find other images by name in a registry or in their own storage.
+    is_path = container.runtime in ("apptainer", "enroot") or image.endswith((".sqsh", ".sif"))
+    # pyxis finds other images by name in a registry.
     if image and is_path and "://" not in image:
         image = absolute("container.image", image)
     mounts = [absolute("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]

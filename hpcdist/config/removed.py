@@ -126,15 +126,29 @@ REMOVED_KEYS: dict[str, Removed] = {
         instead="create the environment by `uv sync`, and name its folder in cluster.environment.path with kind=venv",
         default=[],
     ),
+    "container.check_image": Removed(
+        instead="the image is checked before a submission if this machine can start it; `submit --force` submits in any"
+        " case",
+        default=True,
+    ),
+    "container.python": Removed(
+        instead="the image's PATH must have the `python3` in which hpcdist is installed",
+        default="python3",
+    ),
 }
+
+_ON_SLURM = "on Slurm use apptainer, enroot or pyxis, with an image that `hpcdist image convert` writes"
 
 #: Values that a key no longer takes, by dotted key and value.
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("comm.operations", "pairs"): "the preflight of a job names slow nodes; `send_recv` measures neighbouring ranks",
+    ("cluster.environment.kind", "uv"): "create the environment by `uv sync`, and use it with kind=venv",
     (
-        "cluster.environment.kind",
-        "uv",
-    ): "create the environment by `uv sync`, and name its folder with kind=venv",
+        "container.runtime",
+        "charliecloud",
+    ): "use apptainer; write the folder again by `hpcdist image convert --to dir`",
+    ("container.runtime", "docker"): f"{_ON_SLURM}; on one machine `hpcdist run --in docker`",
+    ("container.runtime", "podman"): f"{_ON_SLURM}; on one machine `hpcdist run --in podman`",
 }
 
 

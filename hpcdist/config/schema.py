@@ -351,8 +351,6 @@ def role_device(config: Config, role: str) -> str:
 def cross_check(config: Config) -> list[str]:
     """Return the mistakes that involve several sections, each with its fix."""
     problems = []
-    if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
-        problems.append("container.mounts: charliecloud has no read-only mounts: leave out ':ro'")
     if config.container.runtime != "none" and config.cluster.environment.kind != "none":
         problems.append(
             f"cluster.environment.kind={config.cluster.environment.kind} and container.runtime="

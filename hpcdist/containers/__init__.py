@@ -1,1 +1,1 @@
-"""Containers of runs: specification, runtimes, and the processes that tie them to Slurm."""
+"""Containers: of ranks on Slurm (spec, runtimes, probe, steps), of a run on this machine (local), and their images."""

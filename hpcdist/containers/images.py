@@ -1,12 +1,9 @@
-"""The container engine of this machine; images: labels, base, build, conversion to a site's runtime, and check; and the
-container of a whole run on this machine.
-"""
+"""hpcdist's images: labels, base, build, conversion to the format of a site's runtime, and check."""
 
-import math
 import os
 import platform
 import re
-import resource
+import shlex
 import shutil
 import stat
 import subprocess
@@ -15,69 +12,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
 import hpcdist
-from hpcdist.config.document import parse_value
-from hpcdist.config.schema import Config
-from hpcdist.config.written import redacted_argument
-from hpcdist.containers.spec import ContainerSpec, Mount
+from hpcdist.containers.engine import Engine, EngineName, error_line
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.commands import last_line
 from hpcdist.host.files import is_shared, long_lock, parse_json, parse_object, user_of
 from hpcdist.host.log_files import say
-from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, Check, driver_problem, has_capability
-
-# The container engine of this machine.
-
-EngineName = Literal["docker", "podman"]
-#: Limit for the first answer of the engine, because a daemon may hang.
-ANSWER_S = 30.0
-_TAR_SUMMARY = "Exiting with failure status due to previous errors"
-
-
-@dataclass(frozen=True)
-class Engine:
-    name: EngineName
-
-    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.name, *arguments], input=stdin, capture_output=True, text=True, errors="replace", check=False
-        )
-
-    def output(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        if done.returncode:
-            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done.stderr)}")
-        return done.stdout
-
-    def is_rootless_daemon(self) -> bool:
-        """Return whether this is docker with a daemon of an ordinary user, who is root in its containers."""
-        return self.name == "docker" and "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
-
-
-def find_engine(requested: str | None) -> Engine:
-    problems = []
-    for name in (name for name in get_args(EngineName) if requested in (None, name)):
-        if shutil.which(name) is None:
-            problems.append(f"{name} is not installed")
-            continue
-        # docker's client answers without its daemon, so the server's version is requested. podman has no daemon,
-        # and commands on its store would block for minutes while a build writes a large layer.
-        asked = ["version", "--format", "{{.Server.Version}}"] if name == "docker" else ["--version"]
-        done = run_within([name, *asked], ANSWER_S)
-        if done.returncode == 0:
-            return Engine(name)
-        problems.append(f"{name} is installed, but fails: {error_line(done.stderr)}")
-    raise UserMistake(f"no container engine to use here: {'; '.join(problems)}")
-
-
-def error_line(stderr: str) -> str:
-    """Return the last line of a command's standard error that gives a reason: tar ends with one that does not."""
-    lines = [line for line in stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
-    return last_line("\n".join(lines), limit_chars=1000) or "no error message"
-
+from hpcdist.host.machine import Check, driver_problem
 
 # An image's labels and other facts, and whether it fits this machine and this version of hpcdist.
 
@@ -308,7 +251,7 @@ def run(engine: Engine, command: Sequence[str]) -> None:
 
 Form = Literal["sqsh", "sif", "dir"]
 #: The runtimes that read each format, and the program that writes it.
-_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
+_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "apptainer and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
 #: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
 #: answer. enroot is a bash script, in which an exported function replaces a program.
@@ -374,11 +317,21 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
                 raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
         finally:
             engine.output("rm", container)
-        # The image's variables for `ch-run --set-env` and enroot, and the folders that bind mounts need.
-        for name in ("ch", "etc", "dev", "proc", "sys", "tmp", "mnt", "home"):
-            (part / name).mkdir(exist_ok=True)
-        for name in ("ch", "etc"):
-            (part / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+        _complete_folder(part, facts)
+
+
+def _complete_folder(folder: Path, facts: ImageFacts) -> None:
+    """Add the folders that mounts need, and the image's variables for enroot and for apptainer."""
+    for name in ("etc", "dev", "proc", "sys", "tmp", "mnt", "home"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "etc" / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+    for_apptainer = folder / ".singularity.d" / "env"
+    for_apptainer.mkdir(parents=True)
+    exports = []
+    for line in facts.env:
+        name, _, value = line.partition("=")
+        exports.append(f"export {name}={shlex.quote(value)}\n")
+    (for_apptainer / "90-environment.sh").write_text("".join(exports))
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -429,88 +382,3 @@ def _sbom(engine: Engine, facts: ImageFacts) -> Check:
     except (ImageError, ValueError) as error:
         return _result("bill of materials", f"the label {SBOM}={path!r} names none: {error}", False)
     return _result("bill of materials", f"{len(components)} components in {path}")
-
-
-# `hpcdist run --in docker|podman`: the container of a whole run on this machine.
-
-#: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
-PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
-#: Variables that the image or the command line sets.
-SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
-_REFERENCE = "${oc.env:"
-
-
-def local_container(
-    runtime: str,
-    image: str,
-    digest: str,
-    user: str,
-    config: Config,
-    cwd: Path,
-    *,
-    own_code: bool,
-    num_gpus: int,
-    env: Mapping[str, str],
-    rootless_daemon: bool = False,
-) -> ContainerSpec:
-    """Return the container of a whole run, with this machine's devices, limits and user.
-
-    Args:
-        own_code: whether the run imports code from `cwd`.
-        rootless_daemon: whether docker's daemon belongs to the caller, whom root in its containers then is.
-    """
-    has_rdma = Path("/dev/infiniband").is_dir()
-    may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
-    may_lock = may_lock or has_capability(CAP_SYS_RESOURCE)
-    if runtime == "docker":
-        # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
-        ulimits = ("memlock=-1",) if has_rdma and (not rootless_daemon or may_lock) else ()
-    else:
-        # podman without root is bound to the limits of its caller.
-        ulimits = ("memlock=-1" if may_lock else "host",)
-    runs, data = (Path(folder).expanduser().absolute() for folder in (config.runs_dir, config.data.root))
-    folders = dict.fromkeys([runs, data, *([cwd] if own_code else [])])
-    uses_gpus = num_gpus and config.launch.device != "cpu"
-    return ContainerSpec(
-        runtime=runtime,
-        image=image,
-        user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
-        ulimits=ulimits,
-        devices=("/dev/infiniband",) if has_rdma else (),
-        gpus=(env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all") if uses_gpus else "",
-        # Ranks use loopback and need no network except to reach an MLflow server on this machine.
-        host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
-        # Paths are the same inside and outside, because MLflow's database and the run folder store them.
-        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in folders),
-        workdir=cwd if own_code else None,
-        env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
-        env_values={
-            "USER": user,
-            NAME: image,
-            DIGEST: digest,
-            "HPCDIST_RUNS_DIR": str(runs),
-            "HPCDIST_DATA_DIR": str(data),
-        },
-        terminal=os.isatty(0) and os.isatty(1),
-        # Ranks need the first to save a checkpoint, the supervisor the second to deliver the rest to MLflow.
-        stop_timeout_s=math.ceil(config.launch.stop_grace_s + config.tracking.drain_timeout_s),
-    )
-
-
-def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users."""
-    arguments, variables = [], {}
-    for number, text in enumerate(overrides):
-        key, _, raw = text.partition("=")
-        if redacted_argument(text) == text or _REFERENCE in raw:
-            arguments.append(text)
-            continue
-        if not isinstance(value := parse_value(raw), str):
-            raise UserMistake(
-                f"{key} holds a secret, which the container's command line would show to other users:"
-                f" give each by a key of its own, such as {key}.NAME=…"
-            )
-        name = f"HPCDIST_OVERRIDE_{number}"
-        variables[name] = value
-        arguments.append(f"{key}={_REFERENCE}{name}}}")
-    return arguments, variables

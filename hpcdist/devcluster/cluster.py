@@ -229,7 +229,6 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
     _add_accounts(layout, users)
     start(layout, slurmctld)
     wait(slurmctld, "scontrol", "ping")
-    host.start_docker(settings, layout, settings.nodes)
     for node in settings.nodes:
         start(layout, slurmd(node))
     for node in settings.nodes:
@@ -337,14 +336,13 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
 
     Args:
         own_mounts: give the node its own mount namespace, so that a folder can be full or another one on this node
-            alone. Nodes have none by default, because they would not see later mounts of the host (podman's images).
+            alone. Nodes have none by default, because they would not see later mounts of the host.
     """
     require_root("node start")
     with exclusive():
         settings = _require_node(layout, node)
         run(inside(layout, HEAD, ["ip", "link", "set", node, "up"]))
         _full_speed(layout, node)
-        host.start_docker(settings, layout, [node])
         daemon = slurmd(node, own_mounts=own_mounts, rebooted=True)
         start(layout, daemon)
         wait_for_node(settings, layout, node, daemon)

@@ -23,7 +23,6 @@ from hpcdist.devcluster.settings import (
     Settings,
     daemon_command,
     daemon_env,
-    dockerd,
     taken_names,
 )
 from hpcdist.errors import DevClusterError, RunFolderError
@@ -145,7 +144,7 @@ def wait_until(
     condition: Callable[[], bool], problem: str, layout: Layout, daemon: Daemon, timeout_s: float = 120.0
 ) -> None:
     """Wait for a condition; raise `problem` after the time limit or the daemon's end, with its last line of output."""
-    # MariaDB's first start takes up to 10 s on two busy cores; dockerd creates its database and networks.
+    # MariaDB's first start takes up to 10 s on two busy cores.
     deadline = time.monotonic() + timeout_s
     while not condition():
         ended = _read_pid(layout, daemon) is not None and not is_running(layout, daemon)
@@ -351,17 +350,15 @@ def _services_stay_down() -> Iterator[None]:
 
 # Container runtimes of a dev cluster, so that a containerised launch can be tried before it is submitted elsewhere.
 #
-# The nodes share this machine's files. Scripts in the cluster's `bin` replace the programs of the runtimes. They select
-# the docker daemon of a node, and the folder of enroot's containers on it.
+# The nodes share this machine's files. Scripts in the cluster's `bin` replace the programs of the runtimes. That of
+# enroot selects the folder of its containers on a node.
 
 #: Programs of each runtime that must be on the PATH of `up`.
 PROGRAMS = {
     "none": (),
     "apptainer": ("apptainer",),
-    "docker": ("dockerd", "docker", "containerd", "runc"),
     "pyxis": ("enroot",),
 }
-_WITHIN_LIMITS = Path(__file__).with_name("runc_within_limits.sh")
 _HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 
 
@@ -388,9 +385,6 @@ def write_files(settings: Settings, layout: Layout, programs: Mapping[str, Path]
     for name, text in scripts(settings, layout, programs, may_raise_limits=may_raise_limits).items():
         write_atomic(layout.bin / name, text)
         (layout.bin / name).chmod(0o755)
-    if settings.runtime == "docker":
-        layout.docker.mkdir(exist_ok=True)
-        layout.docker_images.mkdir(exist_ok=True)
     if settings.runtime == "pyxis":
         layout.enroot.mkdir(exist_ok=True)
         layout.enroot.chmod(0o1777)
@@ -406,18 +400,6 @@ def scripts(
         # It requests all capabilities of root, and does not start without one of them.
         drop = '[ "$(id -u)" != 0 ] || export APPTAINER_DROP_CAPS="${APPTAINER_DROP_CAPS:-CAP_SYS_RESOURCE}"\n'
         return {"apptainer": f'{_HEAD}{"" if may_raise_limits else drop}exec {programs["apptainer"]} "$@"\n'}
-    if settings.runtime == "docker":
-        folders = ":".join(dict.fromkeys(str(program.parent) for program in programs.values()))
-        client = (
-            f"{_HEAD}socket={layout.docker}/$(hostname).sock\n"
-            f'[ -S "$socket" ] || socket={layout.docker_socket(settings.nodes[0])} # this machine is no node\n'
-            f'DOCKER_HOST=unix://$socket exec {programs["docker"]} "$@"\n'
-        )
-        daemon = f"{_HEAD}PATH={folders}:$PATH exec {programs['dockerd']}"
-        if may_raise_limits:
-            return {"docker": client, "dockerd": f'{daemon} "$@"\n'}
-        own = f"--add-runtime=within-limits={layout.bin}/within-limits --default-runtime=within-limits"
-        return {"docker": client, "dockerd": f'{daemon} {own} "$@"\n', "within-limits": _WITHIN_LIMITS.read_text()}
     if settings.runtime == "pyxis":
         own = f"{layout.enroot}/$(hostname)-$(id -u)"
         paths = " ".join(f"ENROOT_{name}_PATH=$own/{name.lower()}" for name in ("DATA", "RUNTIME", "CACHE"))
@@ -425,18 +407,3 @@ def scripts(
         path = f"PATH=$PATH:{programs['enroot'].parent}"
         return {"enroot": f'{_HEAD}own={own}\nexport {path} {paths}\nexec {programs["enroot"]} "$@"\n'}
     return {}
-
-
-def start_docker(settings: Settings, layout: Layout, nodes: Iterable[str]) -> None:
-    if settings.runtime != "docker":
-        return
-    daemons = {node: dockerd(layout, node) for node in nodes}
-    for node, daemon in daemons.items():
-        if not is_running(layout, daemon):
-            # A killed daemon and its containerd leave their process ids, which exist again in the new namespace.
-            (layout.docker / f"{node}.pid").unlink(missing_ok=True)
-            shutil.rmtree(layout.docker / node, ignore_errors=True)
-        start(layout, daemon)
-    for node, daemon in daemons.items():
-        version = [str(layout.bin / "docker"), f"--host=unix://{layout.docker_socket(node)}", "version"]
-        wait_until(lambda: succeeds(version), f"dockerd of {node} does not answer", layout, daemon)  # noqa: B023

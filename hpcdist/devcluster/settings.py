@@ -90,18 +90,13 @@ class Layout:
         self.namespaces = state / "netns"
         #: Programs of the container runtime that keep the nodes apart; comes first on the daemons' PATH.
         self.bin = state / "bin"
-        #: Folder of the docker daemons' sockets and states, of their images, and of enroot's containers.
-        self.docker = state / "docker"
-        self.docker_images = state / "docker-images"
+        #: Folder of enroot's containers.
         self.enroot = state / "enroot"
         self.logs = state / "log"
         self.run = state / "run"
 
     def namespace(self, name: str) -> Path:
         return self.namespaces / name
-
-    def docker_socket(self, node: str) -> Path:
-        return self.docker / f"{node}.sock"
 
     def output(self, daemon: str) -> Path:
         """Return the file with a daemon's output. Slurm's daemons also write a .log file with timestamps."""
@@ -296,26 +291,9 @@ def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Da
     return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
 
 
-def dockerd(layout: Layout, node: str) -> Daemon:
-    """Return a node's docker daemon, whose containers have the node's network.
-
-    It has its own process ids and mounts, so that its containers and their mounts end when it is killed.
-    """
-    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave")
-    files = (
-        f"--host=unix://{layout.docker_socket(node)}",
-        f"--pidfile={layout.docker}/{node}.pid",
-        f"--exec-root={layout.docker}/{node}",
-        f"--data-root={layout.docker_images}/{node}",
-    )
-    network = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
-    return Daemon(f"dockerd-{node}", node, (*apart, str(layout.bin / "dockerd"), *files, *network))
-
-
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
     """Return the daemons in the order of their start."""
-    docker = [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
-    return [munged(layout), mariadbd(layout), SLURMDBD, SLURMCTLD, *docker, *map(slurmd, settings.nodes)]
+    return [munged(layout), mariadbd(layout), SLURMDBD, SLURMCTLD, *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:

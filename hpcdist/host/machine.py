@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 
         facts["hpcdist"] = hpcdist.__version__
         facts["source"] = source_digest(os.path.dirname(hpcdist.__file__))
-    except ImportError:
+    except (ImportError, AttributeError):  # the second one if only a folder of this name is left
         pass
     torch = importlib.util.find_spec("torch")
     package = os.path.dirname(torch.origin) if torch and torch.origin else ""
@@ -340,7 +340,6 @@ _MARKS = {
     ".dockerenv": "docker",
     "run/.containerenv": "podman",
     ".singularity.d": "apptainer",
-    "ch/environment": "charliecloud",
 }
 
 

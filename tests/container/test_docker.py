@@ -39,7 +39,7 @@ from hpcdist.supervisor.children import Guard
 
 STORE = Path("/var/tmp/hpcdist-tests/docker")
 #: Leaves out limits that root may not raise, as in a container.
-RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
+RUNC = CHECKOUT / "tests/support/runc_within_limits.sh"
 #: Where scripts/runtimes/docker.sh installs the docker of Debian sid; without it the installed one is used.
 SID = RUNTIMES / "docker"
 PLUGINS = SID / "usr/libexec/docker/cli-plugins"

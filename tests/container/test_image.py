@@ -172,9 +172,9 @@ TAG = f"{SMALL_NAME}-converted"
 STARTS: dict[str, Sequence[str]] = {
     "sif": ("apptainer", "exec", "--no-home", *mount_flags("apptainer"), "IMAGE"),
     "sqsh": ("enroot", "start", *mount_flags("enroot"), "IMAGE"),
-    "dir": ("ch-run", "--set-env", *mount_flags("charliecloud"), "IMAGE", "--"),
+    "dir": ("apptainer", "exec", "--no-home", *mount_flags("apptainer"), "IMAGE"),
 }
-CASES = {"sif": "apptainer-sif", "sqsh": "enroot-sqsh", "dir": "charliecloud"}
+CASES = {"sif": "apptainer-sif", "sqsh": "enroot-sqsh", "dir": "apptainer-folder"}
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         **runtime_cases.apptainer_env(),
         **{f"ENROOT_{part}_PATH": str(tmp_path / "enroot") for part in ("DATA", "RUNTIME", "CACHE")},
         "ENROOT_LOGIN_SHELL": "no",
-        "USER": "root",  # ch-run does not start without it
     }.items():
         monkeypatch.setenv(name, value)
     return folder

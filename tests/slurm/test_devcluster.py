@@ -183,7 +183,6 @@ def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: D
 #: Runtime, the form of the image, and the further options of `up`.
 CASES = {
     "apptainer": ("apptainer-sif", ()),
-    "docker": ("docker", ()),
     "pyxis": ("pyxis", ("--pyxis-plugin", str(PYXIS))),
 }
 
@@ -225,13 +224,11 @@ def test_run_in_containers(
     printed = re.search(r"^  export PATH=(.*):\$PATH$", done.stdout, re.MULTILINE)
     assert printed, done.stdout
     monkeypatch.setenv("PATH", f"{printed[1]}:{os.environ['PATH']}")
-    if runtime == "docker":
-        stopped.run("srun", "--nodes=2", "--ntasks-per-node=1", "docker", "import", str(image.tar), image.name)
-    references = {"apptainer": image.sif, "docker": lambda _: image.name, "pyxis": lambda _: image.sqsh}
+    reference = image.sif("apptainer") if runtime == "apptainer" else image.sqsh
     flags = ",".join(f"'{flag}'" for flag in mount_flags(runtime))
     container = (
         f"container.runtime={runtime}",
-        f"container.image={references[runtime]('apptainer')}",
+        f"container.image={reference}",
         f"container.mounts=[{slurm_runs.no_mlflow}]",
         f"container.extra_args=[{flags}]",
     )

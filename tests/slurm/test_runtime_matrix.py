@@ -1,7 +1,10 @@
 """The matrix runtime x fault: every container runtime for real, on two nodes with two ranks each.
 
 Each cell compares the run with an undisturbed one without a container, bit by bit, and checks that nothing outlives the
-job. `make faults` prints the matrix. `make test` runs podman's requeue, and ranks that only count with other runtimes.
+job. `make faults` prints the matrix. `make test` runs ranks that only count, with each runtime.
+
+A fault is one row if it reaches the containers in its own way: signals, the end of one rank, of all steps, of a node.
+A preemption sends the signals of a requeue; `hpcdist stop` and files of the run do not concern the runtime.
 """
 
 import os
@@ -30,21 +33,19 @@ from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.host.files import read_json
 
-#: One form of image of each runtime: the others differ in starts and mounts, which `cells` and killed ranks show.
-ONE_FORM = ("podman", "docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
-#: The same as an ordinary user, on nodes with what a cluster gives its users: a /dev/fuse for all, subordinate ids for
-#: rootless podman, and a docker socket of the user's group.
+#: One form of image of each runtime. The other forms differ in starts and mounts, which a requeue shows.
+ONE_FORM = ("apptainer-sif", "enroot-sqsh", "pyxis")
+#: The same as an ordinary user, on nodes with what a cluster gives its users: a /dev/fuse for all.
 USER = ", user"
-every_runtime = pytest.mark.parametrize("runtime", ONE_FORM, indirect=True, scope="module")
+#: The cell of the requeue in `make slow`.
+SLOW = f"apptainer-sif{USER}"
 
 
-def cells(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Return the parameters of a test for all runtimes, also as a user, of which some run in `make slow`."""
-
+def runtimes(*cases: str, slow: str = "") -> pytest.MarkDecorator:
     def marks(case: str) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.quick_fault, pytest.mark.slow] if case in slow else [pytest.mark.faults]
+        return [pytest.mark.quick_fault, pytest.mark.slow] if case == slow else [pytest.mark.faults]
 
-    marked = [pytest.param(case, marks=marks(case)) for case in (*CASES, *(f"{case}{USER}" for case in CASES))]
+    marked = [pytest.param(case, marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("runtime", marked, indirect=True, scope="module")
 
 
@@ -56,21 +57,15 @@ ACCOUNT = pwd.getpwnam("daemon")
 #: Python of this machine. That of the tests may be in root's home folder, which no user can enter.
 PYTHON = Path("/usr/bin/python3")
 _SET_USER = ("setpriv", f"--reuid={ACCOUNT.pw_uid}", f"--regid={ACCOUNT.pw_gid}", "--clear-groups")
-#: Subordinate ids for rootless podman, as `useradd` gives them to a new user.
-_SUB_IDS = f"{ACCOUNT.pw_name}:100000:65536\n"
-#: Give a node what a machine with udev and systemd has: a /dev/fuse for all users and /dev/mqueue.
+#: Give a node what a machine with udev has: a /dev/fuse for all users.
 _MOUNT = """
 set -e
-folder=$0 sub_ids=$1
+folder=$0
 mount -t tmpfs -o mode=755 user-devices "$folder"
 cp -ax /dev/. "$folder"
 chmod 0666 "$folder/fuse"
-mkdir -p "$folder/mqueue"
-mount -t mqueue mqueue "$folder/mqueue" && chmod 1777 "$folder/mqueue"
 for below in pts shm; do mount --rbind "/dev/$below" "$folder/$below"; done
 mount --rbind "$folder" /dev
-mount --bind "$sub_ids" /etc/subuid
-mount --bind "$sub_ids" /etc/subgid
 """
 
 
@@ -154,8 +149,6 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
     cluster.up(
         layout, {"num_nodes": settings.num_nodes, "proctrack": settings.proctrack}, users=[ACCOUNT.pw_name], env={}
     )
-    sub_ids = folder / "sub-ids"
-    sub_ids.write_text(_SUB_IDS)
     (folder / "dev").mkdir()
     enter: list[str] = []
     try:
@@ -164,7 +157,7 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
             cluster.start_node(layout, node, own_mounts=True)
             pid = host.pid_of(layout, devcluster_settings.slurmd(node))
             there = ["nsenter", "--mount", f"--target={pid}"]
-            subprocess.run([*there, "sh", "-c", _MOUNT, str(folder / "dev"), str(sub_ids)], check=True)
+            subprocess.run([*there, "sh", "-c", _MOUNT, str(folder / "dev")], check=True)
             enter = enter or there
         yield enter
     finally:
@@ -174,9 +167,6 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
         devcluster.restore_nodes()
 
 
-# --- Container runtimes of the matrix as an ordinary user starts them: with images and containers of the user.
-
-
 @contextmanager
 def prepared_for_user(case: str, containers: Containers, runs: UserRuns, folder: Path) -> Iterator[RuntimeCase]:
     """Prepare a runtime on the nodes for the user for the duration of the block.
@@ -184,50 +174,14 @@ def prepared_for_user(case: str, containers: Containers, runs: UserRuns, folder:
     Args:
         folder: an empty folder that all users can enter.
     """
-    ready = prepared(case, containers, runs, folder, group=str(ACCOUNT.pw_gid))
-    with ready as found, user_nodes(runs.cluster, folder) as runs.enter:
-        found.restore()  # nodes that start again have no docker daemon
-        if case == "podman":
-            yield from _podman(found, containers, runs)
-        elif case == "enroot-folder":  # enroot writes a lock file and mount points into it
+    with prepared(case, containers, runs) as found, user_nodes(runs.cluster, folder) as runs.enter:
+        if case == "enroot-folder":  # enroot writes a lock file and mount points into it
             copy = runs.home / "image"
             subprocess.run(["cp", "--archive", str(small_image(containers).folder), str(copy)], check=True)
             give_to_user(copy)
-            yield _with_image(found, copy)
-        else:
-            yield found
-
-
-def _with_image(case: RuntimeCase, image: Path | str) -> RuntimeCase:
-    key = "container.image="
-    return replace(case, overrides=tuple(f"{key}{image}" if one.startswith(key) else one for one in case.overrides))
-
-
-def _podman(case: RuntimeCase, containers: Containers, runs: UserRuns) -> Iterator[RuntimeCase]:
-    """Yield rootless podman with a store in the user's home folder, which has the image."""
-    settings = runs.home / ".config/containers"
-    settings.mkdir(parents=True)
-    (settings / "containers.conf").write_text(Path(containers.env["CONTAINERS_CONF"]).read_text())
-    (settings / "storage.conf").write_text('[storage]\ndriver = "overlay"\n')
-    give_to_user(settings.parent)
-
-    def podman(*arguments: str) -> str:
-        return runs.run_as_user("podman", *arguments)
-
-    def left(run: Path) -> list[str]:
-        """Return the names of a run's containers, and what is mounted in the namespace that podman keeps."""
-        found = podman("ps", "--all", "--filter", f"label=hpcdist.run={run}", "--format", "{{.Names}}").split()
-        places = [line.split()[4] for line in podman("unshare", "cat", "/proc/self/mountinfo").splitlines()]
-        return [*found, *(place for place in places if place.endswith("/merged"))]
-
-    image = small_image(containers)
-    try:
-        podman("import", str(image.tar), image.name)
-        yield replace(_with_image(case, image.name), env={}, containers=left)
-    finally:
-        podman("rm", "--all", "--force")
-        # Ends the process that keeps the user's namespaces between two commands.
-        podman("system", "migrate")
+            overrides = [one for one in found.overrides if not one.startswith("container.image=")]
+            found = replace(found, overrides=(f"container.image={copy}", *overrides))
+        yield found
 
 
 # --- The matrix
@@ -259,7 +213,6 @@ def runtime(
     request: pytest.FixtureRequest,
     containers: Containers,
     slurm_runs: SlurmRuns,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[RuntimeCase]:
     """A runtime that is ready on all nodes; its variables are set."""
     case, as_user, _ = request.param.partition(USER)
@@ -275,7 +228,7 @@ def runtime(
         folder.mkdir()
         ready = prepared_for_user(case, containers, runs, folder)
     else:
-        ready = prepared(case, containers, slurm_runs, tmp_path_factory.mktemp(case))
+        ready = prepared(case, containers, slurm_runs)
     with ready as found, pytest.MonkeyPatch.context() as patch:
         for name, value in found.env.items():
             patch.setenv(name, value)
@@ -293,7 +246,7 @@ def boxed(request: pytest.FixtureRequest, runtime: RuntimeCase) -> Iterator[Faul
     runtime.restore()
 
 
-@every_runtime
+@pytest.mark.parametrize("runtime", ONE_FORM, indirect=True, scope="module")
 def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """Ranks that only count start in a third of the time."""
     boxed.submit("counting", *runtime.overrides, "trainer=counting:train", "params.until=20")
@@ -304,15 +257,7 @@ def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@cells(slow=("charliecloud", "enroot-sqsh", "pyxis"))
-def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit("plain", *runtime.overrides)
-    boxed.assert_recovered(max_lost_steps=0)
-    assert boxed.cell.attempts == 1
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-
-
-@cells(slow=("podman", "docker", "apptainer-sif"))
+@runtimes(*ONE_FORM, *(f"{case}{USER}" for case in CASES), slow=SLOW)
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
@@ -328,55 +273,21 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@pytest.mark.faults
-@every_runtime
-def test_preemption(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    """With a grace time; without one the signals are those of a requeue."""
-    boxed.cluster.set_grace_time(20)
-    with boxed.cluster.setting("KillWait", 30):
-        boxed.submit_held("preemption")
-        high = boxed.cluster.start_high_priority_job("--nodes=4")
-        boxed.runs.wait_stop_request(boxed.name)
-        boxed.release()
-        boxed.wait_queued()
-    assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP
-    boxed.cluster.wait_job_state(high, "COMPLETED")
+@runtimes(*ONE_FORM)
+def test_signal_of_the_time_limit(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    """Slurm sends it to the tasks ahead of the limit, and the processes of a runtime must not die of it."""
+    boxed.submit_held("signal of the time limit")
+    boxed.cluster.run("scancel", "--signal=USR2", boxed.job)
+    boxed.release()
+    assert boxed.wait_queued().endswith("(the ranks received a stop signal)")
+    assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
     assert_nothing_left(runtime, boxed.runs, boxed.name)
     boxed.start_now()
     boxed.assert_recovered(max_lost_steps=0)
     assert boxed.num_starts() == 2
 
 
-@pytest.mark.faults
-@every_runtime
-def test_time_limit(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    """The ranks are held until they are asked to stop; only the time limit causes that."""
-    boxed.submit("time limit", *boxed.subject.overrides, "cluster.time_limit_min=3", "cluster.signal_lead_s=60")
-    assert boxed.wait_queued().partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
-    assert 0 < boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-    boxed.start_now()
-    boxed.assert_recovered(max_lost_steps=0)
-    assert boxed.num_starts() == 2
-
-
-@pytest.mark.faults
-@every_runtime
-def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit_held("hpcdist stop")
-    code, output = boxed.runs.command("stop", boxed.name)
-    assert code == 0, output
-    assert boxed.runs.wait_end(boxed.name, boxed.job).status == "stopped"
-    assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-    code, output = boxed.runs.command("resume", boxed.name, "--detach")
-    assert code == 0, output
-    boxed.job, boxed.earlier_jobs = boxed.runs.job_id(boxed.name), (boxed.job,)
-    boxed.assert_recovered(max_lost_steps=0)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
+@runtimes(*ONE_FORM)
 def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("killed rank")
     boxed.runs.rank_processes(boxed.name)[3].kill()
@@ -387,10 +298,9 @@ def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@pytest.mark.faults
-@every_runtime
+@runtimes("pyxis")
 def test_killed_supervisor(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    """The new supervisor first kills the old ranks, which were never released."""
+    """The new supervisor first kills the old ranks, which were never released, and removes what pyxis has left."""
     boxed.submit_held("killed supervisor")
     old = boxed.runs.rank_processes(boxed.name).values()
     os.kill(boxed.runs.holder_pid(boxed.name), signal.SIGKILL)
@@ -400,8 +310,7 @@ def test_killed_supervisor(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@pytest.mark.faults
-@every_runtime
+@runtimes("pyxis")
 def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("dead node", "launch.hang_timeout_s=60")
     boxed.kill_node("n2")
@@ -411,12 +320,11 @@ def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert "n2" not in hosts
     # With linuxproc, Slurm's SIGKILL also ends pyxis' removal on n1. If the job does not get n1 again, only the epilog
     # of an administrator can repeat it (slurm/containers.md).
-    is_killed = runtime.name == "pyxis" and boxed.cluster.settings.proctrack == "linuxproc" and "n1" not in hosts
+    is_killed = boxed.cluster.settings.proctrack == "linuxproc" and "n1" not in hosts
     assert_nothing_left(runtime, boxed.runs, boxed.name, lost=("n1", "n2") if is_killed else ("n2",))
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("runtime", ["apptainer-sif"], indirect=True, scope="module")
+@runtimes("apptainer-sif")
 def test_mounted_image_survives_signals(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """apptainer mounts the .sif of an ordinary user with squashfuse_ll, a process of the step that Slurm may signal.
 

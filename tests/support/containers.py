@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcdist.containers.spec import ContainerSpec
 from hpcdist.run.folder import RunDir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -27,10 +26,6 @@ RUNTIMES = Path(os.environ.get("HPCDIST_TEST_RUNTIMES", STORE.parent / "runtimes
 BASE = "localhost/debian-base:bookworm"
 DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
 TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}
-#: A container that no test starts.
-SPEC = ContainerSpec(
-    runtime="podman", image="localhost/hpcdist:0.1.0", run=Path("/runs/e/r"), mounts=(), workdir=Path("/p")
-)
 #: A user id that no image has.
 UNKNOWN_UID = 1234
 
@@ -239,11 +234,6 @@ class SmallImage:
         return SMALL_FOLDER / f"rootfs-{SMALL_VERSION}"
 
     @property
-    def tar(self) -> Path:
-        """Archive of the folder, for `docker import`."""
-        return self._file("tar", ["tar", "-C", str(self.folder), "-cf"], ["."])
-
-    @property
     def sqsh(self) -> Path:
         options = ["-comp", "zstd", "-Xcompression-level", "3", "-noappend", "-quiet", "-no-progress"]
         # An ordinary user cannot unpack device files, which images of a registry do not have.
@@ -283,10 +273,7 @@ def mount_flags(runtime: str) -> list[str]:
     if runtime == "pyxis":
         return [f"--container-mounts={','.join(f'{source}:{target}:ro' for source, target in pairs)}"]
     form = {
-        "podman": "--volume={}:{}:ro",
-        "docker": "--volume={}:{}:ro",
         "apptainer": "--bind={}:{}:ro",
-        "charliecloud": "--bind={}:{}",
         "enroot": "--mount={}:{}:none:x-create=auto,rbind,ro",
     }[runtime]
     return [form.format(*pair) for pair in pairs]

@@ -17,7 +17,7 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand_tasks
 from hpcdist.config.written import secrets_of
-from hpcdist.containers.steps import rank_container
+from hpcdist.containers.spec import rank_container
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.environments.torch_check import require_torch
 from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake

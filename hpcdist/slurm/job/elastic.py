@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
-from hpcdist.containers.spec import CONTAINERS_STEP
+from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir

@@ -18,7 +18,7 @@ from typing import Self
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles, expand, expand_tasks
-from hpcdist.containers.spec import ContainerSpec
+from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
@@ -69,7 +69,7 @@ class SlurmLauncher:
         self.avoid: list[str] = []
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
-        self._python = box.python if box else self.environment.python
+        self._python = IMAGE_PYTHON if box else self.environment.python
         outlives_nodes = config.cluster.outlives_nodes
         allocated = JobNodes(self.job.nodes if outlives_nodes and self.job.nodes else job_nodes(config, env))
         #: The nodes of each attempt.
@@ -171,8 +171,6 @@ class SlurmLauncher:
 
     def running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
-        if self.box is not None:  # its ranks may belong to another user on the node, who cannot be listed
-            return None
         answers = ranks_on_nodes(self.run, "list", self.nodes.used, self._env)
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
 
@@ -329,8 +327,6 @@ class RankStep:
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
                 self._next_query = began + self._query_interval_s
-        for rank, code in self.launcher.containers.reported_exits(self.attempt, skip=self.exits).items():
-            self.exits.setdefault(rank, code)
         # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)
@@ -356,7 +352,7 @@ class RankStep:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self.launcher.containers.clean_up(self.attempt, failed=failed)
+        self.launcher.containers.clean_up(failed=failed)
         self.launcher.guard.forget(self._process.pid)
         os.close(self._descriptor)
 

@@ -14,8 +14,9 @@ from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
-from hpcdist.containers.spec import ContainerSpec, outer_env
-from hpcdist.containers.steps import PROBE_TIMEOUT_S
+from hpcdist.containers.probe import PROBE_TIMEOUT_S
+from hpcdist.containers.runtimes import outer_env
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json

@@ -11,7 +11,8 @@ from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
 from hpcdist.config.written import secret_keys
-from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec, container_command
+from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_words
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
 from hpcdist.slurm.placement import requested_cluster, role_nodes
@@ -48,15 +49,14 @@ def step_command(
         # The file that SLURM_HOSTFILE names has the node of each rank.
         num_ranks = sum(part.num_ranks for part in parts)
         flags |= {"nodes": None, "ntasks-per-node": None, "ntasks": num_ranks, "distribution": "arbitrary"}
-    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
+    return ["srun", *srun_words(flags), *_rank_words(command, box)]
 
 
-def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
-    """Return the command of a task, or of its container, for pyxis after flags of srun."""
+def _rank_words(command: Sequence[str], box: ContainerSpec | None) -> list[str]:
+    """Return the words of a task's command, in its container if there is one."""
     if box is None:
         return [*IGNORE_USR2, *command]
-    contained = container_command(box, command, attempt)
-    return [*contained.srun_flags, *contained.argv]
+    return container_words(box, command)
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def preflight_command(
         "gpus-per-node": cluster.gpu_request,
         **{name: option_value(value) for name, value in cluster.srun.items()},
     }
-    return ["srun", *task_words(nodes.names, _rank_words(None, command, box), PREFLIGHT_STEP, flags)]
+    return ["srun", *task_words(nodes.names, _rank_words(command, box), PREFLIGHT_STEP, flags)]
 
 
 def option_value(value: str) -> str | bool | None:

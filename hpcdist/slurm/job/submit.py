@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
-from hpcdist.containers.steps import rank_container
+from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
@@ -189,7 +189,7 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
-    python = box.python if box else python_of(config)
+    python = IMAGE_PYTHON if box else python_of(config)
     rank = rank_command(run.path, python)
     lines = []
     if config.cluster.fork and (obstacle := obstacle_to_fork(config, box, {})):

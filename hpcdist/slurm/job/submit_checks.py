@@ -14,7 +14,8 @@ from typing import Any
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
-from hpcdist.containers.steps import container_problems
+from hpcdist.containers.probe import image_problems
+from hpcdist.containers.spec import container_problems
 from hpcdist.environments.modules import module_problems
 from hpcdist.environments.rank_environment import environment_problems
 from hpcdist.environments.torch_check import torch_problems
@@ -248,9 +249,14 @@ def check_submission(
         # The following checks would pass the secrets to other programs on command lines.
         raise ConfigError(*problems)
     problems += rejected_flags(config.cluster.srun)
-    problems += container_problems(config, cwd or Path.cwd(), os.environ)
+    folder = cwd or Path.cwd()
+    of_container = container_problems(config, folder)
+    problems += of_container
     problems += environment_problems(config, os.environ)
     findings = _check_cluster(config, missing_data)
+    if not of_container:
+        # Forced where only the nodes can start the image, such as one for another processor architecture.
+        findings.errors += image_problems(config, folder, os.environ)
     blocking = problems + ([] if force else findings.errors)
     estimate = ""
     if not problems:

@@ -194,7 +194,6 @@ WORKING = {
     "podman": answer("podman version 4.3.1\n"),
     "apptainer": answer("apptainer version 1.3.4-1.el9\n"),
     "enroot": answer("3.5.0\n"),
-    "ch-run": answer(errors="0.31\n"),
     "srun": answer("      --container-image=[USER@][REGISTRY#]IMAGE\n"),
     "unshare": answer(),
 }
@@ -208,13 +207,12 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
 
 def test_working_runtimes_have_their_version_and_make_others_a_note() -> None:
     """Results of hpcdist's own tests are in the documentation."""
-    found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "enroot", "ch-run", "srun")
+    found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "enroot", "srun")
     assert [check.sentence() for check in found] == [
         "docker: 27.1.1",
         "podman: 4.3.1",
         "apptainer: 1.3.4-1.el9",
         "enroot: 3.5.0",
-        "charliecloud: 0.31",
         "pyxis: srun has --container-image",
     ]
     assert {check.level for check in found} == {"ok"}

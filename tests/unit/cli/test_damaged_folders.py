@@ -46,7 +46,7 @@ EXTRA = {
     "checkpoints/step-00000285/manifest.json": {"step": 285, "created": 1.0, "write_s": 0.1, "files": {}},
     "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
     "job.json": {"job_id": "41_0", "starts": {"0": {"nodes": "n1", "queue_s": 1.0}}},
-    "container.json": {"runtime": "podman", "image": "i"},
+    "container.json": {"runtime": "apptainer", "image": "i"},
     "lease": {"host": "h", "pid": 1, "started": 1.0, "user": "u", "job_id": None, "acquired": 1.0, "renewed": 1.0},
     "attempts/001/failure.json": {"kind": "error", "rank": 0, "host": "h", "step": 1, "error": "e"},
     "attempts/001/preflight.json": {"nodes": ["n1"], "checks": []},

@@ -292,10 +292,10 @@ def test_range_sets_both_numbers_and_is_replaced_as_a_whole(
 
 def test_site_profile_may_contain_both_sections(write: Write, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text("partition: gpu\ncontainer: {runtime: podman, image: theirs, extra_args: [--cgroups=disabled]}\n")
-    config = load_config(write("container: {image: mine}\n"), cluster=site)
-    assert (config.cluster.partition, config.container.runtime) == ("gpu", "podman")
-    assert (config.container.image, config.container.extra_args) == ("mine", ["--cgroups=disabled"])
+    site.write_text("partition: gpu\ncontainer: {runtime: apptainer, image: /theirs, extra_args: [--userns]}\n")
+    config = load_config(write("container: {image: /mine}\n"), cluster=site)
+    assert (config.cluster.partition, config.container.runtime) == ("gpu", "apptainer")
+    assert (config.container.image, config.container.extra_args) == ("/mine", ["--userns"])
     site.write_text("environment: {kind: venv, modules: [cuda/13.0]}\n")
     environment = load_config(write("cluster: {environment: {path: a}}\n"), cluster=site).cluster.environment
     assert (environment.kind, environment.path) == ("venv", str(Path.cwd() / "a"))
@@ -305,10 +305,9 @@ def test_site_profile_may_contain_both_sections(write: Write, tmp_path: Path) ->
 def test_paths_of_image_files_become_absolute(write: Write) -> None:
     for container, image in (
         ("runtime: apptainer, image: a.sif", f"{Path.cwd()}/a.sif"),
-        ("runtime: charliecloud, image: ~/a", f"{Path.home()}/a"),
+        ("runtime: enroot, image: ~/a", f"{Path.home()}/a"),
         ("runtime: pyxis, image: a.sqsh", f"{Path.cwd()}/a.sqsh"),
         ("runtime: pyxis, image: nvcr.io#a/b:1", "nvcr.io#a/b:1"),
-        ("runtime: podman, image: a/b", "a/b"),
         ("runtime: apptainer, image: 'docker://a/b'", "docker://a/b"),
     ):
         assert load_config(write(f"container: {{{container}}}\n")).container.image == image

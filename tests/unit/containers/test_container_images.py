@@ -17,8 +17,9 @@ from slurm_recordings import FakeCommands
 
 import hpcdist
 from hpcdist.containers import images
+from hpcdist.containers.engine import Engine, find_engine
+from hpcdist.containers.probe import image_digest
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.containers.steps import image_digest
 from hpcdist.errors import ImageError, UserMistake
 
 # --- `hpcdist image build`: command, checkout, and pinned packages
@@ -96,10 +97,10 @@ def test_checkout_is_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.processes
 def test_build_uses_buildkit_and_its_failure_has_the_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
     """Docker of Debian 12 refuses the Dockerfiles otherwise: "the --mount option requires BuildKit"."""
-    images.run(images.Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
+    images.run(Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
     assert capfd.readouterr().out == "1\n"
     with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
-        images.run(images.Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
+        images.run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 # --- The choice of a container engine, with scripts on PATH
@@ -121,37 +122,37 @@ def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
     down = "Cannot connect to the Docker daemon"
     programs.add_script("docker", f"echo first >&2; echo '{down}' >&2; exit 1")
     with pytest.raises(UserMistake) as raised:
-        images.find_engine(None)
+        find_engine(None)
     assert str(raised.value) == (
         f"no container engine to use here: docker is installed, but fails: {down}; podman is not installed"
     )
     programs.add_script("podman", '[ "$*" = "--version" ]')  # a command on its store may block for minutes
-    assert images.find_engine(None).name == "podman"
+    assert find_engine(None).name == "podman"
     programs.add_script("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
-    assert images.find_engine(None).name == "docker"
+    assert find_engine(None).name == "docker"
     programs.add_script("docker", "exec /bin/sleep 60")
-    monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
+    monkeypatch.setattr("hpcdist.containers.engine.ANSWER_S", 0.1)
     with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s$"):
-        images.find_engine("docker")
+        find_engine("docker")
 
 
 @pytest.mark.processes
 def test_daemon_says_whether_it_is_rootless(programs: FakeCommands) -> None:
     programs.add_script("podman", "echo name=rootless")
-    assert not images.Engine("podman").is_rootless_daemon()
+    assert not Engine("podman").is_rootless_daemon()
     for options in ("[name=seccomp,profile=builtin name=rootless]", "[name=seccomp]"):
         programs.add_script("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
-        assert images.Engine("docker").is_rootless_daemon() == ("rootless" in options)
+        assert Engine("docker").is_rootless_daemon() == ("rootless" in options)
 
 
 @pytest.mark.processes
 def test_failed_command_has_its_last_error_line(programs: FakeCommands) -> None:
     programs.add_script("podman", "echo; echo 'Error: no space left' >&2; exit 125")
     with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
-        images.Engine("podman").output("image", "rm", "x")
+        Engine("podman").output("image", "rm", "x")
     programs.add_script("podman", "exit 3")
     with pytest.raises(ImageError, match="failed: no error message"):
-        images.Engine("podman").output("ps")
+        Engine("podman").output("ps")
 
 
 # --- The digest of a base image, with a script that answers like podman and docker
@@ -175,7 +176,7 @@ def image_with(*digests: str) -> str:
 )
 def test_local_image_has_the_digest_of_its_registry(programs: FakeCommands, name: str, listed: str) -> None:
     programs.add_script("podman", image_with(f"mirror.example/other@sha256:{'00' * 32}", listed))
-    found = images.look_up(images.Engine("podman"), name, pull=True)
+    found = images.look_up(Engine("podman"), name, pull=True)
     assert found == images.Base(name=name, digest=DIGEST)
     assert found.reference == f"{images.repository(name)}@{DIGEST}"
     assert programs.calls() == [f"podman image inspect {name}"], "nothing is pulled"
@@ -184,7 +185,7 @@ def test_local_image_has_the_digest_of_its_registry(programs: FakeCommands, name
 @pytest.mark.processes
 def test_image_without_registry_is_recorded_by_its_id(programs: FakeCommands) -> None:
     programs.add_script("podman", image_with(f"localhost/base@{DIGEST}"))
-    found = images.look_up(images.Engine("podman"), "localhost/base:1", pull=True)
+    found = images.look_up(Engine("podman"), "localhost/base:1", pull=True)
     assert found == images.Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
     assert found.reference == "localhost/base:1"
 
@@ -193,19 +194,19 @@ def test_image_without_registry_is_recorded_by_its_id(programs: FakeCommands) ->
 def test_missing_image_is_pulled_unless_it_is_a_dry_run(programs: FakeCommands) -> None:
     name = "docker.io/library/debian:12"
     programs.add_script("podman", "echo 'Error: dial tcp: lookup failed' >&2; exit 125")
-    found = images.look_up(images.Engine("podman"), name, pull=True)
+    found = images.look_up(Engine("podman"), name, pull=True)
     assert found == images.Base(name=name, problem="podman cannot pull it: Error: dial tcp: lookup failed")
     assert found.reference == name
     stored = image_with(f"docker.io/library/debian@{DIGEST}")
     programs.add_script("podman", f"case $1 in pull) touch pulled;; *) [ -e pulled ] || exit 125; {stored};; esac")
-    problem = images.look_up(images.Engine("podman"), name, pull=False).problem
+    problem = images.look_up(Engine("podman"), name, pull=False).problem
     assert problem == "podman does not have it here, and a dry run pulls nothing"
-    assert images.look_up(images.Engine("podman"), name, pull=True).digest == DIGEST
+    assert images.look_up(Engine("podman"), name, pull=True).digest == DIGEST
 
 
 def test_name_with_digest_needs_no_command() -> None:
     name = f"docker.io/library/debian@{DIGEST}"
-    assert images.look_up(images.Engine("podman"), name, pull=True) == images.Base(name=name, digest=DIGEST)
+    assert images.look_up(Engine("podman"), name, pull=True) == images.Base(name=name, digest=DIGEST)
     assert images.Base(name=name, digest=DIGEST).reference == name
 
 
@@ -237,7 +238,7 @@ def test_concurrent_conversions_write_the_file_once(programs: FakeCommands, tmp_
     results: list[tuple[Path, bool]] = []
     threads = [
         threading.Thread(
-            target=lambda: results.append(images.convert(images.Engine("docker"), FACTS, "sqsh", tmp_path / "images"))
+            target=lambda: results.append(images.convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images"))
         )
         for _ in range(4)
     ]
@@ -273,7 +274,7 @@ def test_failed_conversion_has_a_reason_and_leaves_no_file(
     for name, script in scripts.items():
         programs.add_script(name, script)
     with pytest.raises(ImageError, match=error):
-        images.convert(images.Engine("podman"), FACTS, form, tmp_path / "images")
+        images.convert(Engine("podman"), FACTS, form, tmp_path / "images")
     (lock,) = (tmp_path / "images").iterdir()
     assert lock.suffix == ".lock"
 
@@ -287,19 +288,19 @@ def test_files_of_other_users_are_neither_returned_nor_written(programs: FakeCom
     (mine := tmp_path / "mine").write_text("valuable")
     (left := folder / ".hpcdist-1.2.3-0123456789ab.sqsh.part").symlink_to(mine)
     os.chown(left, 65534, 65534, follow_symlinks=False)
-    target, is_new = images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
+    target, is_new = images.convert(Engine("docker"), FACTS, "sqsh", folder)
     assert (is_new, target.read_text(), mine.read_text()) == (True, "whole\n", "valuable")
-    assert images.convert(images.Engine("docker"), FACTS, "sqsh", folder) == (target, False)
-    spec = ContainerSpec(runtime="apptainer", image=str(target))
-    assert image_digest(spec, {}) == "sha256:0123456789ab"
+    assert images.convert(Engine("docker"), FACTS, "sqsh", folder) == (target, False)
+    spec = ContainerSpec(runtime="apptainer", image=str(target), workdir=tmp_path)
+    assert image_digest(spec) == "sha256:0123456789ab"
     os.chown(target, 65534, 65534)
     with pytest.raises(UserMistake, match=r"sqsh exists, and nobody .* could have changed it: choose another folder"):
-        images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
-    assert str(image_digest(spec, {})).startswith("ends-sha256:")
+        images.convert(Engine("docker"), FACTS, "sqsh", folder)
+    assert str(image_digest(spec)).startswith("ends-sha256:")
     target.unlink()
     target.symlink_to(mine)
     with pytest.raises(UserMistake, match="sqsh exists"):
-        images.convert(images.Engine("docker"), FACTS, "sqsh", folder)
+        images.convert(Engine("docker"), FACTS, "sqsh", folder)
 
 
 @pytest.mark.processes
@@ -309,7 +310,7 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: FakeCommands, t
     programs.add_script("apptainer", 'touch "$2"')
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
-    target, _ = images.convert(images.Engine("podman"), FACTS, "sif", tmp_path / "images")
+    target, _ = images.convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
     saved = (
         rf"podman save --format docker-archive --output {archive.parent}/\.hpcdist\S+/hpcdist-1.2.3-\w+.sif.tar hpcdist"
@@ -320,13 +321,13 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: FakeCommands, t
     assert target.exists()
     assert not archive.exists()
     target.unlink()
-    images.convert(images.Engine("docker"), FACTS, "sif", tmp_path / "images")
+    images.convert(Engine("docker"), FACTS, "sif", tmp_path / "images")
     assert programs.calls()[2].endswith(".sif docker-daemon:hpcdist")
 
 
 def test_missing_conversion_program_is_named(programs: FakeCommands, tmp_path: Path) -> None:
     with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
-        images.convert(images.Engine("docker"), FACTS, "sqsh", tmp_path)
+        images.convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
 @pytest.mark.processes
@@ -337,7 +338,7 @@ def test_podman_removes_the_container_of_enroot(programs: FakeCommands, tmp_path
     script = '#!/bin/bash\nset -e\ntrap "docker rm -f -v enroot.x" EXIT\necho "enroot $4" >> "${0%/*}/calls"\n'
     (programs.folder / "enroot").write_text(f'{script}echo image > "$3"\n')
     (programs.folder / "enroot").chmod(0o755)
-    target, _ = images.convert(images.Engine("podman"), FACTS, "sqsh", tmp_path)
+    target, _ = images.convert(Engine("podman"), FACTS, "sqsh", tmp_path)
     assert target.read_text() == "image\n"
     assert programs.calls() == ["enroot podman://hpcdist", "podman rm -f -v enroot.x"]
 
@@ -346,12 +347,13 @@ def test_podman_removes_the_container_of_enroot(programs: FakeCommands, tmp_path
 def test_directory_contains_the_image_variables(programs: FakeCommands, tmp_path: Path) -> None:
     script = 'cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .'
     programs.add_script("podman", f"case $1 in create) echo 42;; export) {script};; esac")
-    target, written = images.convert(images.Engine("podman"), FACTS, "dir", tmp_path)
+    target, written = images.convert(Engine("podman"), FACTS, "dir", tmp_path)
     assert written
     assert (target / "opt" / "f").exists()
     assert list((target / "dev").iterdir()) == []
-    for place in ("ch", "etc"):
-        assert (target / place / "environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
+    assert (target / "etc/environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
+    for_apptainer = target / ".singularity.d/env/90-environment.sh"
+    assert for_apptainer.read_text() == "export PATH=/opt/hpcdist/bin\nexport HOME=/home/hpcdist\n"
     assert [call.split()[1] for call in programs.calls()] == ["create", "export", "rm"]
 
 
@@ -409,7 +411,7 @@ def test_missing_image_and_failing_engine_have_different_errors(programs: FakeCo
     for error, message in (("Error: x: image not known", missing), ("Error: database is locked", locked)):
         programs.add_script("podman", f"echo '{error}' >&2; exit 125")
         with pytest.raises(ImageError) as raised:
-            images.inspect(images.Engine("podman"), "x")
+            images.inspect(Engine("podman"), "x")
         assert str(raised.value) == message
 
 
@@ -425,7 +427,5 @@ def test_odd_answers_of_the_engine_are_one_clear_error(
     programs.add_script("podman", f"printf '{answer}'")
     for read in (images.inspect, partial(images.look_up, pull=False)):
         with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
-            read(images.Engine("podman"), "x")
-    assert (
-        images._sbom(images.Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
-    )
+            read(Engine("podman"), "x")
+    assert images._sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"

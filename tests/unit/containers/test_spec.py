@@ -1,135 +1,107 @@
-"""The specification of a container, and the recipes of images for each runtime."""
+"""The container of ranks: its specification, mounts, and checks before a submission."""
 
-import resource
-import shlex
-from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig
-from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config
-from hpcdist.containers import spec as container
-from hpcdist.containers.images import local_container
-from hpcdist.containers.spec import RUNTIMES, ContainerSpec, Mount, outer_env, without_nested
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, TrainerConfig
+from hpcdist.containers.mounts import Mount, without_nested
+from hpcdist.containers.spec import PASSED, ContainerSpec, container_problems, rank_container
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job.srun import step_command
-from hpcdist.supervisor.plan import rank_command
-
-# --- The command lines of all runtimes
-
-RUN = RunDir(Path("/shared/runs/digits/my first"))
-MOUNTS = (Mount(source="/shared", target="/shared"), Mount(source="/scratch/imagenet", target="/data", read_only=True))
-SPEC = ContainerSpec(
-    runtime="podman",
-    image="localhost/hpcdist:0.1.0",
-    run=RUN.path,
-    mounts=MOUNTS,
-    workdir=Path("/shared/project"),
-    env=("SLURM_*", "NCCL_*", "WANDB_MODE"),
-    gpus="all",
-    python="/opt/hpcdist/bin/python3",
-    extra_args=("--cgroups=disabled",),
-)
-WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
 
 
-def step(spec: ContainerSpec) -> list[str]:
-    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4))
-    return step_command(config, RUN.attempt(1), rank_command(RUN.path, spec.python), spec)
+def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    run = RunDir(tmp_path / "runs/digits/first")
+    config = Config(
+        trainer=TrainerConfig(script=["/code/train.py"]),
+        data=DataConfig(root=str(tmp_path / "data")),
+        launch=LaunchConfig(env={"MY_FLAG": "1", "MY_TOKEN": "secret"}),
+        cluster=ClusterConfig(gpus_per_node=4, env={"SITE": "x"}),
+        container=ContainerConfig(
+            runtime="apptainer",
+            image="/i.sif",
+            mounts=["/scratch:/fast:ro"],
+            env=["WANDB_MODE"],
+            extra_args=["--fakeroot"],
+        ),
+    )
+    spec = rank_container(config, run, cwd=tmp_path / "project/sub", root=tmp_path / "project")
+    assert spec == ContainerSpec(
+        runtime="apptainer",
+        image="/i.sif",
+        mounts=(
+            Mount(source="/code", target="/code"),
+            Mount(source="/scratch", target="/fast", read_only=True),
+            *(
+                Mount(source=str(path), target=str(path))
+                for path in (tmp_path / "data", tmp_path / "project", run.path)
+            ),
+        ),
+        workdir=tmp_path / "project/sub",
+        env=(*PASSED, "WANDB_MODE", "SITE", "MY_FLAG", "MY_TOKEN"),
+        uses_gpus=True,
+        extra_args=("--fakeroot",),
+    )
+
+
+def spec_of(config: Config, cwd: str = "/p", root: str = "/p") -> ContainerSpec:
+    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path(cwd), root=Path(root))
+    assert spec is not None
+    return spec
+
+
+def test_configured_mount_replaces_the_default_one_and_system_folders_are_never_mounted(tmp_path: Path) -> None:
+    config = Config(
+        data=DataConfig(root=str(tmp_path)),
+        container=ContainerConfig(runtime="apptainer", image="/i.sif", mounts=[f"/scratch/copy:{tmp_path}:ro"]),
+    )
+    mounts = {mount.target: mount.source for mount in spec_of(config, "/usr", "/").mounts}
+    assert mounts[str(tmp_path)] == "/scratch/copy"
+    assert not {"/", "/usr"} & mounts.keys()
+
+
+def test_gpus_depend_on_device_and_request() -> None:
+    for device, gpus, expected in (("auto", 4, True), ("cpu", 4, False), ("auto", 0, False)):
+        config = Config(
+            launch=LaunchConfig(device=cast(Any, device)),
+            cluster=ClusterConfig(gpus_per_node=gpus),
+            container=ContainerConfig(runtime="apptainer", image="/i.sif"),
+        )
+        assert spec_of(config).uses_gpus is expected
+
+
+def config(**container: Any) -> Config:
+    return Config(name="x", runs_dir="/runs", container=ContainerConfig(**container))
 
 
 @pytest.mark.parametrize(
-    ("runtime", "read_only", "after"),
+    ("runtime", "image", "problem"),
     [
-        ("podman", "--volume=/scratch/imagenet:/data:ro", ["--entrypoint=", "/images/x"]),
-        ("docker", "--volume=/scratch/imagenet:/data:ro", ["--entrypoint=", "/images/x"]),
-        ("apptainer", "--bind=/scratch/imagenet:/data:ro", ["/images/x"]),
-        ("charliecloud", "--bind=/scratch/imagenet:/data:ro", ["/images/x", "--"]),
-        ("enroot", "--mount=/scratch/imagenet:/data:none:x-create=auto,rbind,ro", ["/images/x", "in"]),
-        ("pyxis", "--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro", ["sh", "-c"]),
+        ("pyxis", "/no.sqsh", "no such file or folder: /no.sqsh"),
+        ("pyxis", "/proc/self", "/proc/self is a folder, and pyxis needs a .sqsh file or an image reference"),
+        ("apptainer", "docker://hpcdist",
+         "docker://hpcdist would be fetched by every rank: convert it to a file first"),
+        ("enroot", "/proc/self", "/proc/self holds no root file system (no usr and dev in it)"),
+        *(("pyxis", image, None) for image in ("ada@registry.site:5000#team/hpcdist:0.1.0", str(Path(__file__)))),
     ],
-)
-def test_runtime_gets_read_only_mounts_and_further_arguments(runtime: str, read_only: str, after: list[str]) -> None:
-    """tests/contract has the rest of the command lines."""
-    command = step(replace(SPEC, runtime=runtime, image="/images/x", extra_args=("--mine",)))
-    assert read_only in command
-    place = command.index("--mine") + 1
-    assert command[place : place + len(after)] == after
-    assert command[-len(WORKER) :] == WORKER
+)  # fmt: skip
+def test_images_that_a_runtime_cannot_start_are_reported(
+    tmp_path: Path, runtime: str, image: str, problem: str | None
+) -> None:
+    expected = [] if problem is None else [f"container.image: {problem}"]
+    assert container_problems(config(runtime=runtime, image=image), tmp_path) == expected
 
 
-def test_charliecloud_gets_the_variables_of_the_image_and_shares_tmp_anyway() -> None:
-    mounts = (MOUNTS[0], Mount(source="/tmp/runs", target="/tmp/runs"), Mount(source="/tmp/a", target="/data"))
-    spec = replace(SPEC, runtime="charliecloud", mounts=mounts, extra_args=(), image_env=True)
-    assert [word for word in step(spec) if word.startswith("--bind")] == [
-        "--bind=/shared:/shared",
-        "--bind=/tmp/a:/data",
+def test_missing_mount_is_reported(tmp_path: Path) -> None:
+    own = config(runtime="pyxis", image="x", mounts=["/nowhere/data:/data"])
+    assert container_problems(own, tmp_path) == [
+        "container.mounts: /nowhere/data does not exist here; mount folders that only the nodes have by"
+        " container.extra_args"
     ]
-    assert "--set-env" in step(spec)
-    assert "--set-env" not in step(replace(spec, image_env=False))
-
-
-def test_enroot_starts_a_folder_by_its_name() -> None:
-    spec = replace(SPEC, runtime="enroot", image="/images/hpcdist", unpacked=True)
-    assert step(spec)[step(spec).index("in") - 1] == "hpcdist"
-    assert outer_env(spec, {"ENROOT_DATA_PATH": "/raid"})["ENROOT_DATA_PATH"] == "/images"
-
-
-def test_pyxis_gets_one_list_of_mounts_or_none() -> None:
-    """srun would keep only the last of two lists, and refuses an empty one, as for the image probe."""
-    lists = [
-        [word for word in step(replace(SPEC, runtime="pyxis", **changes)) if word.startswith("--container-mounts")]
-        for changes in ({"mounts": ()}, {"extra_args": ("--container-mounts=/opt:/opt",)})
-    ]
-    assert lists == [[], ["--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro,/opt:/opt"]]
-
-
-def test_no_runtime_passes_gpus_to_cpu_runs() -> None:
-    for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
-        command = step(replace(SPEC, runtime=runtime, gpus=""))
-        found = [word for word in command if "gpu" in word or word == "--nv"]
-        assert found == ["--gpus-per-node=4"], runtime
-    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(SPEC, runtime="enroot", gpus=""))
-
-
-ENV = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JWT": "a key",
-    "NCCL_DEBUG": "INFO",
-    "HPCDIST_TRACKING_URI": "https://me:secret@server",
-    "AWS_SECRET_ACCESS_KEY": "secret",
-    "LD_LIBRARY_PATH": "/host",
-    "PATH": "/usr/bin",
-    "LOGNAME": "ada",
-}
-
-
-def test_inherited_environment_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
-    reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
-    spec = replace(SPEC, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
-    for runtime in ("apptainer", "charliecloud"):
-        assert outer_env(replace(spec, runtime=runtime), ENV) == reduced
-    in_tmp = replace(spec, runtime="charliecloud", mounts=(Mount(source="/tmp/runs", target="/tmp/runs"),))
-    assert outer_env(in_tmp, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/tmp"}, "shown as /tmp by ch-run"
-    elsewhere = replace(in_tmp, mounts=MOUNTS)
-    assert outer_env(elsewhere, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/raid/7"}
-    for_pyxis = reduced | {
-        "ENROOT_LOGIN_SHELL": "no",
-        "NVIDIA_VISIBLE_DEVICES": "all",
-        "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
-    }
-    assert outer_env(replace(spec, runtime="pyxis"), ENV) == for_pyxis
-    monkeypatch.setattr(container, "INFINIBAND", tmp_path)
-    with_infiniband = for_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
-    assert outer_env(replace(spec, runtime="pyxis"), ENV) == with_infiniband
-    login_shell = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
-    assert outer_env(replace(spec, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
-    assert outer_env(replace(spec, runtime="enroot"), login_shell) == login_shell
-    assert outer_env(spec, ENV) == ENV, "the container of podman gets variables by name"
 
 
 def test_mounts_are_parsed_and_covered_ones_removed() -> None:
@@ -143,99 +115,3 @@ def test_mounts_are_parsed_and_covered_ones_removed() -> None:
 def test_path_with_colon_is_refused() -> None:
     with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: runtimes allow no ':' or ',' in a path"):
         without_nested([Mount(source="/a:b", target="/a:b")])
-
-
-# --- The command of `hpcdist run --in`.
-DIGEST = "sha256:" + "0" * 64
-
-
-def container_for(
-    *overrides: str,
-    engine: str = "docker",
-    num_gpus: int = 8,
-    own_code: bool = False,
-    rootless_daemon: bool = False,
-    **env: str,
-) -> ContainerSpec:
-    config = load_config("ddp_mnist", ["runs_dir=/home/ada/runs", "data.root=/data/sets", *overrides])
-    return local_container(
-        engine,
-        "hpcdist",
-        DIGEST,
-        "ada",
-        config,
-        Path("/home/ada/project"),
-        own_code=own_code,
-        num_gpus=num_gpus,
-        env=env,
-        rootless_daemon=rootless_daemon,
-    )
-
-
-def words_about_gpus(spec: ContainerSpec) -> list[str]:
-    return [word for word in RUNTIMES[spec.runtime](spec) if "gpu" in word]
-
-
-def test_podman_command_with_infiniband() -> None:
-    spec = container_for(engine="podman", own_code=True, NCCL_DEBUG="INFO")
-    spec = replace(spec, user="1001:100", devices=("/dev/infiniband",), terminal=True, ulimits=("host",))
-    assert shlex.join(container.podman(spec)) == (
-        "podman run --rm --interactive --tty --ipc=host --ulimit=host --user=1001:100"
-        " --stop-timeout=180 --device=/dev/infiniband"
-        " --volume=/home/ada/runs:/home/ada/runs --volume=/data/sets:/data/sets"
-        " --volume=/home/ada/project:/home/ada/project --workdir=/home/ada/project"
-        " --userns=keep-id --device=nvidia.com/gpu=all"
-        f" --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
-        " --env=HPCDIST_RUNS_DIR=/home/ada/runs --env=HPCDIST_DATA_DIR=/data/sets --env=NCCL_DEBUG"
-        " hpcdist"
-    )
-    assert "--userns=keep-id" not in container.podman(replace(spec, user="0:0"))
-
-
-def test_gpus_of_the_container_are_those_that_the_run_may_use() -> None:
-    spec = container_for(CUDA_VISIBLE_DEVICES="0,2", num_gpus=2)
-    assert words_about_gpus(spec) == ['--gpus="device=0,2"']
-    assert words_about_gpus(replace(spec, runtime="podman")) == [
-        "--device=nvidia.com/gpu=0",
-        "--device=nvidia.com/gpu=2",
-    ]
-    assert words_about_gpus(container_for("launch.device=cpu")) == words_about_gpus(container_for(num_gpus=0)) == []
-
-
-def test_host_network_serves_a_local_server_and_a_stop_waits_for_saving_and_shipping() -> None:
-    assert "--network=host" in container.docker(container_for("tracking.uri='http://localhost:5000'"))
-    assert "--network=host" not in container.docker(container_for("tracking.uri='https://ml.example.org'"))
-    assert container_for("launch.stop_grace_s=30.5", "tracking.drain_timeout_s=10").stop_timeout_s == 41
-
-
-def test_variables_are_passed_by_name_without_values() -> None:
-    env = {
-        "MLFLOW_TRACKING_PASSWORD": "hidden",
-        "NCCL_DEBUG": "INFO",
-        "HPCDIST_RUNS_DIR": "/other",
-        "HPCDIST_IMAGE": "other",
-        "AWS_SECRET_ACCESS_KEY": "hidden",
-        "PATH": "/bin",
-    }
-    spec = container_for(**env)
-    assert spec.env == ("MLFLOW_TRACKING_PASSWORD", "NCCL_DEBUG")
-    assert "hidden" not in shlex.join(container.docker(spec))
-
-
-@pytest.mark.parametrize(
-    ("limit", "capabilities", "is_allowed"), [(-1, "0", True), (8, "0", False), (8, "1000000", True)]
-)
-def test_memory_is_locked_if_the_caller_may_and_the_daemon_can(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, capabilities: str, is_allowed: bool
-) -> None:
-    status = tmp_path / "status"
-    status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr("hpcdist.host.machine.STATUS", status)
-    is_dir = Path.is_dir
-    monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/dev/infiniband") or is_dir(path))
-    assert container_for(engine="podman").ulimits == (("memlock=-1",) if is_allowed else ("host",))
-    # Root of a container of a rootless daemon is the caller outside.
-    rootless = container_for(rootless_daemon=True)
-    assert (rootless.user, rootless.ulimits) == ("0:0", ("memlock=-1",) if is_allowed else ())
-    assert container_for().ulimits == ("memlock=-1",)

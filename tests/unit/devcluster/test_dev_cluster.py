@@ -86,19 +86,13 @@ def test_missing_commands_are_reported_with_the_install_option(monkeypatch: Patc
 def test_missing_container_runtime_is_an_error(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(BARE_ENV, "PATH", str(tmp_path))
     env = {"PATH": f"{layout.bin}:{tmp_path}"}
-    docker = replace(TWO, runtime="docker")
-    put_command(tmp_path / "docker", "true")
-    with pytest.raises(
-        DevClusterError, match=r"--runtime docker: dockerd, containerd, runc not found on PATH: install"
-    ):
-        host.find_programs(docker, layout, env)
-    for name in ("dockerd", "containerd", "runc"):
-        put_command(tmp_path / name, "true")
-    assert host.find_programs(docker, layout, env)["docker"] == tmp_path / "docker"
+    settings = replace(TWO, runtime="apptainer")
     layout.bin.mkdir(parents=True)
-    put_command(layout.bin / "docker", "true")
-    found = host.find_programs(docker, layout, env)
-    assert found["docker"] == tmp_path / "docker", "the script of an earlier `up` is no program"
+    put_command(layout.bin / "apptainer", "true")
+    with pytest.raises(DevClusterError, match=r"--runtime apptainer: apptainer not found on PATH: install"):
+        host.find_programs(settings, layout, env)  # the script of an earlier `up` is no program
+    put_command(tmp_path / "apptainer", "true")
+    assert host.find_programs(settings, layout, env)["apptainer"] == tmp_path / "apptainer"
 
 
 def test_missing_plugin_of_pyxis_is_an_error(layout: Layout, tmp_path: Path) -> None:
@@ -318,8 +312,8 @@ def test_nodes_report_cores_memory_and_fake_gpus() -> None:
 
 def test_describe_status() -> None:
     idle, dead = NodeStatus("n1", "10.213.77.1", "idle", "none"), NodeStatus("n2", "10.213.77.2", "down*", "no answer")
-    docker = replace(TWO, runtime="docker")
-    text = list(describe(Status(docker, (idle, dead), dead=("slurmd-n2",), controller_answers=True), LAYOUT))
+    with_runtime = replace(TWO, runtime="apptainer")
+    text = list(describe(Status(with_runtime, (idle, dead), dead=("slurmd-n2",), controller_answers=True), LAYOUT))
     assert text[0] == "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing"
     assert text[3] == "n2    10.213.77.2      down*       no answer"
     assert "  export PATH=/var/lib/dc/bin:$PATH" in text

@@ -23,7 +23,7 @@ IN_MODULES = ClusterConfig(environment=EnvironmentConfig(kind="module", modules=
     ("config", "here", "on_slurm"),
     [
         ({}, [PROBLEM], [f"{PROBLEM}, or set container.image or cluster.environment"]),
-        ({"container": ContainerConfig(runtime="podman", image="i")}, [PROBLEM], []),
+        ({"container": ContainerConfig(runtime="pyxis", image="i")}, [PROBLEM], []),
         ({"cluster": IN_MODULES}, [PROBLEM], []),
         ({"trainer": TrainerConfig(script=["train.py"])}, [], []),
     ],

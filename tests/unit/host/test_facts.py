@@ -153,7 +153,6 @@ def test_facts_come_from_the_environment_and_files_of_the_image(tmp_path: Path) 
     [
         (".dockerenv", "", "docker"),
         ("run/.containerenv", "", "podman"),
-        ("ch/environment", "", "charliecloud"),
         ("etc/hosts", "", ""),
         # A virtual machine whose disk was made of an image of docker.
         (".dockerenv", "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw", ""),

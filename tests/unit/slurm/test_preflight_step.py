@@ -12,8 +12,8 @@ from slurm_recordings import FakeCommands
 from hpcdist.checks.preflight import Needs
 from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig
 from hpcdist.config.schema import Config
+from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.containers.steps import PROBE_TIMEOUT_S
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import read_json
 from hpcdist.host.machine import Check

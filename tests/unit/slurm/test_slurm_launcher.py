@@ -15,8 +15,7 @@ from supervisor_scene import Recorder
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig
 from hpcdist.config.schema import Config
-from hpcdist.containers.spec import ContainerSpec
-from hpcdist.containers.steps import ContainerSteps, NoContainers
+from hpcdist.containers.steps import NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import write_json
@@ -29,7 +28,7 @@ from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.supervisor.children import Guard
-from hpcdist.supervisor.restart_policy import Failure, first_failure
+from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 
 #: All tests of this file may start processes.
@@ -109,24 +108,6 @@ def test_failures_are_also_read_from_the_ranks_reports(step: Step, monkeypatch: 
         patch.setattr(Attempt, "outcomes", lambda *_, **__: pytest.fail("an unchanged folder is searched"))
         for _ in range(20):
             step.ranks.wait(0)
-
-
-def test_killed_rank_of_a_container_is_found_before_its_client_ends(
-    step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the ranks that lost it would be reported as the failure: the client may take long to end."""
-    with monkeypatch.context() as patch:
-        folder = step.attempt.path.parent
-        box = ContainerSpec(runtime="podman", image="i", run=folder, workdir=folder)
-        patch.setattr(step.launcher, "containers", ContainerSteps(box, RunDir(folder), {}))
-        step.report(0, "failed", peer_lost=True, host="n1", step=4, error="connection reset", traceback=[])
-        for rank, code in ((3, "137\n"), (2, "0\n"), (0, "1\n")):
-            (step.attempt.path / f"rank-{rank:05d}.exit").write_text(code)
-        step.ranks.wait(0)
-    assert step.ranks.exits == {0: 1, 3: -signal.SIGKILL}
-    failure = first_failure(step.ranks.exits, step.attempt.outcomes(), lambda rank: None, lambda rank: "n2")
-    assert failure is not None
-    assert failure.sentence() == "rank 3 on n2 was killed by SIGKILL"
 
 
 def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:

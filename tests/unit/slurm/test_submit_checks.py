@@ -179,7 +179,7 @@ def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeC
             srun={"export": "ALL,WANDB_API_KEY=s3cret"},
             env={"FINE_TOKEN": "s3cret"},
         ),
-        container=ContainerConfig(runtime="podman", image="i", extra_args=["--env=A_KEY=s3cret"]),
+        container=ContainerConfig(runtime="apptainer", image="/i", extra_args=["--env=A_KEY=s3cret"]),
     )
     with pytest.raises(ConfigError) as caught:
         check_config(config, tmp_path)
@@ -378,7 +378,7 @@ PIECES += ("#", "\\", "$HOME", "${IFS}", "größe", "-", " ", "*", "{a,b}", "!x"
 TEXT_KEYS = (
     *(f"cluster.{name}" for name in ("partition", "account", "qos", "mem", "constraint", "exclude")),
     *("cluster.sbatch.comment", "cluster.srun.comment", "cluster.env.GREETING"),
-    *("launch.env.GREETING", "container.image", "container.python", "experiment", "name", "runs_dir", "data.root"),
+    *("launch.env.GREETING", "container.image", "experiment", "name", "runs_dir", "data.root"),
 )
 LIST_KEYS = ("container.mounts", "container.extra_args", "container.env")
 NAME_KEYS = ("cluster.env", "launch.env", "cluster.sbatch", "cluster.srun", "roles")
@@ -400,7 +400,7 @@ def tree_with(keys: list[str], value: object) -> dict[str, object]:
 def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] | None:
     """Return the text of a dry run and the variables that its script sets; None if the config is rejected."""
     path.write_text(yaml.safe_dump(tree, allow_unicode=True))
-    overrides = ["container.runtime=podman", *(["container.image=i"] if "container" not in tree else [])]
+    overrides = ["container.runtime=pyxis", *(["container.image=i"] if "container" not in tree else [])]
     try:
         config = load_config(path, overrides)
         script, step = submit.render(config, RunDir(Path(config.runs_dir) / config.experiment / (config.name or "r")))

@@ -82,7 +82,7 @@ def test_syntax_error_is_reported_before_the_start(project: Path) -> None:
         with pytest.raises(ConfigError, match=rf"^trainer\.{key}: {file}: .* cannot contain null bytes"):
             check_trainer(Config(trainer=trainer), project)
         check_trainer(Config(trainer=trainer), project, own_python=True)  # it may know another syntax
-        check_trainer(Config(trainer=trainer, container=ContainerConfig(runtime="podman", image="i")), project)
+        check_trainer(Config(trainer=trainer, container=ContainerConfig(runtime="pyxis", image="i")), project)
 
 
 # --- creating a run

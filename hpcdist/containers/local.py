@@ -1,0 +1,154 @@
+"""The container of a whole run on this machine: `hpcdist run --in docker|podman`."""
+
+import math
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpcdist.config.document import parse_value
+from hpcdist.config.schema import Config
+from hpcdist.config.written import redacted_argument
+from hpcdist.containers.engine import EngineName
+from hpcdist.containers.mounts import Mount
+from hpcdist.errors import UserMistake
+from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, has_capability
+
+#: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
+PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
+#: Variables that the image or the command line sets.
+SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
+INFINIBAND = "/dev/infiniband"
+_REFERENCE = "${oc.env:"
+_UNLIMITED_MEMLOCK = "memlock=-1"
+#: docker's default stack is too small for some threads of torch; this is 64 MiB.
+_DOCKER_STACK = "stack=67108864"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalContainer:
+    engine: EngineName
+    image: str
+    user: str  #: `UID:GID`
+    mounts: tuple[Mount, ...] = ()
+    workdir: Path | None = None
+    env: tuple[str, ...] = ()  #: variables passed by name
+    env_values: Mapping[str, str]  #: variables set to other values than the host's
+    gpus: str = ""  #: `all`, comma-separated device numbers, or empty for none
+    devices: tuple[str, ...] = ()
+    ulimits: tuple[str, ...] = ()
+    host_network: bool = False
+    terminal: bool = False
+    stop_timeout_s: int
+
+
+def run_words(container: LocalContainer) -> list[str]:
+    """Return the words of `docker run` or `podman run` in front of the arguments of the image's entrypoint."""
+    words = [container.engine, "run", "--rm"]
+    if container.terminal:
+        words += ["--interactive", "--tty"]
+    if container.host_network:
+        words.append("--network=host")
+    words.append("--ipc=host")
+    words += [f"--ulimit={limit}" for limit in container.ulimits]
+    words += [f"--user={container.user}", f"--stop-timeout={container.stop_timeout_s}"]
+    words += [f"--device={device}" for device in container.devices]
+    words += [f"--volume={mount.text()}" for mount in container.mounts]
+    if container.workdir is not None:
+        words.append(f"--workdir={container.workdir}")
+    if container.engine == "podman":
+        words += _podman_options(container)
+    elif container.gpus:
+        # docker splits at commas before it interprets quotes.
+        words.append("--gpus=all" if container.gpus == "all" else f'--gpus="device={container.gpus}"')
+    words += [f"--env={name}={value}" for name, value in container.env_values.items()]
+    words += [f"--env={name}" for name in container.env]
+    return [*words, container.image]
+
+
+def _podman_options(container: LocalContainer) -> list[str]:
+    # Rootless podman would map the caller to another user.
+    words = [] if container.user.startswith("0:") else ["--userns=keep-id"]
+    return words + [f"--device=nvidia.com/gpu={gpu.strip()}" for gpu in container.gpus.split(",") if gpu]
+
+
+def local_container(
+    engine: EngineName,
+    image: str,
+    digest: str,
+    user: str,
+    config: Config,
+    cwd: Path,
+    *,
+    own_code: bool,
+    num_gpus: int,
+    env: Mapping[str, str],
+    rootless_daemon: bool = False,
+) -> LocalContainer:
+    """Return the container of a whole run, with this machine's devices, limits and user.
+
+    Args:
+        own_code: whether the run imports code from `cwd`.
+        rootless_daemon: whether docker's daemon belongs to the caller, whom root in its containers then is.
+    """
+    has_rdma = Path(INFINIBAND).is_dir()
+    runs, data = (Path(folder).expanduser().absolute() for folder in (config.runs_dir, config.data.root))
+    folders = dict.fromkeys([runs, data, *([cwd] if own_code else [])])
+    uses_gpus = num_gpus and config.launch.device != "cpu"
+    return LocalContainer(
+        engine=engine,
+        image=image,
+        user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
+        ulimits=_ulimits(engine, has_rdma=has_rdma, rootless_daemon=rootless_daemon),
+        devices=(INFINIBAND,) if has_rdma else (),
+        gpus=(env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all") if uses_gpus else "",
+        # Ranks use loopback and need no network except to reach an MLflow server on this machine.
+        host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
+        # Paths are the same inside and outside, because MLflow's database and the run folder store them.
+        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in folders),
+        workdir=cwd if own_code else None,
+        env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
+        env_values={
+            "USER": user,
+            NAME: image,
+            DIGEST: digest,
+            "HPCDIST_RUNS_DIR": str(runs),
+            "HPCDIST_DATA_DIR": str(data),
+        },
+        terminal=os.isatty(0) and os.isatty(1),
+        # Ranks need the first to save a checkpoint, the supervisor the second to deliver the rest to MLflow.
+        stop_timeout_s=math.ceil(config.launch.stop_grace_s + config.tracking.drain_timeout_s),
+    )
+
+
+def _ulimits(engine: EngineName, *, has_rdma: bool, rootless_daemon: bool) -> tuple[str, ...]:
+    may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
+    may_lock = may_lock or has_capability(CAP_SYS_RESOURCE)
+    if engine == "podman":
+        # podman without root is bound to the limits of its caller.
+        return (_UNLIMITED_MEMLOCK if may_lock else "host",)
+    # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
+    if has_rdma and (may_lock or not rootless_daemon):
+        return (_UNLIMITED_MEMLOCK, _DOCKER_STACK)
+    return (_DOCKER_STACK,)
+
+
+def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users."""
+    arguments, variables = [], {}
+    for number, text in enumerate(overrides):
+        key, _, raw = text.partition("=")
+        if redacted_argument(text) == text or _REFERENCE in raw:
+            arguments.append(text)
+            continue
+        if not isinstance(value := parse_value(raw), str):
+            raise UserMistake(
+                f"{key} holds a secret, which the container's command line would show to other users:"
+                f" give each by a key of its own, such as {key}.NAME=…"
+            )
+        name = f"HPCDIST_OVERRIDE_{number}"
+        variables[name] = value
+        arguments.append(f"{key}={_REFERENCE}{name}}}")
+    return arguments, variables

@@ -1,0 +1,42 @@
+"""Folders of this machine that a container shows."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from hpcdist.errors import UserMistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    source: str
+    target: str
+    read_only: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`; the config's validation has accepted the text."""
+        source, *rest = text.split(":")
+        target = next((word for word in rest if word not in ("ro", "rw")), source)
+        return cls(source=source, target=target, read_only="ro" in rest)
+
+    def text(self, read_only: str = ":ro", read_write: str = "") -> str:
+        return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
+
+    def covers(self, other: "Mount") -> bool:
+        """Return whether this mount already shows the other one at the same path and in the same mode."""
+        source, target = Path(other.source), Path(other.target)
+        is_inside = source.is_relative_to(self.source) and other.read_only == self.read_only
+        return is_inside and Path(self.target) / source.relative_to(self.source) == target
+
+
+def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
+    """Remove mounts that another one covers: some runtimes cannot mount below a mount."""
+    kept: list[Mount] = []
+    for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
+        if any(set(":,") & set(path) for path in (mount.source, mount.target)):
+            raise UserMistake(f"container: {mount.source} cannot be mounted: runtimes allow no ':' or ',' in a path")
+        if not any(other.covers(mount) for other in kept):
+            kept.append(mount)
+    return tuple(kept)

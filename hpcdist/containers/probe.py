@@ -1,0 +1,205 @@
+"""The probe of an image: start it once, read the versions inside, and explain why a runtime could not start it."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.config.schema import Config
+from hpcdist.containers.runtimes import container_words, outer_env
+from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec, planned_container
+from hpcdist.errors import HpcdistError, UserMistake, terminal_text
+from hpcdist.host.commands import run_within
+from hpcdist.host.files import parse_object
+from hpcdist.host.machine import VERSIONS_MARK, driver_problem, source_digest, versions_program
+from hpcdist.slurm.on_nodes import lines_of_task
+
+#: Starting a container is quick, but a runtime may have to unpack the image on a node first.
+PROBE_TIMEOUT_S = 300.0
+#: Bytes at the start and at the end of an image file that its digest covers: reading gigabytes would delay each start.
+DIGEST_BYTES = 1 << 20
+#: Error messages of runtimes, which end like a failed command.
+_MESSAGES = {
+    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
+    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: |^Usage: enroot |^mkdir: .*enroot"),
+    "pyxis": re.compile(r"^pyxis:|^execve\(\): "),
+}
+#: slurmstepd adds the node's name where several slurmds share a machine.
+_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
+#: Slurm's messages, and the progress of pyxis and apptainer.
+_NOT_ITS_OWN = re.compile(r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:")
+#: Errors that no retry solves, and what to do about them.
+_FIXES = (
+    ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
+    ("Invalid image reference", "write container.image as [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"),
+    (
+        "Requesting capability set|could not create (character|block) device|/dev/fuse: Permission denied|"
+        r"Failed to create user namespace|Command not found: |\[ERROR\] Invalid argument: /|mkdir: .*enroot",
+        "docs/how-to/containers.md lists what the runtime needs on each node",
+    ),
+)
+
+
+def image_probe(spec: ContainerSpec, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words that start the image without mounts (the run folder may not exist yet) and print versions.
+
+    Their environment has no PYTHONPATH, because the image's own code is examined.
+    """
+    bare = replace(spec, mounts=(), workdir=Path("/"))
+    outer = {name: value for name, value in outer_env(bare, env).items() if name != "PYTHONPATH"}
+    return container_words(bare, [IMAGE_PYTHON, "-c", versions_program()]), outer
+
+
+def probe_outcome(
+    spec: ContainerSpec, output: str, errors: str, machine: str
+) -> tuple[dict[str, Any] | None, str, bool]:
+    """Return the facts of the probe (None if the image did not start), the problem, and whether a retry may help."""
+    match = re.search(rf"{VERSIONS_MARK} (\{{.*\}})", output)
+    if match is None:
+        problem, may_pass = _start_problem(spec, errors, machine)
+        return None, problem, may_pass
+    try:
+        facts = parse_object(match[1])
+        major, minor = (int(part) for part in str(facts.get("python")).split(".")[:2])
+    except ValueError as error:
+        return None, f"{spec.image} gives no valid description of its Python on {machine}: {error}", False
+    found, own = facts.get("hpcdist"), hpcdist.__version__
+    problem = ""
+    if found is None:
+        problem = f"{spec.image} has no hpcdist for its {IMAGE_PYTHON}: install hpcdist {own} in the image"
+    elif found != own:
+        problem = f"{spec.image} has hpcdist {found}, this is {own}: build it again, or install {found}"
+    # Ranks and supervisor exchange files, and the formats may change between commits of one version.
+    elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
+        problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
+    elif (major, minor) < (3, 11):
+        problem = f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
+    elif spec.uses_gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
+        problem = f"{spec.image} needs {old} on {machine}"
+    return facts, problem, False
+
+
+def image_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Start the image once on this machine, if it has the runtime, and return why ranks cannot use it."""
+    spec = planned_container(config, cwd)
+    if spec is None or spec.runtime == "pyxis" or shutil.which(spec.runtime, path=env.get("PATH")) is None:
+        return []
+    command, outer = image_probe(spec, env)
+    done = run_within(command, PROBE_TIMEOUT_S, env=outer)
+    _, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
+    return [f"container.image: {problem}"] if problem else []
+
+
+def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
+    """Return the facts of the first node from the output of `srun --label` with one probe per node."""
+    answers: dict[str, dict[str, Any]] = {}
+    problems: dict[str, list[str]] = {}
+    passing = True
+    # srun's own errors carry no task label.
+    shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
+    for task, node in enumerate(nodes):
+        messages = "\n".join([*shared, lines_of_task(errors, task)])
+        facts, problem, may_pass = probe_outcome(spec, lines_of_task(output, task), messages, node)
+        if problem:
+            # One line for all nodes with the same problem.
+            problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            passing = passing and may_pass
+        elif facts is not None:
+            answers[node] = facts
+    if problems:
+        text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
+        raise HpcdistError(text) if passing else UserMistake(text)
+    return answers[nodes[0]]
+
+
+def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
+    lines = _own_lines(errors)
+    text = " ".join(lines)
+    if missing := next((line for line in lines if "is not installed on" in line), ""):
+        return missing.removeprefix("hpcdist: "), False
+    if re.search("exec format error", text, re.IGNORECASE):
+        return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
+    if fix := _fix(text):
+        return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False
+    if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
+        return f"{spec.image} cannot be started on {machine}, or has no {IMAGE_PYTHON} in it: {_last(lines)}", False
+    return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}", True
+
+
+def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
+    """Return the error of a container that did not start, and whether a retry may help; None if the rank itself ended.
+
+    The runtimes end like a failed command and mark their messages.
+    """
+    last = _last(_own_lines(log))
+    if code <= 0 or not _MESSAGES[runtime].search(last):
+        return None
+    error = f"{runtime} could not start the container (exit code {code}): {last}"
+    if fix := _fix(last):
+        return f"{error}: {fix}", False
+    return error, True
+
+
+def _fix(text: str) -> str:
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
+
+
+def _own_lines(text: str) -> list[str]:
+    """Return the output of the runtime and its command, without Slurm's messages, progress, help and colours.
+
+    pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
+    """
+    lines = []
+    for line in filter(str.strip, terminal_text(text).splitlines()):
+        if line.startswith(('Error for command "', "Usage: enroot ")):
+            return [line.strip()]  # apptainer and enroot print their whole help after a wrong option
+        if error := _PYXIS_ERROR.match(line):
+            lines.append(error[1].rstrip())
+        elif not _NOT_ITS_OWN.match(line):
+            lines.append(line.strip())
+    return lines
+
+
+def _last(lines: Sequence[str]) -> str:
+    """Return the line with the reason: in general the last one.
+
+    Of several errors of pyxis it is the first, or, if that is a failed program, the error in its output, which pyxis
+    quotes.
+    """
+    line = lines[-1] if lines else "it printed nothing"
+    if line.startswith("pyxis:"):
+        line, *others = [line for line in lines if line.startswith("pyxis:")]
+        quoted = [other for other in others if other.startswith("pyxis:    ")]
+        errors = [other for other in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", other)]
+        if quoted and re.match(r"pyxis: child \d+ failed ", line):
+            line = (errors or quoted)[-1]
+    elif len(lines) > 1 and re.match(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)", line):
+        line = f"{lines[-2]} {line}"  # enroot prints the reason before it
+    return " ".join(line.split())
+
+
+def image_digest(spec: ContainerSpec) -> str | None:
+    """Return the digest in the name of an image's file (`hpcdist-0.1.0-…`), or one of parts of the file.
+
+    The name counts only if the file is this user's or root's: others may use any name. The result is None if it is
+    unknown, as for images in folders.
+    """
+    named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
+    path = Path(spec.image)
+    if named and (not path.exists() or path.stat().st_uid in (os.geteuid(), 0)):
+        return f"sha256:{named[1]}"
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # The start of an image file contains the date of its build.
+            parts = hashlib.sha256(f"{size}\n".encode() + file.read(DIGEST_BYTES))
+            file.seek(max(0, size - DIGEST_BYTES))
+            parts.update(file.read(DIGEST_BYTES))
+    except OSError:
+        return None
+    return f"ends-sha256:{parts.hexdigest()}"
