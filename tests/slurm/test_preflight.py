@@ -28,7 +28,7 @@ from hpcdist.trainers.comm.results import read_results
 BAD = "n3"
 #: Findings that depend on the load of the machine.
 SPEEDS = ("disk", "network", "names")
-ON_FOUR_NODES = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
+ON_FOUR_NODES = ["cluster.nodes=4", "cluster.tasks_per_node=1", "preflight=on"]
 
 
 class Faults:
@@ -170,7 +170,7 @@ def test_requeued_job_excludes_a_node_with_another_version(
     job = slurm_runs.submit(
         *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.num_ranks=3"),
         *("trainer=counting:train", "params.until=5"),
-        "preflight.on_failure=exclude",
+        *("preflight=on", "preflight.on_failure=exclude"),
     )
     state = slurm_runs.wait_requeued(name)
     assert state.reason.startswith(f"preflight: {BAD}: version: hpcdist 0.0.7, "), state.reason

@@ -398,7 +398,7 @@ def fill(folder: Path) -> Path:
 @pytest.mark.faults
 def test_full_disk_during_save_fails_the_run_and_resume_continues_it(scene: FaultScene, small_disk: list[Path]) -> None:
     runs = scene.runs
-    scene.submit("disk full during save", *scene.subject.overrides, "preflight=off", "--begin=now+1hour")
+    scene.submit("disk full during save", *scene.subject.overrides, "--begin=now+1hour")
     checkpoints = runs.run_dir(scene.name).checkpoints
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", checkpoints], check=True)
     small_disk.append(checkpoints)
