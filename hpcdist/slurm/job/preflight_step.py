@@ -29,9 +29,9 @@ from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.placement import role_nodes
 
 log = logging.getLogger(__name__)
-#: Time limit for the start of the step and its containers and for the checks, in addition to the time in which the
-#: nodes join a group.
-STEP_S = 60.0
+#: Time limit for the start of the step and its containers, the import of torch and the checks, in addition to the time
+#: in which the nodes join a group.
+STEP_S = 120.0
 #: A step without an answer of every node is repeated once.
 ROUNDS = 2
 
