@@ -60,14 +60,14 @@ def _findings(modules: Iterable[Path]) -> str:
 
 
 def _text(node: ast.expr, tree: ast.Module) -> str:
-    """Return the text of an argument; of a variable, the text that the lines before assign to it."""
+    """Return the text of an argument; of a variable, the text that the lines before assign to it, or a constant's."""
     if not isinstance(node, ast.Name):
         return template(node)
     lines = range(node.lineno - 12, node.lineno + 1)
     texts = [
         (line, template(value))
         for line, name, value in _assignments(tree)
-        if name == node.id and line in lines and template(value)
+        if name == node.id and (line in lines or name.isupper()) and template(value)
     ]
     return max([(0, ""), *texts])[1]
 

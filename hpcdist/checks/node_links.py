@@ -30,7 +30,6 @@ LITTLE_BYTES_S = 12.5 * MB
 #: Number of names in a sentence, and of single links that are reported.
 SHOWN = 4
 
-_CHECK_CABLE = "check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`)"
 OPEN_PORTS = (
     "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and net.ipv4.ip_local_port_range"
     " (`nft list ruleset`, `iptables -S`)"
@@ -112,17 +111,19 @@ def rate_checks(found: Mapping[Link, float]) -> Iterator[Check]:
     slow = [link for link, rate in found.items() if rate * SLOW < usual and rate < SUFFICIENT_BYTES_S]
     for node in blame(found, slow)[0]:
         own = median(found[link] for link in slow if node in link)
-        yield Check(
-            name="network",
-            level=_level(usual / own),
-            text=f"{own / MB:,.1f} MB/s to or from it, {usual / MB:,.0f} MB/s between the other nodes",
-            fix=f"{_CHECK_CABLE}, or exclude it (cluster.exclude={node})",
-            node=node,
+        text = f"{own / MB:,.1f} MB/s to or from it, {usual / MB:,.0f} MB/s between the other nodes"
+        fix = (
+            "check its cable, port and speed (`ethtool`) and the MTUs along the path (`ping -M do -s 1472 NODE`),"
+            f" or exclude it (cluster.exclude={node})"
         )
+        yield Check(name="network", level=_level(usual / own), text=text, fix=fix, node=node)
     if len(ends) == 2 and usual < LITTLE_BYTES_S:
         one, other = sorted(ends)
         text = f"{usual / MB:,.1f} MB/s between {one} and {other}, too slow for training"
-        yield warning("network", text, _CHECK_CABLE.replace("its cable", "their cables"))
+        fix = (
+            "check their cables, ports and speeds (`ethtool`), and the MTUs along the path (`ping -M do -s 1472 NODE`)"
+        )
+        yield warning("network", text, fix)
 
 
 def processor_checks(seen: Seen) -> Iterator[Check]:

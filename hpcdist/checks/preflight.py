@@ -216,7 +216,9 @@ def _group(needs: Needs, answers: Answers) -> Iterator[Check]:
     yield from blocked
     errors = [f"{node}: {group['error']}" for node, group in seen.items() if "error" in group]
     if errors and not blocked:
-        yield failure("group", f"the nodes are connected, but the transfers between them failed: {errors[0]}")
+        text = f"the nodes are connected, but the transfers between them failed: {errors[0]}"
+        fix = "if the nodes have several networks, set cluster.env.GLOO_SOCKET_IFNAME to an interface of a common one"
+        yield failure("group", text, fix)
     yield from node_links.rate_checks(node_links.rates(seen))
     yield from node_links.processor_checks(seen)
 

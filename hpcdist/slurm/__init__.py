@@ -1,1 +1,1 @@
-"""Slurm: its commands and their output, jobs and their supervisor (`job`), and checks of nodes (`preflight`)."""
+"""Slurm: its commands and their output, and jobs with their supervisor and preflight (`job`)."""
