@@ -63,7 +63,6 @@ class Setting:
             "name=ours",
             f"data.name={self.data}",
             *([f"data.root={self.root}"] if self.root else []),
-            "data.download=false",
             f"data.image_size={IMAGE_SIZE}",
             f"data.num_samples={NUM_SYNTHETIC}",
             f"data.batch_size={self.batch_size}",

@@ -44,7 +44,7 @@ class Samples:
     """The training batches of a rank by step, and the samples of an evaluation."""
 
     def __init__(self, task: Task) -> None:
-        config = DataConfig(name=task.data, root=task.root, download=False)
+        config = DataConfig(name=task.data, root=task.root)
         loaded = load_datasets(config, seed=SEED)
         assert isinstance(loaded.train, PreloadedSplit)
         assert isinstance(loaded.test, PreloadedSplit)

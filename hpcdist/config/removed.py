@@ -135,6 +135,10 @@ REMOVED_KEYS: dict[str, Removed] = {
         instead="the image's PATH must have the `python3` in which hpcdist is installed",
         default="python3",
     ),
+    "data.download": Removed(instead="a dataset that is missing in data.root is always downloaded", default=True),
+    "elastic.min_ranks": Removed(
+        instead="an elastic run uses all visible GPUs, up to launch.num_ranks; see cluster.min_nodes"
+    ),
 }
 
 _ON_SLURM = "on Slurm use apptainer, enroot or pyxis, with an image that `hpcdist image convert` writes"

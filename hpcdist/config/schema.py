@@ -153,9 +153,7 @@ class DataConfig(ConfigSection):
     name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"] = "digits"
     """Dataset. `digits` is part of scikit-learn and needs no download."""
     root: str = field(default="${oc.env:HPCDIST_DATA_DIR,'~/.cache/hpcdist/data'}", metadata=IS_PATH)
-    """Folder of the datasets, in torchvision's layout (for image_folder: `train/` and `val/` or `test/`)."""
-    download: bool = True
-    """Download a missing dataset to `root`, once per node."""
+    """Folder of the datasets; missing ones are downloaded to it. image_folder needs `train/` and `val/` or `test/`."""
     batch_size: int = number(64, least=1)
     """Training samples per rank and step, unless global_batch_size is set."""
     global_batch_size: int | None = number(None, least=1)
@@ -226,8 +224,6 @@ class StopConfig(ConfigSection):
 class ElasticConfig(ConfigSection):
     """`data.global_batch_size` makes a run elastic; the keys of this section determine its details."""
 
-    min_ranks: int | None = number(None, least=1)
-    """Smallest number of ranks of the run; then fewer visible GPUs than launch.num_ranks suffice on this machine."""
     micro_batches: int | None = number(None, least=1)
     """Equal parts of the global batch that are computed one by one; null: the largest number of ranks of the config."""
     exact: bool = False
@@ -401,17 +397,6 @@ def largest_world_size(config: Config) -> int:
 def _elastic_problems(config: Config) -> list[str]:
     elastic, batch_size = config.elastic, config.data.global_batch_size
     problems = []
-    if config.launch.num_ranks and elastic.min_ranks is not None and config.launch.num_ranks < elastic.min_ranks:
-        problems.append(
-            f"launch.num_ranks={config.launch.num_ranks} is less than elastic.min_ranks={elastic.min_ranks}:"
-            " change one of them"
-        )
-    fewest = config.cluster.fewest_nodes * config.cluster.tasks_per_node
-    if config.cluster.min_nodes is not None and elastic.min_ranks is not None and fewest < elastic.min_ranks:
-        problems.append(
-            f"cluster.min_nodes={config.cluster.min_nodes} allows {fewest} ranks, fewer than"
-            f" elastic.min_ranks={elastic.min_ranks}: change one of them"
-        )
     if batch_size is None:
         if elastic.exact or elastic.micro_batches is not None:
             key = "exact" if elastic.exact else "micro_batches"

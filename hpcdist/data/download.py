@@ -68,8 +68,7 @@ def find_or_raise(name: str, root: Path) -> Path:
     """Return the folder of the dataset. Raises DataError unless it has all files."""
     folder = find(name, root)
     if folder is None:
-        advice = "" if name == "image_folder" else ", or set data.download=true"
-        raise DataError(f"{_not_found(name, root)}: {_FIX}{advice}")
+        raise DataError(f"{_not_found(name, root)}: {_FIX}")
     return folder
 
 
@@ -93,7 +92,7 @@ def _not_found(name: str, root: Path) -> str:
 
 
 def prepare(data: DataConfig) -> None:
-    """Download the dataset if it is not on disk and `data.download` is true.
+    """Download the dataset if it is not on disk.
 
     Call it on one rank of each node while the others wait. Concurrent processes take turns.
     Raises DataError if the dataset is missing and cannot be downloaded.
@@ -104,7 +103,7 @@ def prepare(data: DataConfig) -> None:
         digits_path()
         return
     root = Path(data.root).expanduser()
-    if not data.download or data.name == "image_folder":
+    if data.name == "image_folder":
         find_or_raise(data.name, root)
         return
     if find(data.name, root):

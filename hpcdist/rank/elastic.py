@@ -148,8 +148,6 @@ def divide(
             f"{world_size} ranks are more than the {number} micro-batches of a global batch (elastic.micro_batches):"
             " use fewer ranks"
         )
-    if config.elastic.min_ranks is not None and world_size < config.elastic.min_ranks:
-        problems.append(f"{world_size} ranks are fewer than elastic.min_ranks={config.elastic.min_ranks}: use more")
     if problems:
         raise ConfigError(*problems)
     return Division(

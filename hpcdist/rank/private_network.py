@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.config.schema import Config
+from hpcdist.data.download import missing
 from hpcdist.errors import TopologyError
 
 # A network namespace of the ranks of a local run, whose loopback no other user of the machine reaches.
@@ -22,10 +23,9 @@ _host_counters = -1
 
 
 def is_wanted(config: Config) -> bool:
-    """Return whether the ranks need no other network: a trainer of hpcdist, whose data is not downloaded."""
+    """Return whether the ranks need no other network: a trainer of hpcdist, whose data is on disk."""
     is_own = not config.trainer.script and ":" not in config.trainer.target
-    may_download = config.data.download and config.data.name not in ("digits", "synthetic", "image_folder")
-    return is_own and not may_download
+    return is_own and not missing(config.data)
 
 
 def is_private() -> bool:

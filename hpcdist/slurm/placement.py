@@ -54,12 +54,7 @@ def role_nodes(config: Config) -> tuple[RoleNodes, ...]:
 
 
 def _check_node_numbers(config: Config) -> None:
-    cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
-    # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
-    num_ranks = cluster.nodes * cluster.tasks_per_node
-    if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
-        problem = f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
-        raise ConfigError(f"{problem} elastic.min_ranks={min_ranks}: raise the first or lower the last")
+    cluster = config.cluster
     if config.roles and cluster.fewest_nodes < cluster.nodes:
         problem = f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
         raise ConfigError(problem)

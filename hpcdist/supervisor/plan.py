@@ -88,8 +88,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         if device in GPU_BACKENDS and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
             raise ConfigError(f"{key}={device}, but no GPU is visible here: use {key}=auto or cpu")
-    min_ranks = config.elastic.min_ranks
-    if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
+    if use_gpus and config.data.global_batch_size is not None:
+        # An elastic run trains the same on fewer ranks, such as after the loss of a GPU. It has no roles.
         ranks = min(ranks, machine.num_gpus)
     if use_gpus and roles:
         with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
@@ -106,8 +106,6 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     if num_ranks > MAX_PER_NODE:
         raise ConfigError(f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks")
-    if min_ranks is not None and num_ranks < min_ranks:
-        raise ConfigError(f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them")
     # A sum over another number of threads is rounded differently.
     even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
     threads = launch.num_threads or even_threads

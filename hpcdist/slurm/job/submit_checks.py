@@ -350,7 +350,7 @@ def _check_run(config: Config, missing_data: str, findings: Findings) -> None:
             " training, depends on the number of nodes"
         )
     if missing_data and not config.trainer.script:
-        if config.data.download and config.data.name != "image_folder":
+        if config.data.name != "image_folder":
             findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
         else:
             fix = "put it there, or point data.root (or HPCDIST_DATA_DIR) at it"

@@ -131,12 +131,12 @@ def test_value_of_another_key_is_converted_to_the_type_of_its_key(
     monkeypatch.setenv("SWITCH", "yes")
     config = load_config(
         write(
-            "{seed: '${oc.env:MINE}', optim: {lr: '${seed}'}, data: {download: '${oc.env:SWITCH}'},"
+            "{seed: '${oc.env:MINE}', optim: {lr: '${seed}'}, data: {augment: '${oc.env:SWITCH}'},"
             " trainer: {script: [a.py, '${optim.lr}', '${params.x}']}, params: {x: '${roles}'}, roles: {trainer: 2}}"
         ),
         ["params.x=${seed}"],
     )
-    assert (config.seed, config.optim.lr, config.data.download) == (12, 12.0, True)
+    assert (config.seed, config.optim.lr, config.data.augment) == (12, 12.0, True)
     assert config.trainer.script[1:] == ["12", "12"]
 
 

@@ -136,10 +136,6 @@ from hpcdist.errors import ConfigError, shown
                  "data.global_batch_size=100 cannot be divided into 8 equal micro-batches: use 96, or set"),
             )
         ),
-        ("{elastic: {min_ranks: 3}, launch: {num_ranks: 2}}",
-         "launch.num_ranks=2 is less than elastic.min_ranks=3: change one of them"),
-        ("{elastic: {min_ranks: 8}, cluster: {nodes: 4, min_nodes: 2, tasks_per_node: 3}}",
-         "cluster.min_nodes=2 allows 6 ranks, fewer than elastic.min_ranks=8: change one of them"),
         *(
             (f"cluster: {{environment: {{{environment}}}}}", f"cluster.environment.{expected}")
             for environment, expected in (

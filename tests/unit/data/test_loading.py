@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError, DataError
 
 
 def params(name: str, **changes: Any) -> DataConfig:
-    values = {"root": "/nowhere", "download": False, "num_workers": 0, "num_samples": 40, "num_classes": 4}
+    values = {"root": "/nowhere", "num_workers": 0, "num_samples": 40, "num_classes": 4}
     return DataConfig(**{"name": name, **values, **changes})
 
 

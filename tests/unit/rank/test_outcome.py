@@ -225,10 +225,12 @@ def test_loopback_of_a_rank_is_its_own(uid: int) -> None:
     assert not private_network.is_private()
 
 
-def test_only_trainers_without_downloads_have_it() -> None:
+def test_only_trainers_with_data_on_disk_have_it(tmp_path: Path) -> None:
     assert private_network.is_wanted(Config())
-    assert not private_network.is_wanted(Config(data=DataConfig(name="cifar10")))
-    assert private_network.is_wanted(Config(data=DataConfig(name="cifar10", download=False)))
+    images = Config(data=DataConfig(name="image_folder", root=str(tmp_path)))
+    assert not private_network.is_wanted(images)
+    (tmp_path / "train").mkdir()
+    assert private_network.is_wanted(images)
     assert not private_network.is_wanted(Config(trainer=TrainerConfig(target="mine:train")))
     assert not private_network.is_wanted(Config(trainer=TrainerConfig(script=["train.py"])))
 

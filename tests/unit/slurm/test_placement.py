@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
-from hpcdist.config.schema import Config, ElasticConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand, expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.slurm.placement import (
@@ -91,8 +91,6 @@ def test_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_requests() -> 
     [
         ({"roles": {"server": 1, "worker": 3}, "cluster": {"nodes": 4, "min_nodes": 2}},
          "cluster.min_nodes=2: a run with roles has a fixed number of ranks: remove it"),
-        ({"cluster": {"nodes": 2}, "elastic": ElasticConfig(min_ranks=3)}, "cluster.nodes=2 × cluster.tasks_per_node=1"
-         " is less than elastic.min_ranks=3: raise the first or lower the last"),
         ({"roles": {"a": 1, "b": 3}, "cluster": {"spare_nodes": 1, "roles": {"b": RoleRequest(nodes=3)}}},
          "cluster.spare_nodes=1: a run with cluster.roles has a fixed node for each rank: remove it, or cluster.roles"),
     ],

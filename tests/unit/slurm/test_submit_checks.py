@@ -84,8 +84,8 @@ def test_all_problems_are_reported_at_once(
     with pytest.raises(ConfigError) as caught:
         check(
             tmp_path,
-            missing_data="mnist was not found in /data",
-            data=DataConfig(download=False),
+            missing_data="image_folder was not found in /data",
+            data=DataConfig(name="image_folder"),
             cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "qos": "long"},
         )
     nodes, qos, folder, lead, data = caught.value.problems
@@ -96,7 +96,7 @@ def test_all_problems_are_reported_at_once(
         "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_limit_min=1 is 60 s:"
         " lower the first or raise the second"
     )
-    assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
+    assert data == "image_folder was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
 
 
 def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
