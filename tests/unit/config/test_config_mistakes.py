@@ -241,7 +241,8 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
         ("nodes: 0", "seed: -1", ["optim.lr=-1"],
          "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be >"),
         ("nodes: 2", "container: podman", [], "{path}: container is a section"),
-        ("", "precision: {dtype: fp16}", ["launch.device=cpu"], "command line: precision.dtype=fp16 needs a GPU, but"),
+        ("", "{precision: {dtype: fp16}, launch: {num_ranks: 2}}", ["launch.device=cpu"],
+         "command line: precision.dtype=fp16 needs a GPU, but"),
         ("- a", "", [], "{site}: must hold keys and values, but its top level is of type list"),
     ],
 )  # fmt: skip
