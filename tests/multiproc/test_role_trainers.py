@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -78,8 +79,13 @@ def start_held(runs: Runs, kind: str, name: str, *overrides: str) -> tuple[Any, 
 
 def ranks_of(supervisor: int) -> dict[int, psutil.Process]:
     """Return the processes of the ranks of a run by rank."""
-    found = psutil.Process(supervisor).children(recursive=True)
-    return {number: rank for rank in found if (number := rank_of(rank)) is not None}
+    ranks = {}
+    for process in psutil.Process(supervisor).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a program that the supervisor has run has ended
+            number = rank_of(process)
+            if number is not None:
+                ranks[number] = process
+    return ranks
 
 
 @cache
@@ -199,7 +205,8 @@ def pipeline_weights(runs: Runs, name: str) -> dict[str, torch.Tensor]:
 def test_all_stages_train_and_export_one_model(runs: Runs) -> None:
     case = CASES["pipeline"]
     process = runs.start(*arguments(runs, "pipeline", "stages", export=True))
-    ranks = wait_for(lambda: ranks_of(process.pid), "the ranks")
+    wait_for(runs.attempt("stages").beat(0).exists, "a heartbeat")
+    ranks = ranks_of(process.pid)
     networks = {os.readlink(f"/proc/{rank.pid}/ns/net") for rank in ranks.values()}
     code, output = finish(process)
     assert code == 0, output
