@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby, islice
-from operator import attrgetter
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import fill, read_json
-from hpcdist.review import uncertainty
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
 from hpcdist.review.text import clock, escaped, link, plural, run_page, table, with_code
-from hpcdist.review.uncertainty import LEGEND
+from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.review.verdict import Measured, judge
 from hpcdist.run.folder import RunDir, State
@@ -68,6 +66,11 @@ class Result:
         return self.metric, self.data, f"{'lowest' if self.mode == 'min' else 'highest'} is best"
 
     @property
+    def sort_value(self) -> float:
+        """The value with the sign by which the best result comes first."""
+        return self.value if self.mode == "min" else -self.value
+
+    @property
     def price(self) -> tuple[str, float, str] | None:
         return price_of(self.price_per_hour, self.allocated_s)
 
@@ -96,19 +99,21 @@ class Row:
 
     @property
     def order(self) -> tuple[float, float, str]:
-        value = float(f"{self.measured.mean:.12g}") * (1 if self.best.mode == "min" else -1)
-        return value, self.best.ended, self.best.run_id
+        """The key by which the best row comes first; means of equal values differ by the rounding of floats."""
+        mean = float(f"{self.measured.mean:.12g}")
+        return mean if self.best.mode == "min" else -mean, self.best.ended, self.best.run_id
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The value with its error and step, the number of seeds, ranks, state, cost, start of the first run."""
         value = self.best.value
-        text = uncertainty.with_error(value, uncertainty.share_error(value, self.best.num_samples), f"{value:.6g}")
+        text = with_error(value, share_error(value, self.best.num_samples), f"{value:.6g}")
         if len(self.results) > 1:
-            text = uncertainty.mean_text(self.measured.values)
+            text = mean_text(self.measured.values)
+        step = _span([one.step for one in self.results])
         seeds = str(len(self.results)) if self.best.setting else ""
+        ranks = _span([one.ranks for one in self.results])
         started = clock(min(one.started for one in self.results)).removesuffix(" UTC")
-        step, ranks = (_span([getattr(one, name) for one in self.results]) for name in ("step", "ranks"))
         return text, step, seeds, ranks, self.state, cost_of(self.results), started
 
     @property
@@ -118,20 +123,26 @@ class Row:
 
 def _span(numbers: Sequence[int]) -> str:
     """Return `138`, or `90 to 138` for several numbers; empty if none is recorded."""
-    known = sorted({number for number in numbers if number})
-    return " to ".join(f"{number:,}" for number in dict.fromkeys((*known[:1], *known[-1:])))
+    known = {number for number in numbers if number}
+    if not known:
+        return ""
+    lowest, highest = min(known), max(known)
+    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
 
 
-_kind = attrgetter("best.kind")
 Measure = Callable[[Row], Measured]
 
 
 def _measure(run: RunDir, row: Row) -> Measured:
     """Return the values of a row, with the per-sample results of a run whose folder is beside that of `run`."""
-    other = _run_beside(run, row.best) if len(row.results) == 1 else None
+    if row.best.setting:
+        return row.measured
+    other = _run_beside(run, row.best)
     facts = readable(lambda: read_facts(other)) if other is not None else None
-    is_same = facts and facts.best and (facts.monitor, facts.best_value) == (row.best.metric, row.best.value)
-    return facts.measured() if facts and is_same else row.measured
+    if facts is None or facts.best is None:
+        return row.measured
+    is_same = (facts.monitor, facts.best_value) == (row.best.metric, row.best.value)
+    return facts.measured() if is_same else row.measured
 
 
 def _run_beside(run: RunDir, result: Result) -> RunDir | None:
@@ -157,10 +168,11 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
     measure = cache(partial(_measure, run))
     for _ in range(_MAX_WRITES):
         with translated(opened.uri):
-            search, only = opened.client.search_runs, f"tags.`{RESULT_TAG}` LIKE '%'"
-            pages = all_pages(search, [opened.experiment_id], only, max_results=_PAGE)
+            with_result = f"tags.`{RESULT_TAG}` LIKE '%'"
+            pages = all_pages(opened.client.search_runs, [opened.experiment_id], with_result, max_results=_PAGE)
             found = [one for one in map(_read, islice(pages, MAX_RUNS)) if one is not None]
-            if not (rows := make_rows(found)):
+            rows = make_rows(found)
+            if not rows:
                 return
             note = opened.client.get_experiment(opened.experiment_id).tags.get(NOTE_TAG, "")
             text = describe_experiment(run.experiment, rows, found, opened.experiment_id, measure)
@@ -173,7 +185,7 @@ def update(opened: MlflowRun, run: RunDir, state: State) -> None:
 def _result_of(run: RunDir, state: State) -> Result:
     """Return the result of an ended run from its folder."""
     facts, ledger = read_facts(run, state), read_ledger(run)
-    data = uncertainty.evaluated_on(facts.monitor, facts.datasets)
+    data = evaluated_on(facts.monitor, facts.datasets)
     return Result(
         metric=facts.monitor if facts.best is not None else "",
         mode=facts.monitor_mode,
@@ -193,21 +205,22 @@ def _result_of(run: RunDir, state: State) -> Result:
 def _read(run: entities.Run) -> Result | None:
     """Return the result of a run; None if its tag is of another program, or cut off."""
     info, tags = run.info, run.data.tags
-    setting, sweep = (tags.get(f"hpcdist.{name}", "") for name in ("setting", "run.sweep"))
+    setting = tags.get("hpcdist.setting", "")
+    if setting == tags.get("hpcdist.run.sweep", ""):
+        setting = ""  # without seeds, the cells of a sweep are runs of their own
     known = {
-        "name": setting * (setting != sweep) or info.run_name or info.run_id,
+        "name": setting or info.run_name or info.run_id,
         "run_id": info.run_id,
         "started": (info.start_time or 0) / 1000,
         "folder": tags.get("hpcdist.folder", ""),
         "parent": tags.get(PARENT_TAG, ""),
-        # A sweep without seeds has its name as the tag of all its cells, which are runs of their own.
-        "setting": setting if setting != sweep else "",
+        "setting": setting,
     }
     try:
         found = fill(Result, {"data": "", "metric": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
     except (ValueError, TypeError, RecursionError, RunFolderError):
         return None
-    return found if abs(found.value) <= uncertainty.LARGEST_VALUE else replace(found, metric="")
+    return found if abs(found.value) <= LARGEST_VALUE else replace(found, metric="")
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:
@@ -221,7 +234,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
         groups.setdefault((*same, *one.kind), []).append(one)
     rows = []
     for group in groups.values():
-        group.sort(key=lambda one: (one.value * (1 if one.mode == "min" else -1), one.ended, one.run_id))
+        group.sort(key=lambda one: (one.sort_value, one.ended, one.run_id))
         measured = Measured(values=tuple(one.value for one in group), mode=group[0].mode)
         rows.append(Row(results=tuple(group), measured=measured))
     counts = Counter(row.best.kind for row in rows)
@@ -229,7 +242,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    return [list(group) for _, group in groupby(rows, _kind)]
+    return [list(group) for _, group in groupby(rows, lambda row: row.best.kind)]
 
 
 def placed(rows: Sequence[Row]) -> list[tuple[int, Row]]:
