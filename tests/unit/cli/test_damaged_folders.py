@@ -219,9 +219,14 @@ def damaged_run(undamaged: Path, runs_dir: Path, name: str, damage: Callable[[Pa
 
 @pytest.mark.parametrize("name", FILES)
 def test_commands_report_a_damaged_file_in_one_line(
-    name: str, undamaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    undamaged: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs_dir = tmp_path / "runs"
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", str(runs_dir))
     config = load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"])
     for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
         run = damaged_run(undamaged, runs_dir, name, DAMAGES[kind])
@@ -239,7 +244,7 @@ def test_commands_report_a_damaged_file_in_one_line(
                 return 0, str(raised)
             return 0, capsys.readouterr().out
 
-        code, output = command(lambda: runs.runs(runs_dir=runs_dir))
+        code, output = command(runs.runs)
         assert code == 0, label
         assert "counting/grid-seed_1" in output, f"{label}: the other run is listed"
         assert "counting/half" in output or name in ("state.json", "config.yaml"), label
@@ -250,18 +255,18 @@ def test_commands_report_a_damaged_file_in_one_line(
         link_to_run(run)
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):
-            command(lambda: runs.status("grid", runs_dir=runs_dir))
+            command(lambda: runs.status("grid"))
         for act in (
-            lambda: runs.status("half", runs_dir=runs_dir),
-            lambda: runs.logs("half", 0, None, False, runs_dir),
-            lambda: cli_doctor.explain("half", runs_dir=runs_dir),
+            lambda: runs.status("half"),
+            lambda: runs.logs("half", 0, None, False),
+            lambda: cli_doctor.explain("half"),
         ):
             code, output = command(act)
             assert code in (0, 2), label
             if code == 2:
                 assert len(output.splitlines()) == 1, f"{label}: {output}"
                 assert str(run.path) in output, f"{label}: {output}"
-        command(lambda: runs.stop("half", runs_dir))
+        command(lambda: runs.stop("half"))
         readers = [sync_without_mlflow, read_ledger, update_job_starts, code_state, newest_step]
         for read in [*readers, *([doctor] if name in READ_BY_DOCTOR else [])]:
             with suppress(HpcdistError, OSError):
