@@ -17,7 +17,6 @@ _ONE_FORM = (APPTAINER_SIF, ENROOT_SQSH, PYXIS)
 
 #: The rows that have passed, with the columns of each.
 PASSED: dict[str, tuple[str, ...]] = {
-    "requeue": _ONE_FORM,
     "requeue, an ordinary user": COLUMNS,
     "signal of the time limit": _ONE_FORM,
     "killed rank": _ONE_FORM,

@@ -35,7 +35,8 @@ from hpcdist.host.files import read_json
 
 #: One form of image of each runtime. The other forms differ in starts and mounts, which a requeue shows.
 ONE_FORM = ("apptainer-sif", "enroot-sqsh", "pyxis")
-#: The same as an ordinary user, on nodes with what a cluster gives its users: a /dev/fuse for all.
+#: The same as an ordinary user, on nodes with what a cluster gives its users: a /dev/fuse for all. Root starts and
+#: mounts images in other ways, which the other rows show.
 USER = ", user"
 #: The cell of the requeue in `make slow`.
 SLOW = f"apptainer-sif{USER}"
@@ -257,7 +258,7 @@ def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@runtimes(*ONE_FORM, *(f"{case}{USER}" for case in CASES), slow=SLOW)
+@runtimes(*(f"{case}{USER}" for case in CASES), slow=SLOW)
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
@@ -277,6 +278,7 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
 def test_signal_of_the_time_limit(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """Slurm sends it to the tasks ahead of the limit, and the processes of a runtime must not die of it."""
     boxed.submit_held("signal of the time limit")
+    assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
     boxed.cluster.run("scancel", "--signal=USR2", boxed.job)
     boxed.release()
     assert boxed.wait_queued().endswith("(the ranks received a stop signal)")
