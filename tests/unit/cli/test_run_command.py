@@ -14,7 +14,7 @@ from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
 from hpcdist.config.loading import load_config
-from hpcdist.containers.images import without_secrets
+from hpcdist.containers.local import without_secrets
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run import create
