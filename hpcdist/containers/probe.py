@@ -122,7 +122,8 @@ def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str,
     text = " ".join(lines)
     if missing := next((line for line in lines if "is not installed on" in line), ""):
         return missing.removeprefix("hpcdist: "), False
-    if re.search("exec format error", text, re.IGNORECASE):
+    # The kernel's error, and that of apptainer, which reads the headers of an image's programs first.
+    if re.search("exec format error|image targets .+ cannot run on", text, re.IGNORECASE):
         return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
     if fix := _fix(text):
         return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False

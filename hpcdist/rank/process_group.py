@@ -1,5 +1,6 @@
 """Seeds of a rank, and its process groups of torch.distributed, which meet through an authenticated store."""
 
+import io
 import os
 import random
 import sys
@@ -25,7 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """A group of ranks for small values in host memory, which wait for no device, and the store of all ranks."""
+    """A group of ranks for small values in host memory, which wait for no device, and the store of all ranks.
+
+    Values are tensors, numbers, strings and containers of them. torch's own functions for objects would unpickle what
+    they receive, and so execute the code of a process that has taken a rank's place.
+    """
 
     control: dist.ProcessGroup | None
     """A gloo group; None for a single rank."""
@@ -51,24 +56,58 @@ class Groups:
     def all_gather(self, value: T) -> list[T]:
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        content = _to_bytes(value)
+        sizes = self._sizes(content)
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(received, _padded(content, max(sizes)), group=self.control)
+        return [_from_bytes(part[:size]) for part, size in zip(received, sizes, strict=True)]
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on rank 0, and an empty list on the others."""
         if self.control is None:
             return [value]
-        is_main = dist.get_rank() == 0
-        found: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.gather_object(value, found if is_main else None, dst=0, group=self.control)
-        return found if is_main else []
+        content = _to_bytes(value)
+        sizes = self._sizes(content)
+        received = None
+        if dist.get_rank() == 0:
+            received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.gather(_padded(content, max(sizes)), received, dst=0, group=self.control)
+        if received is None:
+            return []
+        return [_from_bytes(part[:size]) for part, size in zip(received, sizes, strict=True)]
 
     def broadcast(self, value: T) -> T:
-        values = [value]
-        if self.control is not None:
-            dist.broadcast_object_list(values, src=0, group=self.control)
-        return values[0]
+        """Return rank 0's value on every rank."""
+        if self.control is None:
+            return value
+        content = _to_bytes(value)
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self.control)
+        if dist.get_rank() != 0:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self.control)
+        received: T = _from_bytes(content)
+        return received
+
+    def _sizes(self, content: torch.Tensor) -> list[int]:
+        """Return the number of bytes of each rank's content."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.control))]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self.control)
+        return [int(size) for size in sizes]
+
+
+def _to_bytes(value: Any) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _from_bytes(content: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _padded(content: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(content, (0, size - len(content)))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The rendezvous of ranks: other programs on the port, missing ranks, and time limits."""
 
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -169,6 +170,42 @@ def gets_an_answer(endpoint: str, keys: CurveKeys | None = None) -> bool:
             sock.send_multipart([b"set", b"key", b"changed"])
             return bool(sock.poll(500))
     return False
+
+
+class Intruder:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def exchange_values(here: Rank) -> dict[str, Any]:
+    """Exchange values of each rank; then rank 1 sends an object whose unpickling executes code."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    groups = Groups(control, dist.HashStore())  # type: ignore[attr-defined]  # torch exports it at run time
+    value = (here.rank, "n" * here.rank, None, [torch.full((here.rank,), 0.5)])
+    exchanged = {
+        "all_gather": groups.all_gather(value),
+        "gather": groups.gather(value),
+        "broadcast": groups.broadcast({"path": "of rank 0"} if here.rank == 0 else {}),
+    }
+    intruder = here.folder / "created"
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        groups.all_gather(Intruder(intruder) if here.rank == 1 else "harmless")
+    return {**exchanged, "is_created": intruder.exists()}
+
+
+def test_groups_exchange_values_but_unpickle_no_code() -> None:
+    sent = [(rank, "n" * rank, None, [[0.5] * rank]) for rank in range(NUM_RANKS)]
+    for rank, found in enumerate(spawn_ranks(exchange_values, NUM_RANKS)):
+        received = {key: [(*others, [t.tolist() for t in tensors]) for *others, tensors in found[key]]
+                    for key in ("all_gather", "gather")}  # fmt: skip
+        assert received == {"all_gather": sent, "gather": sent if rank == 0 else []}
+        assert (found["broadcast"], found["is_created"]) == ({"path": "of rank 0"}, False)
 
 
 def test_store_of_one_machine_has_no_port_and_one_user() -> None:

@@ -96,7 +96,7 @@ class Containers:
 
     def make_base(self) -> None:
         """Build a Debian image with Python, if it is missing. Raises CalledProcessError without a network."""
-        with self.locked():
+        with self.locked("base"):
             if not self.has(BASE):
                 self._make_base()
 
@@ -112,15 +112,15 @@ class Containers:
         shutil.rmtree(root)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the store for a build: tests in other processes wait, and reuse its layers."""
-        with (STORE / "lock").open("w") as file:
+    def locked(self, what: str) -> Iterator[None]:
+        """Lock what is made once for all tests: those in other processes wait and use it, too."""
+        with (STORE / f"{what}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def build(self, target: str) -> str:
         """Build an image with `hpcdist image build`, from a checkout with files that must not get into the image."""
-        with self.locked():
+        with self.locked("images"):
             return self._build(target)
 
     def _build(self, target: str) -> str:
@@ -247,7 +247,7 @@ class SmallImage:
     def _file(self, suffix: str, before: Sequence[str], after: Sequence[str]) -> Path:
         """Return a form of the image, which `BEFORE FILE AFTER` writes on first use."""
         path = SMALL_FOLDER / f"small-{SMALL_VERSION}.{suffix}"
-        with self.containers.locked():
+        with self.containers.locked("small"):
             if not path.exists():
                 partial = path.with_name(f"partial-{path.name}")
                 partial.unlink(missing_ok=True)
@@ -282,7 +282,7 @@ def mount_flags(runtime: str) -> list[str]:
 def small_image(containers: Containers) -> SmallImage:
     """Return the image as a folder and in podman's store; other forms are made on first use."""
     image = SmallImage(containers)
-    with containers.locked():
+    with containers.locked("small"):
         if not image.folder.exists():
             _unpack(containers, image.folder)
         if not containers.has(f"{SMALL_NAME}-{SMALL_VERSION}"):

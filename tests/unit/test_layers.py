@@ -25,7 +25,7 @@ host
 config devcluster
 slurm
 run
-checkpoint containers environments review
+checkpoint containers environments review data.download
 tracking
 rank
 supervisor

@@ -91,6 +91,8 @@ INVALID = f"{IMAGE} gives no valid description of its Python on n2: "
         ("", "hpcdist: apptainer is not installed on n2", "apptainer is not installed on n2"),
         ("", "/.singularity.d/actions/exec: /usr/bin/python3: Exec format error",
          f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})"),
+        ("", "FATAL:   image targets 'arm64', cannot run on 'amd64'",
+         f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})"),
         ("", 'FATAL:   "python3": executable file not found in $PATH',
          f"{IMAGE} cannot be started on n2, or has no python3 in it:"
          ' FATAL: "python3": executable file not found in $PATH'),

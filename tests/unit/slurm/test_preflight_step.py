@@ -215,7 +215,7 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
 @pytest.mark.parametrize(("runtime", "more_s"), [("pyxis", PROBE_TIMEOUT_S), ("apptainer", 0)])
 def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runtime: str, more_s: float) -> None:
     """`srun` has this time, too: killing a step while `enroot create` runs lets Slurm drain the node."""
-    scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", run=scene.run.path, workdir=scene.folder))
+    scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", workdir=scene.folder))
     (needs,) = scene.needs
     assert needs.join_s == Config().launch.init_timeout_s + more_s
 
