@@ -106,7 +106,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     from hpcdist.host import log_files
     from hpcdist.supervisor import local
     from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.supervisor.supervisor import SignalRequests
+    from hpcdist.supervisor.signals import SignalRequests
     from hpcdist.tracking.uri import resolve_uri
 
     for cell in sweep.cells:

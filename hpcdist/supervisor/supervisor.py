@@ -5,35 +5,27 @@ folder, and restarts the ranks from the newest checkpoint after a failure. A sep
 MLflow; ranks never wait for it.
 """
 
-import json
-import os
-import queue
 import shutil
-import signal
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from datetime import UTC, datetime
-from types import FrameType
-from typing import IO, Any, Literal, Protocol
+from typing import Protocol
 
-from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
-from hpcdist.run.folder import Attempt, RunDir, State, Status, StopCause, StopRequest, explain_replacement, require_same
+from hpcdist.run.folder import Attempt, RunDir, State, Status, StopRequest, explain_replacement, require_same
 from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
+from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 
 #: Free disk space that a restart needs for the logs and reports of an attempt.
@@ -138,7 +130,7 @@ class Supervisor:
         self._state = state
         self.folder.write_state(state)
 
-    def _attempts(self, state: State, notifier: "Notifier") -> State:
+    def _attempts(self, state: State, notifier: Notifier) -> State:
         """Start attempts until one of them ends the run. Returns its final state."""
         event, reason = "started", ""
         restarts_before = state.restarts
@@ -314,138 +306,3 @@ class Supervisor:
             self.report.note(
                 f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
             )
-
-
-# Requests to stop or cancel a run by signals to its supervisor.
-
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class SignalRequests:
-    """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) stop a run; a second Ctrl-C cancels it.
-
-    The handler records the signal; `Watch` or the supervisor writes the request, because file operations do not belong
-    in a signal handler.
-
-    Args:
-        in_job: whether SIGTERM means that Slurm ends the job.
-    """
-
-    def __init__(self, *, in_job: bool = False) -> None:
-        self._in_job = in_job
-        self._name: str | None = None
-        self._num_interrupts = 0
-        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Install the handlers inside the block. A handler that is replaced meanwhile is not restored."""
-        before = [signal.signal(number, self.on_signal) for number in _NUMBERS]
-        try:
-            yield
-        finally:
-            for number, handler in zip(_NUMBERS, before, strict=True):
-                if signal.getsignal(number) == self.on_signal:
-                    signal.signal(number, handler)
-
-    def request(self) -> StopRequest | None:
-        if self._name is None:
-            return None
-        action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
-        cause: StopCause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
-        return StopRequest(action=action, cause=cause, by=self._name)
-
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal, as its handler; `request` returns the request for it."""
-        self._num_interrupts += number == signal.SIGINT
-        if number == signal.SIGHUP:  # failed writes to the closed terminal must not end the run
-            with open(os.devnull, "wb") as null:
-                for descriptor in self._terminals:
-                    os.dup2(null.fileno(), descriptor)
-        self._name = signal.Signals(number).name
-        if self._num_interrupts > 1:
-            retry.give_up()
-
-
-# Notifications: a thread posts the events of a run to a webhook or passes them to a command. The run waits for it only
-# at its end, for a bounded time. The URL is a secret: it is not in any message.
-
-#: Time limit of the command, and of a server's answer.
-DELIVERY_S = 10.0
-#: Time that the end of a run waits for the last events.
-DRAIN_S = 20.0
-#: Pauses before the tries of an event.
-_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
-
-
-class Notifier(AbstractContextManager["Notifier"]):
-    """Delivers the events of a run in order, if the config has a `notify` section. A failure is passed to `note`."""
-
-    def __init__(
-        self, run: RunDir, settings: NotifyConfig, env: Mapping[str, str], note: Callable[[str], None]
-    ) -> None:
-        self._run, self._env, self._note = run, env, note
-        self._command, self._url = settings.command, settings.webhook
-        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._lost = ""  #: where the reason of a failure is
-        self._thread = threading.Thread(target=self._deliver_all, name="notifier", daemon=True)
-        if self._command or self._url:
-            self._thread.start()
-
-    def send(self, event: str, state: State) -> None:
-        """Pass on an event: `started`, `restarted`, `requeued` or `ended`."""
-        self._events.put(
-            {
-                "event": event,
-                "run": f"{self._run.experiment}/{self._run.name}",
-                "status": state.status,
-                "reason": redact_text(" ".join(state.reason.split()))[:500],
-                "attempt": state.attempt,
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "folder": str(self._run.path),
-            }
-        )
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread.ident is None:
-            return
-        self._events.put(None)
-        self._thread.join(DRAIN_S)
-        if self._thread.is_alive() or self._lost:
-            self._note(f"not all notifications were delivered ({self._lost or 'see notifier.log'})")
-
-    def _deliver_all(self) -> None:
-        while (facts := self._events.get()) is not None:
-            try:
-                facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
-                with open(self._run.path / "notifier.log", "ab", buffering=0) as log:
-                    for pause_s in _PAUSES_S:
-                        time.sleep(pause_s)
-                        if not (problem := self._deliver(facts, log)):
-                            break
-                        log.write(f"'{facts['event']}' is not delivered: {problem}\n".encode())
-                    else:
-                        self._lost = "see notifier.log"
-            except (HpcdistError, OSError) as error:
-                self._lost = str(error)
-
-    def _deliver(self, facts: Mapping[str, Any], log: IO[bytes]) -> str:
-        import requests  # most runs have no webhook
-
-        body = json.dumps(facts).encode()
-        try:
-            if self._command:
-                command = [self._command, facts["event"], facts["run"], facts["status"]]
-                options: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
-                subprocess.run(command, input=body, timeout=DELIVERY_S, check=True, **options)
-                return ""
-            # A redirect would turn the POST into a GET of another address.
-            options = {"headers": {"Content-Type": "application/json"}, "allow_redirects": False}
-            # Without `auth`, requests would send a password of ~/.netrc.
-            options["auth"] = lambda request: request
-            with requests.post(self._url, body, timeout=DELIVERY_S, stream=True, **options) as done:
-                return f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
-        except (requests.RequestException, ValueError) as error:
-            return type(error).__name__  # its text has the URL
-        except (subprocess.SubprocessError, OSError) as error:
-            return str(error)

@@ -25,8 +25,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
-from hpcdist.supervisor import children
-from hpcdist.supervisor import supervisor as notifier
+from hpcdist.supervisor import children, notifier
 from hpcdist.supervisor.children import ShipperProcess
 
 #: All tests of this file may start processes.

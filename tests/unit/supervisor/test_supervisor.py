@@ -18,7 +18,7 @@ from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe,
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, State, StopRequest, identity
 from hpcdist.run.records import read_times
-from hpcdist.supervisor.supervisor import SignalRequests
+from hpcdist.supervisor.signals import SignalRequests
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
