@@ -1,4 +1,4 @@
-"""First failure of an attempt, and the decision on a restart. Pure functions."""
+"""Failures: the first one of an attempt, and the node that several of them indicate. Pure functions."""
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -118,26 +118,6 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     others = f" (nor were {len(absent) - 1} others)" if len(absent) > 1 else ""
     error = f"was not started{others} {why}"
     return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
-
-
-def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> tuple[bool, str]:
-    """Return whether to restart the ranks after the last of `failures`, and a sentence on it.
-
-    `Supervisor` may overrule it: for replaced nodes, a full disk, unusable nodes or the time limit.
-    """
-    last = failures[-1]
-    reason = last.sentence()
-    if stop_requested:
-        return False, f"{reason}, while it was asked to stop"
-    if last.kind in ("rejected", "unfit"):
-        return False, reason
-    if len(failures) > 1 and last.same_as(failures[-2]):
-        return False, f"{reason}, twice in a row: another restart would not help"
-    if len(failures) > max_restarts:
-        return False, reason + (
-            f"; all launch.max_restarts={max_restarts} restarts are used up" if max_restarts else ""
-        )
-    return True, reason
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from hpcdist.config.redaction import redact_text
@@ -19,12 +20,13 @@ from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
-from hpcdist.run.folder import Attempt, RunDir, State, Status, StopRequest, explain_replacement, require_same
+from hpcdist.run.folder import Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
-from hpcdist.supervisor.restart_policy import Failure, Kind, decide, error_text, first_failure
+from hpcdist.supervisor.restart_policy import Failure, Kind, error_text, first_failure
 from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 
@@ -41,11 +43,16 @@ class Job(Protocol):
     def allocation(self) -> Allocation | None: ...
     @property
     def nodes(self) -> NodeChanges: ...
+    @property
+    def restart_count(self) -> int: ...
     def is_ending(self) -> bool:
         """Return whether Slurm is ending the job; its signal may have reached only the ranks."""
 
-    def end_or_requeue(self, state: State) -> State:
-        """Called once after the last attempt: requeue the job if the run continues in it. Returns the new state."""
+    def is_requeued(self) -> bool:
+        """Return whether Slurm has requeued the job since this start of it."""
+
+    def requeue(self) -> None:
+        """Requeue the job, without broken nodes. Raises HpcdistError if Slurm refuses."""
 
 
 @dataclass(eq=False)
@@ -65,7 +72,9 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._allocation = self.job.allocation if self.job is not None else None
         self._nodes = self.job.nodes if self.job is not None else NodeChanges()
-        #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
+        #: Failures after which the ranks were restarted on the same nodes.
+        self._failures: list[Failure] = []
+        #: Number of restarts on other or more nodes, which `launch.max_restarts` does not limit.
         self._moves = 0
         self._state = State(status="created")
         self._attempt: Attempt | None = None
@@ -98,10 +107,7 @@ class Supervisor:
             failure: Exception | None = None
             try:
                 with explain_replacement(self.folder.path, self.env):
-                    state = self._attempts(state, notifier)
-                if self.job is not None:
-                    # Before the state is written: after a kill in between, the next start continues the run.
-                    state = self.job.end_or_requeue(state)
+                    state = self._attempts(notifier)
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
@@ -130,37 +136,41 @@ class Supervisor:
         self._state = state
         self.folder.write_state(state)
 
-    def _attempts(self, state: State, notifier: Notifier) -> State:
-        """Start attempts until one of them ends the run. Returns its final state."""
+    def _attempts(self, notifier: Notifier) -> State:
+        """Start attempts until one of them ends the run or requeues its job. Returns the state to be written."""
         event, reason = "started", ""
-        restarts_before = state.restarts
-        failures: list[Failure] = []
+        restarts_before = self._state.restarts
         while True:
             require_same(self.folder.path, self.env)
-            attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
+            attempt = self._begin_attempt(restarts_before + len(self._failures) + self._moves)
             notifier.send(event, replace(self._state, reason=reason))
-            end, failure = self._one_attempt(attempt)
+            outcome = self._with_role(self._run_attempt(attempt))
             require_same(self.folder.path, self.env)
-            state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
-            ended_without_request = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
-            if ended_without_request and self.job is not None and self.job.is_ending():
-                self._job_request = StopRequest(cause="preemption")
-            # Although the ranks have ended: `_stop_cause` in slurm/job/batch_step.py reads it, also at the next start.
-            self._write_request(attempt)
-            if failure is None:
-                over = self._after_end(state, attempt, times, end)
+            facts = self._record_end(attempt, outcome)
+            ending = decide(facts)
+            if ending.kind == "restart":
+                assert isinstance(outcome, Failure)
+                self._failures.append(outcome)
+                self.report.note(f"restart {len(self._failures)} of {self.config.launch.max_restarts}")
+            elif ending.kind == "move":
+                self._moves += 1
+                self.report.note(f"restart: {ending.reason}")
+            elif ending.kind == "grow":
+                self._moves += 1
+                self._nodes.use_returned()
             else:
-                over = self._after_failure(state, attempt, times, failure, failures)
-            if over is not None:
-                return over
-            event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
+                return self._end_run(attempt, outcome, ending)
+            event, reason = "restarted", facts.reason
 
-    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
+    def _begin_attempt(self, restarts: int) -> Attempt:
         attempt = self.folder.new_attempt()
-        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self.launcher.num_ranks))
-        # A request may have reached the previous attempt after its failure.
-        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            attempt.send_request(late)
+        num_ranks = self.launcher.num_ranks
+        self._write(replace(self._state, attempt=attempt.number, restarts=restarts, world_size=num_ranks))
+        if self._attempt is not None:
+            # A request may have reached the previous attempt after its failure.
+            late = self._request_of(self._attempt)
+            if late is not None and late.ends_run:
+                attempt.send_request(late)
         self._resources = self.launcher.resources
         times = records.AttemptTimes(
             supervised=self._began,
@@ -172,8 +182,8 @@ class Supervisor:
         self._times = records.begin(attempt, self._resources, times)
         return attempt
 
-    def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
-        """Return how the attempt ended, and its failure; with a failure, the first value has no meaning."""
+    def _run_attempt(self, attempt: Attempt) -> Outcome:
+        """Start the ranks, watch them until all have ended, and return how they ended."""
         self._attempt = attempt
         self._write_request(attempt)
         try:
@@ -182,7 +192,7 @@ class Supervisor:
         except (HpcdistError, OSError) as error:
             is_unfit, is_mistake = isinstance(error, PreflightError), isinstance(error, UserMistake)
             kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
-            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
+            return Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
         if self.launcher.resources != self._resources:  # the preflight check has left out some nodes
             self._times = records.begin(attempt, self.launcher.resources, self._times)
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
@@ -207,91 +217,140 @@ class Supervisor:
             ranks.close()
         outcomes = attempt.outcomes()
         if watch.cancelled:
-            return "cancelled", None
+            return "cancelled"
         sent_sigterm = watch.stops_script and not found
         last_step = watch.progress.last_step
         num_ranks = self.launcher.num_ranks
         failure = found or first_failure(
             exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm, num_ranks=num_ranks
         )
+        if failure is not None:
+            return failure
         if sent_sigterm:
-            return "stopped", failure
-        ended = outcomes.get(0, {}).get("outcome")
-        if failure is None and ended is None:
+            return "stopped"
+        reported = outcomes.get(0, {}).get("outcome")
+        if reported is None:
             why = "exited with code 0 without a report"
-            failure = Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
-        return "stopped" if ended == "stopped" else "finished", failure
+            return Failure(kind="vanished", rank=0, host=ranks.host_of(0), step=last_step(0), error=why)
+        return "stopped" if reported == "stopped" else "finished"
 
-    def _after_end(self, state: State, attempt: Attempt, times: records.AttemptTimes, end: Status) -> State | None:
-        """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
-        written = attempt.read_request()  # first, so that a stop between the two lines is no growth
-        request = self._request_of(attempt)
-        if end == "stopped" and request is None and written is not None:  # to grow
-            records.write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-            self._nodes.use_returned()
-            self._moves += 1
-            return None
-        reason = ""
-        if end == "finished":
-            reason = str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
-        elif end == "stopped":
-            reason = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
-            reason += " (the ranks received a stop signal)" if request is None else ""
-        records.write_times(attempt, replace(times, status=end, reason=reason))
-        if request is not None and end != "finished":
-            reason = request.after(reason)
-        return replace(state, status=end, reason=reason, ended=time.time())
+    def _with_role(self, outcome: Outcome) -> Outcome:
+        if not isinstance(outcome, Failure) or not self.config.roles:
+            return outcome
+        roles = Roles.of(self.config.roles, self.launcher.num_ranks)
+        return replace(outcome, role=roles.name_of(outcome.rank))
 
-    def _after_failure(
-        self, state: State, attempt: Attempt, times: records.AttemptTimes, failure: Failure, failures: list[Failure]
-    ) -> State | None:
-        """Return the final state of the run after a failed attempt; None if the ranks are restarted here.
+    def _record_end(self, attempt: Attempt, outcome: Outcome) -> AttemptFacts:
+        """Record and report how an attempt ended. Returns the facts that decide what becomes of the run."""
+        self._times = replace(self._times, ended=time.time(), failed=isinstance(outcome, Failure))
+        self._settle_request(attempt, outcome)
+        full_disk = ""
+        if isinstance(outcome, Failure):
+            reason = outcome.sentence()
+            self._write_times(attempt, "failed", reason)
+            self.report.failure(outcome, self._log_of(attempt, outcome))
+            disk = retry.retry(lambda: shutil.disk_usage(self.folder.path), self.folder.path)
+            if disk.free < ROOM_FOR_RESTART_BYTES:
+                full_disk = str(self.folder.path)
+        else:
+            request = self._request_of(attempt)
+            reason = self._how_ended(attempt, outcome, request)
+            self._write_times(attempt, outcome, reason)
+            if request is not None and request.ends_run and outcome != "finished":
+                reason = request.after(reason)
+        return AttemptFacts(
+            outcome=outcome,
+            reason=reason,
+            stop_cause=lambda: self._stop_cause(attempt),
+            earlier_failures=self._failures,
+            max_restarts=self.config.launch.max_restarts,
+            check_nodes=lambda failure: self._check_nodes(attempt, failure),
+            full_disk=full_disk,
+            job_restarts=self.job.restart_count if self.job is not None else None,
+            is_requeued=lambda: self.job is not None and self.job.is_requeued(),
+        )
 
-        Args:
-            failures: the earlier failures, to which this one is added unless other nodes replace those that failed.
+    def _settle_request(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Write the request to stop the ranks into the attempt's folder, although they have ended.
+
+        A next start of the job reads it there: after a kill of this process it is the only record of the cause.
         """
-        if self.config.roles:
-            roles = Roles.of(self.config.roles, self.launcher.num_ranks)
-            failure = replace(failure, role=roles.name_of(failure.rank))
-        why = failure.sentence()
-        records.write_times(attempt, replace(times, status="failed", reason=why))
-        log = attempt.log(failure.rank)
+        request = self._request_of(attempt)
+        is_unexplained = outcome not in ("finished", "cancelled") and (request is None or not request.ends_run)
+        if is_unexplained and self.job is not None and self.job.is_ending():
+            # Slurm has signalled the ranks only.
+            self._job_request = StopRequest(cause="preemption")
+        self._write_request(attempt)
+
+    def _how_ended(self, attempt: Attempt, outcome: Outcome, request: StopRequest | None) -> str:
+        """Return how and why an attempt without a failure ended, without a request to end the run."""
+        if outcome == "finished":
+            return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
+        if outcome == "cancelled":
+            return ""
+        if request is not None and not request.ends_run:
+            return "more nodes are available"
+        how = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+        return how if request is not None else f"{how} (the ranks received a stop signal)"
+
+    def _log_of(self, attempt: Attempt, failure: Failure) -> Path:
+        """Return the file that explains a failure."""
         if failure.kind == "unfit":
-            log = attempt.preflight_text
-        elif failure.kind == "not_started" and (srun := attempt.path / "srun.log").exists():  # on Slurm only
-            log = srun
-        self.report.failure(failure, log)
-        stop_requested = self._request_of(attempt) is not None
-        disk = retry.retry(lambda: shutil.disk_usage(self.folder.path), self.folder.path)
-        is_full = disk.free < ROOM_FOR_RESTART_BYTES
-        is_open = not (stop_requested or is_full or failure.kind in ("rejected", "interrupted"))
-        if is_open:
-            write_json(attempt.failure, asdict(failure))
-            if failure.kind != "unfit" and (change := self._nodes.replace_lost()):
-                self._moves += 1
-                self.report.note(f"restart: {change}")
-                return None
-        failures.append(failure)
-        status: Status = "failed"
-        restart, reason = decide(failures, self.config.launch.max_restarts, stop_requested=stop_requested)
-        if failure.kind == "interrupted" and not stop_requested:
-            status, reason = "stopped", f"{why}; Slurm signals the time limit, so no restart here"
-        elif is_open and (broken := self.launcher.broken()):
-            # Stopped without a request: on Slurm the batch step requeues the job.
-            status, reason = "stopped", f"{why}; {broken}"
-        elif restart and is_full:
-            reason = f"{why}; no restart, since the disk of {self.folder.path} is full"
-        elif restart:
-            self.report.note(f"restart {len(failures)} of {self.config.launch.max_restarts}")
-            return None
-        records.write_times(attempt, replace(times, status="failed", reason=reason))  # may name lost nodes
-        rejected = failure.kind == "rejected"
-        return replace(state, status=status, reason=reason, ended=time.time(), rejected=rejected)
+            return attempt.preflight_text
+        srun_log = attempt.path / "srun.log"  # on Slurm only
+        if failure.kind == "not_started" and srun_log.exists():
+            return srun_log
+        return attempt.log(failure.rank)
+
+    def _check_nodes(self, attempt: Attempt, failure: Failure) -> NodeFindings:
+        """Judge the nodes after a failure, and choose others if they can be replaced within the job."""
+        write_json(attempt.failure, asdict(failure))  # nodes are judged by the failures of all attempts
+        if failure.kind != "unfit":
+            moved = self._nodes.replace_lost()
+            if moved:
+                return NodeFindings(moved=moved)
+        return NodeFindings(broken=self.launcher.broken())
+
+    def _end_run(self, attempt: Attempt, outcome: Outcome, ending: Ending) -> State:
+        """End the run, or requeue the job in which it continues. Returns the state to be written."""
+        is_rejected = False
+        if isinstance(outcome, Failure):
+            self._write_times(attempt, "failed", ending.reason)  # may name lost nodes
+            is_rejected = outcome.kind == "rejected"
+        if ending.kind == "requeue":
+            # Before the state is written: after a kill in between, the state is still `running`, and the next start of
+            # the job continues the run.
+            ending = self._requeue(ending)
+        status = STATUS_AFTER[ending.kind]
+        ended = None if status == "queued" else time.time()
+        state = replace(self._state, status=status, reason=ending.reason, ended=ended, rejected=is_rejected)
+        if self.job is not None:
+            self.report.note(state.sentence)
+        return state
+
+    def _requeue(self, ending: Ending) -> Ending:
+        assert self.job is not None, "without a job, no run is requeued"
+        try:
+            self.job.requeue()
+        except HpcdistError as error:
+            # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
+            self.report.note(f"Slurm does not requeue the job; continue with `{self.folder.resume_command}`")
+            return Ending(kind="stopped", reason=f"{ending.reason}; Slurm does not requeue the job ({error})")
+        return ending
+
+    def _write_times(self, attempt: Attempt, status: str, reason: str) -> None:
+        records.write_times(attempt, replace(self._times, status=status, reason=reason))
 
     def _request_of(self, attempt: Attempt) -> StopRequest | None:
-        """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
+        """Return the request to stop the ranks of an attempt: from its file, a signal to this process, or its job."""
         found = attempt.read_request()
-        return found if found is not None and found.ends_run else self._own_request()
+        if found is not None and found.ends_run:
+            return found
+        return self._own_request() or found
+
+    def _stop_cause(self, attempt: Attempt) -> StopCause | None:
+        request = self._request_of(attempt)
+        return request.cause if request is not None else None
 
     def _own_request(self) -> StopRequest | None:
         return self._signals.request() or self._job_request

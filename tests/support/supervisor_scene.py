@@ -100,11 +100,19 @@ class ScriptedJob:
 
     allocation: Allocation | None = None
     nodes: NodeChanges = field(default_factory=NodeChanges)
+    restart_count: int = 0
     ending: bool = False
-    end_or_requeue: Callable[[State], State] = lambda state: state
+    requeued: bool = False
+    on_requeue: Callable[[], object] = lambda: None
 
     def is_ending(self) -> bool:
         return self.ending
+
+    def is_requeued(self) -> bool:
+        return self.requeued
+
+    def requeue(self) -> None:
+        self.on_requeue()
 
 
 class Scene:

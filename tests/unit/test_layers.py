@@ -201,7 +201,7 @@ def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
 #: They run in ranks, in containers and on nodes where nothing else is installed, or start quickly.
 STANDARD_LIBRARY = """
 errors host.files host.retry host.network config.redaction config.schema config.topology run.folder
-tracking.journal supervisor.restart_policy supervisor.local
+tracking.journal supervisor.ending supervisor.restart_policy supervisor.local
 checks.node_probe checks.node_facts checks.node_links checks.preflight
 """.split()  # noqa: SIM905
 

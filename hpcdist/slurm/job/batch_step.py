@@ -24,7 +24,7 @@ from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderE
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json
 from hpcdist.run import create, snapshot
-from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, StopCause, identity, read_record
+from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
@@ -33,6 +33,7 @@ from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.slurm.output import parse_gpus
 from hpcdist.slurm.placement import rank_table_lines
+from hpcdist.supervisor.ending import continues_after_requeue
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -40,9 +41,6 @@ from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
-#: Restarts of a job, preemptions included, after which it is not requeued any more: a run that makes no progress would
-#: otherwise use the cluster forever.
-MAX_REQUEUES = 50
 
 
 class JobLog:
@@ -147,7 +145,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             tracking_uri=uri if is_server(uri) else None,
             env=env,
             check_lease=held.check,
-            job=SupervisedJob(run, config.cluster, job, launcher),
+            job=SupervisedJob(config.cluster, job, launcher),
         ).run()
 
 
@@ -155,7 +153,6 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
 class SupervisedJob:
     """The job of a run, as `supervisor.Job`."""
 
-    run: RunDir
     config: ClusterConfig
     current: CurrentJob
     launcher: SlurmLauncher
@@ -169,36 +166,20 @@ class SupervisedJob:
     def nodes(self) -> NodeChanges:
         return self.launcher.nodes
 
+    @property
+    def restart_count(self) -> int:
+        return self.current.restart_count
+
     def is_ending(self) -> bool:
         # With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not
         # to the batch step. With proctrack/linuxproc, the supervisor has received it.
         return self._asked(self.current.is_ending)
 
-    def end_or_requeue(self, state: State) -> State:
-        state = self._end_or_requeue(state)
-        log.info("%s", f"requeued: {state.reason}" if state.status == "queued" else state.sentence)
-        return state
+    def is_requeued(self) -> bool:
+        return self._asked(self.current.is_requeued)
 
-    def _end_or_requeue(self, state: State) -> State:
-        cause = _stop_cause(self.run, state)
-        queued = replace(state, status="queued", ended=None)
-        if cause == "preemption" and state.status in ("stopped", "failed") and self._asked(self.current.is_requeued):
-            # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
-            return queued
-        # There is no request if a node failed, if Slurm's signal ahead of the time limit reached the ranks before the
-        # supervisor's request, or in the grace time of a preemption, when Slurm shows the job as running.
-        if state.status != "stopped" or cause not in (None, "time_limit"):
-            return state
-        if self.current.restart_count >= MAX_REQUEUES:
-            reason = f"{state.reason}; the job has been restarted {MAX_REQUEUES} times, and hpcdist requeues it no more"
-            return replace(state, status="failed", reason=reason)
-        try:
-            self.current.requeue(exclude=self.launcher.avoid)
-        except HpcdistError as error:
-            # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
-            log.error("Slurm does not requeue the job; continue with `hpcdist resume %s`", self.run.name)
-            return replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})")
-        return queued
+    def requeue(self) -> None:
+        self.current.requeue(exclude=self.launcher.avoid)
 
     def _asked(self, question: Callable[[], bool]) -> bool:
         try:
@@ -209,20 +190,15 @@ class SupervisedJob:
             return False
 
 
-def _stop_cause(run: RunDir, state: State) -> StopCause | None:
-    request = run.attempt(state.attempt).read_request()
-    return request.cause if request is not None and request.ends_run else None
-
-
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """Return whether a run has ended and must not be continued by this start of the job.
 
-    After a requeue, a failed or stopped run without a user's request is not over: Slurm may have ended it. Nor is one
-    that is queued, or `running` in the files of a supervisor that was killed.
+    A run is not over if it is queued, or `running` in the files of a supervisor that was killed.
     """
-    may_continue = job.restart_count > 0 and state.status in ("stopped", "failed")
-    if may_continue and _stop_cause(run, state) in ("preemption", "time_limit", None):
-        return False
+    if job.restart_count > 0:
+        request = run.attempt(state.attempt).read_request()
+        if continues_after_requeue(state.status, request.cause if request is not None else None):
+            return False
     return state.status in ENDED
 
 

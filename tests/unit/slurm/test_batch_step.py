@@ -20,8 +20,7 @@ from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequ
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import CurrentJob, SlurmError
 from hpcdist.slurm.job import batch_step, submitit_entry
-from hpcdist.slurm.job.batch_step import MAX_REQUEUES, SupervisedJob, cluster_from_job, run_in_job
-from hpcdist.slurm.job.launcher import SlurmLauncher
+from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.watch import Allocation
@@ -30,15 +29,12 @@ from hpcdist.supervisor.watch import Allocation
 class FakeJob:
     """A job that records its requeues."""
 
-    def __init__(
-        self, restart_count: int = 0, *, requeued: bool | None = False, error: str = "", ending: bool | None = False
-    ) -> None:
+    def __init__(self, restart_count: int = 0, *, requeued: bool | None = False, ending: bool | None = False) -> None:
         self.id = "41"
         self.end_time: float | None = None
         self.restart_count = restart_count
         self.requeues: list[list[str]] = []
         self._requeued = requeued
-        self._error = error
         self._ending = ending
 
     def is_requeued(self) -> bool:
@@ -52,8 +48,6 @@ class FakeJob:
         return self._ending
 
     def requeue(self, *, exclude: Sequence[str]) -> None:
-        if self._error:
-            raise HpcdistError(self._error)
         self.requeues.append(list(exclude))
 
 
@@ -64,68 +58,31 @@ def run(runs_dir: Path) -> RunDir:
     return run
 
 
-def supervised(run: RunDir, job: FakeJob, launcher: Any = None, **cluster: Any) -> SupervisedJob:
-    return SupervisedJob(run, ClusterConfig(**cluster), cast(CurrentJob, job), launcher)
+def supervised(job: FakeJob, launcher: Any = None, **cluster: Any) -> SupervisedJob:
+    return SupervisedJob(ClusterConfig(**cluster), cast(CurrentJob, job), launcher)
 
 
-@pytest.mark.parametrize(
-    ("job", "status", "cause", "avoid", "after_it", "requeues"),
-    [
-        # Slurm has requeued the job, or has cancelled it.
-        ({"requeued": True}, "stopped", "preemption", (), "queued", []),
-        ({"requeued": True}, "failed", "preemption", (), "queued", []),
-        ({"requeued": None}, "stopped", "preemption", (), "stopped", []),
-        ({}, "stopped", "preemption", ("n2",), "stopped", []),
-        # There is no request if Slurm's own signal ahead of the time limit came first, or if a node failed.
-        ({}, "stopped", "time_limit", (), "queued", [[]]),
-        ({}, "stopped", "growth", (), "queued", [[]]),
-        ({"restart_count": 1}, "stopped", None, ("n2",), "queued", [["n2"]]),
-        ({}, "stopped", "user", ("n2",), "stopped", []),
-        ({"restart_count": MAX_REQUEUES - 1}, "stopped", "time_limit", (), "queued", [[]]),
-        ({"restart_count": MAX_REQUEUES}, "stopped", "time_limit", (), "failed", []),
-        ({"error": "Requested operation is disabled"}, "stopped", "time_limit", (), "stopped", []),
-        # The run has ended.
-        ({"requeued": True}, "finished", None, (), "finished", []),
-        ({"requeued": True}, "stopped", "user", (), "stopped", []),
-    ],
-)
-def test_run_is_queued_again_unless_it_has_ended(
-    run: RunDir,
-    job: dict[str, Any],
-    status: Status,
-    cause: StopCause | None,
-    avoid: tuple[str, ...],
-    after_it: Status,
-    requeues: list[list[str]],
-) -> None:
-    fake = FakeJob(**job)
-    if cause is not None:
-        run.attempt(1).send_request(StopRequest(cause=cause))
-    before = run.read_state()
-    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
-    ended = State(status=status, attempt=1, reason="a reason", ended=7.0)
-    state = supervised(run, fake, launcher).end_or_requeue(ended)
-    assert run.read_state() == before, "a run that continues is never recorded as ended"
-    is_last = job.get("restart_count") == MAX_REQUEUES
-    more = "; the job has been restarted 50 times, and hpcdist requeues it no more" if is_last else ""
-    more += f"; Slurm does not requeue the job ({job['error']})" if "error" in job else ""
-    assert (state.status, state.reason, fake.requeues) == (after_it, f"a reason{more}", requeues)
-    assert state.ended == (None if after_it == "queued" else 7.0)
+def test_job_is_requeued_without_the_nodes_to_avoid() -> None:
+    job = FakeJob(restart_count=3)
+    found = supervised(job, SimpleNamespace(avoid=["n2"]))
+    found.requeue()
+    assert (found.restart_count, job.requeues) == (3, [["n2"]])
 
 
-def test_allocation_ends_the_ranks_before_the_job(run: RunDir) -> None:
+def test_allocation_ends_the_ranks_before_the_job() -> None:
     job = FakeJob()
     launcher = SimpleNamespace(nodes=NodeChanges())
-    assert supervised(run, job, launcher).allocation is None
+    assert supervised(job, launcher).allocation is None
     job.end_time = 1000.0
-    found = supervised(run, job, launcher, signal_lead_s=90)
+    found = supervised(job, launcher, signal_lead_s=90)
     assert (found.allocation, found.nodes) == (Allocation(910.0, 1000.0), launcher.nodes)
 
 
-def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    found = [supervised(run, FakeJob(ending=ending)).is_ending() for ending in (False, None, True)]
-    assert found == [False, False, True]
-    assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
+def test_job_of_an_unknown_state_is_neither_ending_nor_requeued(caplog: pytest.LogCaptureFixture) -> None:
+    answers = (False, None, True)
+    assert [supervised(FakeJob(ending=answer)).is_ending() for answer in answers] == [False, False, True]
+    assert [supervised(FakeJob(requeued=answer)).is_requeued() for answer in answers] == [False, False, True]
+    assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"] * 2
 
 
 def test_job_of_a_failed_run_fails_and_a_requeued_one_does_not_end_within_the_second_of_the_requeue(

@@ -1,4 +1,4 @@
-"""Tables of the restart policy: first failure of an attempt, restart decision, suspected node."""
+"""Tables of the restart policy: first failure of an attempt, suspected node."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.supervisor.progress import StragglerEvent, Stragglers
-from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, suspect
+from hpcdist.supervisor.restart_policy import Failure, first_failure, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 LEFT = "ended with exit status 0 before the other ranks"
@@ -71,41 +71,6 @@ def test_script_that_sigterm_ends_has_not_failed(
 ) -> None:
     found = first_failure(exits, outcomes, lambda rank: None, lambda rank: "here", sent_sigterm=True)
     assert (None if found is None else found.error) == error
-
-
-def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | None = 7) -> Failure:
-    return Failure(kind=kind, rank=1, host="n1", step=step, error=error)
-
-
-SENTENCE = "rank 1 on n1 failed with ValueError: nan after step 7"
-OTHER = failure(error="OSError: disk", step=3)
-
-
-UNFIT = Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")
-
-
-@pytest.mark.parametrize(
-    ("failures", "max_restarts", "stop_requested", "restart", "reason"),
-    [
-        ([failure()], 1, False, True, SENTENCE),
-        # launch.max_restarts.
-        ([failure()], 0, False, False, SENTENCE),
-        ([OTHER, failure()], 1, False, False, f"{SENTENCE}; all launch.max_restarts=1 restarts are used up"),
-        # The same failure at the same step, twice in a row.
-        ([failure(), failure()], 9, False, False, f"{SENTENCE}, twice in a row: another restart would not help"),
-        ([failure(step=6), failure()], 9, False, True, SENTENCE),
-        ([failure(), OTHER, failure()], 9, False, True, SENTENCE),
-        # User errors, and nodes that failed the preflight check, are not retried.
-        ([failure("rejected", "no GPU", None)], 9, False, False, "rank 1 on n1 failed with no GPU"),
-        ([UNFIT], 9, False, False, "preflight: n3: disk: full"),
-        # No restart after a stop request.
-        ([failure()], 9, True, False, f"{SENTENCE}, while it was asked to stop"),
-    ],
-)
-def test_restart_decision(
-    failures: list[Failure], max_restarts: int, stop_requested: bool, restart: bool, reason: str
-) -> None:
-    assert decide(failures, max_restarts, stop_requested=stop_requested) == (restart, reason)
 
 
 # --- broken nodes

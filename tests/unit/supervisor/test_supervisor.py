@@ -15,14 +15,17 @@ import pytest
 from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
-from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, State, StopRequest, identity
 from hpcdist.run.records import read_times
+from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
+#: A rank that got a stop signal without a request.
+STOPS: list[list[Any]] = [["report", {"outcome": "stopped"}]]
 PEER_LOST = fails("RuntimeError: Connection closed by peer", peer_lost=True)
 
 
@@ -135,12 +138,12 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
 def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("nan"), EXIT_0])
-    supervisor = scene.supervisor()
+    supervisor = scene.supervisor(ScriptedJob())
     scene.launcher.broken = lambda: "lost n2"  # type: ignore[method-assign]
     state = scene.supervise(supervisor)
     times = read_times(scene.run.attempt(1))
     assert times is not None
-    assert (state.status, times.status, times.reason) == ("stopped", "failed", state.reason)
+    assert (state.status, times.status, times.reason) == ("queued", "failed", state.reason)
     assert times.reason.endswith("; lost n2")
 
 
@@ -148,7 +151,7 @@ def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
 def test_end_of_the_job_after_an_attempt_counts_as_its_request(scene: Scene, outcome: str) -> None:
     """Slurm may have signalled the ranks only: then they are not restarted, and their job has not failed."""
     scene.launch = {"max_restarts": 3}
-    scene.script(first=[fails("killed") if outcome == "failed" else [["report", {"outcome": "stopped"}]], EXIT_0])
+    scene.script(first=[fails("killed") if outcome == "failed" else STOPS, EXIT_0])
     supervisor = scene.supervisor(ScriptedJob(ending=True))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == (outcome, 1)
@@ -157,18 +160,67 @@ def test_end_of_the_job_after_an_attempt_counts_as_its_request(scene: Scene, out
     assert request.cause == "preemption"
 
 
+def test_state_is_written_after_the_requeue_of_the_job(scene: Scene) -> None:
+    """A supervisor that is killed in between leaves `running`, which the next start of the job continues."""
+    scene.script(first=[STOPS, EXIT_0])
+    written: list[State] = []
+    state = scene.supervise(scene.supervisor(ScriptedJob(on_requeue=lambda: written.append(scene.run.read_state()))))
+    assert [(found.status, found.ended) for found in written] == [("running", None)]
+    assert (state.status, state.ended) == ("queued", None)
+    assert state.reason == "everything saved (the ranks received a stop signal)"
+    assert scene.report.notes[-1] == f"queued: {state.reason}"
+
+
+def test_run_is_stopped_if_slurm_refuses_the_requeue(scene: Scene) -> None:
+    scene.script(first=[STOPS, EXIT_0])
+
+    def refuse() -> None:
+        raise HpcdistError("Requested operation is disabled")
+
+    state = scene.supervise(scene.supervisor(ScriptedJob(on_requeue=refuse)))
+    assert (state.status, state.ended is None) == ("stopped", False)
+    assert state.reason.endswith("; Slurm does not requeue the job (Requested operation is disabled)")
+    hint = f"Slurm does not requeue the job; continue with `{scene.run.resume_command}`"
+    assert hint in scene.report.notes
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "failed"])
+def test_job_that_slurm_has_requeued_is_queued_and_not_requeued(scene: Scene, outcome: str) -> None:
+    scene.script(first=[fails("killed") if outcome == "failed" else STOPS, EXIT_0])
+    requeues: list[str] = []
+    job = ScriptedJob(ending=True, requeued=True, on_requeue=lambda: requeues.append("requeue"))
+    state = scene.supervise(scene.supervisor(job))
+    assert (state.status, state.ended, requeues) == ("queued", None, [])
+
+
+def test_attempt_that_ends_for_more_nodes_is_followed_by_one_on_them(scene: Scene) -> None:
+    class ReturnedNodes(NodeChanges):
+        used = 0
+
+        def detect_returned(self) -> str:
+            return "" if self.used else "n2"
+
+        def use_returned(self) -> None:
+            self.used += 1
+
+    nodes = ReturnedNodes()
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]], second=[[*DONE], EXIT_0])
+    state = scene.supervise(scene.supervisor(ScriptedJob(nodes=nodes)))
+    assert (state.status, state.attempt, state.restarts, nodes.used) == ("finished", 2, 1, 1)
+    times = read_times(scene.run.attempt(1))
+    assert times is not None
+    assert (times.status, times.reason, times.failed) == ("stopped", "more nodes are available", False)
+
+
 def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
     """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
-    scene.script(first=[[*DONE], EXIT_0])
+    scene.script(first=[STOPS, EXIT_0])
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
 
-    def end_or_requeue(state: State) -> State:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return state
-
-    supervisor = scene.supervisor(ScriptedJob(end_or_requeue=end_or_requeue))
+    supervisor = scene.supervisor(ScriptedJob(on_requeue=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
     try:
-        scene.supervise(supervisor)
+        assert scene.supervise(supervisor).status == "queued"
         after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
         assert after == [signal.SIG_IGN, *before[1:]]
     finally:
@@ -186,8 +238,8 @@ def test_interrupted_start_of_a_container_ends_the_attempt_without_a_restart(sce
     """Slurm signals ahead of the time limit: the job is requeued, and no restart is counted."""
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("pyxis could not start the container", interrupted=True), EXIT_0])
-    state = scene.supervise()
-    assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
+    state = scene.supervise(scene.supervisor(ScriptedJob()))
+    assert (state.status, state.attempt, state.restarts) == ("queued", 1, 0)
     assert state.reason.endswith(
         "pyxis could not start the container after step 5; Slurm signals the time limit, so no restart here"
     )

@@ -1,0 +1,141 @@
+"""What becomes of a run when an attempt has ended: one value, decided by one function.
+
+`Supervisor` collects the facts, asks `decide`, and carries out the ending.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hpcdist.run.folder import Status, StopCause
+from hpcdist.supervisor.restart_policy import Failure
+
+#: Restarts of a job, preemptions included, after which it is not requeued any more: a run that makes no progress would
+#: otherwise use the cluster forever.
+MAX_REQUEUES = 50
+#: Requests after which a run continues in its job. Without a request, Slurm's signal ahead of the time limit reached
+#: the ranks before the supervisor's request, a node failed, or Slurm preempts the job: in the grace time of a
+#: preemption it shows the job as running.
+_CONTINUED: tuple[StopCause | None, ...] = (None, "growth", "time_limit")
+
+#: How the ranks of an attempt ended.
+Outcome = Literal["finished", "stopped", "cancelled"] | Failure
+#: What becomes of a run; see `Ending`.
+EndingKind = Literal["finished", "stopped", "failed", "cancelled", "requeue", "requeued", "restart", "move", "grow"]
+#: Status of the run after an ending without a restart by this supervisor.
+STATUS_AFTER: dict[EndingKind, Status] = {
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "requeue": "queued",
+    "requeued": "queued",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What becomes of a run after an attempt.
+
+    finished, stopped, failed, cancelled: the run ends with this status.
+    requeue: the supervisor requeues the job, whose next start continues the run.
+    requeued: Slurm has requeued the job already.
+    restart: the ranks are restarted on the same nodes.
+    move: the ranks are restarted on other nodes, which have been chosen.
+    grow: the ranks are restarted on more nodes.
+    """
+
+    kind: EndingKind
+    reason: str  #: one sentence
+
+
+class NodeFindings(NamedTuple):
+    """The nodes after a failure: the ranks can be restarted on them, unless one of the sentences says otherwise."""
+
+    moved: str = ""  #: which nodes the next attempt uses instead
+    broken: str = ""  #: why no attempt can be started on the nodes of this job
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """What is known of an attempt that has ended, as far as it decides about its run.
+
+    Functions query Slurm or the nodes, or read a file that may change meanwhile. `decide` calls them if they matter.
+    """
+
+    outcome: Outcome
+    reason: str  #: one sentence: how and why the attempt ended
+    stop_cause: Callable[[], StopCause | None]  #: of the request to stop the ranks, if any
+    earlier_failures: Sequence[Failure]  #: those after which the ranks were restarted on the same nodes
+    max_restarts: int
+    check_nodes: Callable[[Failure], NodeFindings]
+    full_disk: str  #: path of the run folder, if its disk has no space for a restart
+    job_restarts: int | None  #: how often Slurm has restarted the job; None without a job
+    is_requeued: Callable[[], bool]  #: whether Slurm has requeued the job since this start of it
+
+
+def decide(facts: AttemptFacts) -> Ending:
+    """Return what becomes of the run."""
+    outcome, reason, cause = facts.outcome, facts.reason, facts.stop_cause()
+    if outcome == "finished" or outcome == "cancelled":
+        return Ending(kind=outcome, reason=reason)
+
+    is_asked = cause is not None and cause != "growth"
+    if is_asked and outcome != "stopped":
+        reason = f"{reason}, while it was asked to stop"
+    if cause == "preemption" and facts.is_requeued():
+        # Ranks without time to save continue from the newest checkpoint.
+        return Ending(kind="requeued", reason=reason)
+
+    if outcome == "stopped":
+        if cause == "growth":
+            return Ending(kind="grow", reason=reason)
+        return _continue_in_job(facts, reason)
+
+    if is_asked or outcome.kind == "rejected":
+        return Ending(kind="failed", reason=reason)
+    if outcome.kind == "interrupted":
+        return _continue_in_job(facts, f"{reason}; Slurm signals the time limit, so no restart here")
+
+    if not facts.full_disk:
+        nodes = facts.check_nodes(outcome)
+        if nodes.moved:
+            return Ending(kind="move", reason=nodes.moved)
+        if nodes.broken:
+            return _continue_in_job(facts, f"{reason}; {nodes.broken}")
+
+    if outcome.kind == "unfit":
+        return Ending(kind="failed", reason=reason)
+    if facts.earlier_failures and outcome.same_as(facts.earlier_failures[-1]):
+        return Ending(kind="failed", reason=f"{reason}, twice in a row: another restart would not help")
+    if len(facts.earlier_failures) >= facts.max_restarts:
+        if facts.max_restarts > 0:
+            reason = f"{reason}; all launch.max_restarts={facts.max_restarts} restarts are used up"
+        return Ending(kind="failed", reason=reason)
+    if facts.full_disk:
+        return Ending(kind="failed", reason=f"{reason}; no restart, since the disk of {facts.full_disk} is full")
+    return Ending(kind="restart", reason=reason)
+
+
+def _continue_in_job(facts: AttemptFacts, reason: str) -> Ending:
+    """Return the ending of a run that can continue only in a new start of its job."""
+    # The cause is asked again: a request to stop the run may have arrived while the nodes were checked.
+    if facts.job_restarts is None or facts.stop_cause() not in _CONTINUED:
+        return Ending(kind="stopped", reason=reason)
+    if facts.job_restarts >= MAX_REQUEUES:
+        limit = f"the job has been restarted {MAX_REQUEUES} times, and hpcdist requeues it no more"
+        return Ending(kind="failed", reason=f"{reason}; {limit}")
+    return Ending(kind="requeue", reason=reason)
+
+
+def continues_after_requeue(status: Status, cause: StopCause | None) -> bool:
+    """Return whether a restarted job continues a run whose end is recorded.
+
+    Slurm may have restarted the job after `decide` had no answer from it, or after the supervisor was killed between
+    the record of the end and the end of the job. So only a user's request, a finished or a cancelled run are final.
+
+    Args:
+        status: the recorded status of the run.
+        cause: of the request in the folder of its last attempt, if any.
+    """
+    return status in ("stopped", "failed") and (cause in _CONTINUED or cause == "preemption")
