@@ -31,9 +31,8 @@ from hpcdist.run.lease import user_name
 from hpcdist.run.records import job_starts
 from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words
-from hpcdist.slurm.output import NodeState, is_usable
+from hpcdist.slurm.output import NodeState, SlurmError, is_usable
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from hpcdist.host.files import require_safe, user_of
 from hpcdist.host.machine import Check, failure, note, ok, warning
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.slurm import client as slurm_client
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.output import Partition, count_nodes, parse_seconds
+from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_seconds
 from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, version_in, web_address
 
 #: Commands that `hpcdist submit` and the supervisor need.

@@ -16,8 +16,8 @@ from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, read_r
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.records import JOB_ID, SAME_START_S, JobRecord, read_jobs, script_of
 from hpcdist.slurm import client
-from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, job_id_of
-from hpcdist.slurm.output import JobInfo
+from hpcdist.slurm.client import JobRef, JobSnapshot, job_id_of
+from hpcdist.slurm.output import JobInfo, SlurmError
 
 # The Slurm job of a run: its id in `slurm.json`, and a record of its starts in `job.json`.
 

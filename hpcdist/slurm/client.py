@@ -18,7 +18,7 @@ from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.slurm import output
-from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, parse_text, parse_time
+from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, SlurmError, parse_text, parse_time
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ JOB_TIMEOUT_S = 60.0
 JOB_RETRY_S = 300.0
 
 
-class SlurmError(HpcdistError):
-    """A command of Slurm is not installed, failed, or did not answer in time."""
+#: Variables by which a user's shell changes what Slurm's commands print.
+_OF_USERS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
 
-    def __init__(self, message: str, *, installed: bool = True, timed_out: bool = False, stderr: str = "") -> None:
-        super().__init__(message)
-        self.installed = installed
-        self.timed_out = timed_out
-        self.stderr = stderr
+
+def command_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of Slurm's commands, whose output does not depend on the user's settings."""
+    known = {name: value for name, value in env.items() if not name.startswith(_OF_USERS)}
+    return {**known, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0) -> str:
@@ -59,7 +59,7 @@ def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0)
 def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> CompletedProcess[str]:
     program = command[0]
     try:
-        done = run_within(command, timeout_s, stdin=stdin)
+        done = run_within(command, timeout_s, env=command_env(os.environ), stdin=stdin)
     except FileNotFoundError as error:
         raise SlurmError(f"{program} is not installed on this machine", installed=False) from error
     if done.returncode == 0:

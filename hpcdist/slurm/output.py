@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+from hpcdist.errors import HpcdistError
+
 
 def parse_record(line: str) -> dict[str, str]:
     """Return the `Key=value` words that `scontrol --oneliner` prints; a value is cut at its first space.
@@ -22,6 +24,21 @@ def parse_record(line: str) -> dict[str, str]:
     text, _, command = f"{before}{after}".partition(" Command=")
     words = [*text.split(), *(f"Command={word}" for word in command.split()[:1])]
     return dict(word.split("=", 1) for word in reversed(words) if "=" in word) | name
+
+
+class SlurmError(HpcdistError):
+    """A command of Slurm is not installed, failed, did not answer in time, or printed what cannot be read."""
+
+    def __init__(self, message: str, *, installed: bool = True, timed_out: bool = False, stderr: str = "") -> None:
+        super().__init__(message)
+        self.installed = installed
+        self.timed_out = timed_out
+        self.stderr = stderr
+
+
+#: What Slurm prints in place of a time, and of a time limit.
+_NO_TIME = ("", "0", "(null)", "None", "N/A", "NONE", "Unknown")
+_NO_LIMIT = ("", "(null)", "INVALID", "N/A", "NOT_SET", "Partition_Limit", "UNLIMITED", "infinite")
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
@@ -45,21 +62,34 @@ def parse_count(text: str) -> int | None:
 
 
 def parse_time(text: str | None) -> float | None:
-    """Return a local time (`2026-11-20T07:05:00`) in seconds since the epoch; None for `Unknown` and the like."""
-    try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
+    """Return a time in seconds since the epoch; None for `Unknown` and the like.
+
+    Slurm's commands print seconds (`client.command_env`). A local time (`2026-11-20T07:05:00`) is read as well; it is
+    ambiguous in the hour that a change of the clocks repeats. Raises SlurmError for other text: it is not "no time".
+    """
+    if text is None or text in _NO_TIME:
         return None
+    if re.fullmatch(r"[0-9]{1,12}", text):
+        return float(text)
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError) as error:
+        raise SlurmError(f"Slurm shows the time {text!r}, which hpcdist cannot read") from error
 
 
 def parse_minutes(text: str) -> float | None:
-    """Return a time limit (`1-00:00:00`, `30:00`) in minutes; None for `UNLIMITED` and the like."""
+    """Return a time limit (`1-00:00:00`, `30:00`) in minutes; None for `UNLIMITED` and the like.
+
+    Raises SlurmError for other text: it is not "no limit".
+    """
+    if text in _NO_LIMIT:
+        return None
     days, dash, clock = text.rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]
         num_days = int(days) if dash else 0
-    except ValueError:
-        return None
+    except ValueError as error:
+        raise SlurmError(f"Slurm shows the time limit {text!r}, which hpcdist cannot read") from error
     if len(parts) < 3 and not dash:
         parts = [0, *parts]  # minutes, or minutes and seconds
     hours, minutes, seconds = (*parts, 0, 0)[:3]

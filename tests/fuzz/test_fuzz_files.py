@@ -20,8 +20,8 @@ from hpcdist.run.lease import holder
 from hpcdist.run.status import job_of, status_of
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import answer_lines, read_answers
+from hpcdist.slurm.output import SlurmError
 from hpcdist.tracking.journal import read_chunk
 
 DEEP = "[" * 3000  # beyond the recursion limit

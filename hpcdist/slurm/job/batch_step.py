@@ -28,10 +28,10 @@ from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State,
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
-from hpcdist.slurm.client import CurrentJob, SlurmError
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import exposed_secrets, rank_env
-from hpcdist.slurm.output import parse_gpus
+from hpcdist.slurm.output import SlurmError, parse_gpus
 from hpcdist.slurm.placement import rank_table_lines
 from hpcdist.supervisor.ending import continues_after_requeue
 from hpcdist.supervisor.protocols import NodeChanges

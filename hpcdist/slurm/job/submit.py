@@ -20,10 +20,10 @@ from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.node_steps import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import option_value, step_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
+from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
 from hpcdist.supervisor.plan import rank_command
 

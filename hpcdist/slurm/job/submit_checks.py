@@ -24,10 +24,10 @@ from hpcdist.host.files import LARGEST, read_json, user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.run import create
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError, srun_option_error
+from hpcdist.slurm.client import srun_option_error
 from hpcdist.slurm.job import submit
 from hpcdist.slurm.job.srun import exposed_secrets, option_value
-from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
+from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_memory_mb, parse_minutes
 from hpcdist.slurm.placement import requested_cluster
 
 

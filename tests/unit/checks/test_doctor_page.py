@@ -31,9 +31,9 @@ from hpcdist.host.files import write_json
 from hpcdist.host.machine import Check
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
-from hpcdist.slurm.client import JobSnapshot, SlurmError
+from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.on_nodes import answer_lines
-from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_settings
+from hpcdist.slurm.output import JobInfo, SlurmError, parse_node_states, parse_partitions, parse_settings
 
 OK = Check(name="cores", level="ok", text="16")
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")

@@ -28,8 +28,8 @@ from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import update_job_starts
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
+from hpcdist.slurm.output import SlurmError
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
 from hpcdist.tracking.points import JournalTail, SentPoints

@@ -20,9 +20,8 @@ from hpcdist.run.folder import RunDir, Status
 from hpcdist.run.records import all_job_starts, job_starts
 from hpcdist.run.status import keep_job, update_job_starts
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes
-from hpcdist.slurm.output import AccountedStart
+from hpcdist.slurm.output import AccountedStart, SlurmError
 
 # --- The changed config of a resume, and the parameters of a run
 

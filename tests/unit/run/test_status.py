@@ -30,8 +30,8 @@ from hpcdist.run.status import (
     update_job_starts,
 )
 from hpcdist.slurm import client
-from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
-from hpcdist.slurm.output import AccountedStart, JobInfo
+from hpcdist.slurm.client import JobRef, JobSnapshot
+from hpcdist.slurm.output import AccountedStart, JobInfo, SlurmError
 
 PENDING = JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Priority"))
 RUNNING = JobSnapshot(info=JobInfo(id="7", state="RUNNING", nodes="n1"))

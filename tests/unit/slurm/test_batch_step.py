@@ -18,9 +18,10 @@ from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequest
 from hpcdist.run.lease import Held
-from hpcdist.slurm.client import CurrentJob, SlurmError
+from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job import batch_step, submitit_entry
 from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
+from hpcdist.slurm.output import SlurmError
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.watch import Allocation

@@ -11,7 +11,7 @@ from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.errors import HpcdistError
 from hpcdist.slurm import client
-from hpcdist.slurm.output import JobInfo, parse_time
+from hpcdist.slurm.output import JobInfo, SlurmError, parse_time
 
 #: All tests of this file may start processes.
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("utc")]
@@ -26,14 +26,12 @@ NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
 
 def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands) -> None:
     commands.add("scontrol", error=f"warning\nscontrol: {NO_CONTROLLER}", code=1)
-    with pytest.raises(
-        client.SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"
-    ):
+    with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
         client.run("scontrol", "ping")
     commands.add("scontrol", code=3)
-    with pytest.raises(client.SlurmError, match=r"^scontrol: exit code 3$"):
+    with pytest.raises(SlurmError, match=r"^scontrol: exit code 3$"):
         client.run("scontrol", "ping")
-    with pytest.raises(client.SlurmError, match=r"^squeue is not installed on this machine$") as caught:
+    with pytest.raises(SlurmError, match=r"^squeue is not installed on this machine$") as caught:
         client.query_jobs(["8"])
     assert not caught.value.installed
 
@@ -47,8 +45,17 @@ def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands, mo
     assert client.running_steps(retry_s=60) == {"7.0": "a"}
     assert len(commands.calls()) == 3
     commands.add("squeue", error=NO_CONTROLLER, code=1)
-    with pytest.raises(client.SlurmError, match="Unable to contact"):
+    with pytest.raises(SlurmError, match="Unable to contact"):
         client.running_steps(retry_s=0.1)
+
+
+def test_settings_of_the_users_shell_change_no_output(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"SLURM_TIME_FORMAT": "relative", "SQUEUE_FORMAT": "%A", "SACCT_FORMAT": "JobID", "SINFO_STATES": "idle"}
+    for name, value in {**settings, "LC_ALL": "de_DE.UTF-8", "SLURM_CONF": "/etc/other.conf"}.items():
+        monkeypatch.setenv(name, value)
+    shown = "$SLURM_TIME_FORMAT $SQUEUE_FORMAT $SACCT_FORMAT $SINFO_STATES $LC_ALL $SLURM_CONF"
+    commands.add_script("scontrol", f'echo "{shown}"')
+    assert client.run("scontrol", "ping").split() == ["%s", "C", "/etc/other.conf"]
 
 
 # --- jobs
@@ -68,9 +75,7 @@ def test_accounting_is_used_for_a_job_that_the_controller_does_not_show(
     assert (info.state, commands.programs()) == (state, ["scontrol", "sacct"])
     if controller == NO_CONTROLLER:
         commands.add("sacct", error=NO_ACCOUNTING, code=1)
-        with pytest.raises(
-            client.SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"
-        ):
+        with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
             client.query_job(job)
 
 
@@ -137,9 +142,9 @@ RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
             client.JobRef(id="1", cluster="there"),
             client.JobSnapshot(error="job 1 is on cluster there, this is here"),
         ),
-        (client.SlurmError("no answer"), client.JobRef(id="8"), client.JobSnapshot(error="no answer")),
+        (SlurmError("no answer"), client.JobRef(id="8"), client.JobSnapshot(error="no answer")),
         (
-            client.SlurmError("none", installed=False),
+            SlurmError("none", installed=False),
             client.JobRef(id="8"),
             client.JobSnapshot(error="none", installed=False),
         ),
@@ -147,12 +152,12 @@ RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
 )
 def test_snapshot_of_a_job_is_over_only_by_slurms_answer(
     monkeypatch: pytest.MonkeyPatch,
-    answer: JobInfo | client.SlurmError | None,
+    answer: JobInfo | SlurmError | None,
     job: client.JobRef,
     expected: client.JobSnapshot,
 ) -> None:
     def query_job(job_id: str, *, history: bool) -> JobInfo | None:
-        if isinstance(answer, client.SlurmError):
+        if isinstance(answer, SlurmError):
             raise answer
         return answer
 
@@ -243,7 +248,7 @@ def test_a_controller_that_hangs_costs_the_time_limit_once(
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
     assert not client.signal_named_steps("attempt-001", "KILL")
     client.signal_steps(["41.0"], "KILL")
-    with pytest.raises(client.SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
+    with pytest.raises(SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
         JOB.requeue()
     assert of_job.programs() == ["squeue", "scancel", "scontrol"]
 

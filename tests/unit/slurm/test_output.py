@@ -1,5 +1,6 @@
 """Parsers of output recorded from Slurm 22.05, 24.11 and 26.05; the resources of a job's ranks."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,9 +15,9 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.run.records import NodeShare
 from hpcdist.slurm import client, output
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.launcher import job_resources
 from hpcdist.slurm.job.submit import estimate_start
+from hpcdist.slurm.output import SlurmError
 
 pytestmark = pytest.mark.usefixtures("utc")
 
@@ -119,7 +120,7 @@ def test_lines_of_another_format_are_ignored() -> None:
     assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
     assert output.parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
     assert output.parse_sacct("1\n1|a|b\n", "1") is None
-    rows = "1|a|COMPLETED|0:0|x|x|x|n1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1.2.3K\n"
+    rows = "1|a|COMPLETED|0:0||Unknown|None|n1|\n1.0|s|COMPLETED|0:0||||n1|1.2.3K\n"
     assert job(output.parse_sacct(rows, "1")).max_rss == "1.2.3K"
     (partition,) = output.parse_partitions(
         f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n"
@@ -146,7 +147,10 @@ def test_free_text_is_not_searched_for_keys() -> None:
     [
         (output.parse_text, {"n1": "n1", "(null)": "", "None assigned": "", "": "", None: ""}),
         (output.parse_count, {"12": 12, "UNLIMITED": None, "²": None, "9" * 5000: None, "": None}),
-        (output.parse_time, {"Unknown": None, "N/A": None, "": None, None: None, "None": None}),
+        (
+            output.parse_time,
+            {"1795824300": 1795824300.0, "0": None, "Unknown": None, "N/A": None, "": None, None: None, "None": None},
+        ),
         (output.parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "": None}),
         (output.parse_minutes, {"UNLIMITED": None}),
         (output.parse_seconds, {"30 sec": 30, "2 min": 120, "30": 30, "soon": None, "": None}),
@@ -158,6 +162,16 @@ def test_free_text_is_not_searched_for_keys() -> None:
 )
 def test_values(parse: Callable[[Any], Any], values: dict[str | None, Any]) -> None:
     assert {text: parse(text) for text in values} == values
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(output.parse_time, "Tomorr 07:05"), (output.parse_time, "20 Nov"), (output.parse_minutes, "1 day")],
+)
+def test_unreadable_value_is_no_missing_value(parse: Callable[[str], float | None], text: str) -> None:
+    """A job whose end cannot be read has an end: it must be asked for again, or shown as unknown."""
+    with pytest.raises(SlurmError, match=re.escape(repr(text))):
+        parse(text)
 
 
 def test_times_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
