@@ -242,12 +242,15 @@ def parse_boot_times(text: str) -> dict[str, float]:
 
 # The state of a job, from scontrol, squeue and sacct.
 
-#: States of jobs that run, will run, or are about to return to the queue.
-ALIVE = frozenset(
-    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
-    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
+#: States of jobs that have ended. A job in any other state lives, also in one that a later release of Slurm adds.
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"}
+    | {"TIMEOUT"}
 )
-WAITING = ALIVE & {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
+#: States of jobs that are in the queue, or about to return to it.
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "EXPEDITING"}
+)
 #: Reasons that repeat the state or the exit code of a failed job.
 _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.
@@ -278,7 +281,7 @@ class JobInfo:
 
     @property
     def alive(self) -> bool:
-        return self.state in ALIVE
+        return self.state not in ENDED
 
     @property
     def waiting(self) -> bool:

@@ -129,6 +129,20 @@ def test_lines_of_another_format_are_ignored() -> None:
     assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("state", "alive", "sentence"),
+    [
+        ("RESV_DEL_HOLD", True, "job 1 waits (RESV_DEL_HOLD)"),
+        ("HIBERNATING", True, "job 1 is HIBERNATING"),
+        ("DEADLINE", False, "job 1 ended as DEADLINE"),
+    ],
+    ids=["held", "of-a-later-release", "ended"],
+)
+def test_job_has_ended_only_in_a_state_known_as_an_end(state: str, alive: bool, sentence: str) -> None:
+    info = job(output.parse_scontrol(f"JobId=1 JobState={state}", "1"))
+    assert (info.alive, info.sentence()) == (alive, sentence)
+
+
 # --- Values and records in the output of Slurm's commands.
 
 
