@@ -47,18 +47,43 @@ class StrictLoader(_Loader):  # type: ignore[misc]
 
 
 class _ConfigLoader(StrictLoader):
-    """Reads numbers as YAML 1.2 does (`3e-4`), and dates as text."""
+    """Reads numbers as YAML 1.2 does, and dates as text.
+
+    In YAML 1.1, `3e-4` is a text, `010` is 8, and `30:00` is 1800.
+    """
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(node.value)
 
 
-_ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
+_INT, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+_SIGNS_AND_DIGITS = list("-+0123456789")
 _ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, form) for tag, form in resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)]
     for first, resolvers in _ConfigLoader.yaml_implicit_resolvers.items()
 }
+# Python also accepts underscores between the digits.
+_WHOLE_NUMBER = re.compile(r"[-+]?[0-9]+(_[0-9]+)*$")
+_REAL_NUMBER = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$"
+    r"|[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+
+
+class _ConfigDumper(yaml.SafeDumper):
+    """Puts a text in quotes that YAML 1.1 or `_ConfigLoader` would read as something else."""
+
+
+for _reader in (_ConfigLoader, _ConfigDumper):
+    _reader.add_implicit_resolver(_INT, _WHOLE_NUMBER, _SIGNS_AND_DIGITS)
+    _reader.add_implicit_resolver(_FLOAT, _REAL_NUMBER, [*_SIGNS_AND_DIGITS, "."])
+_ConfigLoader.add_constructor(_INT, _ConfigLoader.construct_yaml_int)
+
+
+def dump(tree: Mapping[str, Any]) -> str:
+    """Return plain containers as YAML, which `parse` reads as the same values."""
+    return str(yaml.dump(tree, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=True))
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import math
 import os
 import re
 import warnings
@@ -19,6 +20,7 @@ from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.removed import removal, without_removed_defaults
 from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
+from hpcdist.config.topology import minutes_of
 from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
@@ -304,6 +306,8 @@ def _sentences(key: str, value: object) -> list[str]:
         return [removed]
     if key == "cluster.gpus_per_node":
         return [f"{key} must be a number, or TYPE:NUMBER such as a100:4 without spaces, got {shown(value)}"]
+    if key == "cluster.time_limit_min" and isinstance(value, str) and (minutes := minutes_of(value)) is not None:
+        return [f"{key} must be a whole number of minutes, got {shown(value)}: write {math.ceil(minutes)}"]
     role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
     known = {
         path.replace(f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."): kind for path, kind in _types().items()

@@ -342,6 +342,19 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 
+def minutes_of(text: str) -> float | None:
+    """Return a time limit as Slurm writes it (`1-00:00:00`, `30:00`, `90`) in minutes; None for other text."""
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
+    if found is None:
+        return None
+    days = found[1]
+    parts = [int(part) for part in found.groups()[1:] if part is not None]
+    if len(parts) < 3 and days is None:
+        parts = [0, *parts]  # minutes, or minutes and seconds
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
+
+
 def expand(nodelist: str) -> list[str]:
     """Return the node names of a nodelist, in its order. Raises TopologyError."""
     hosts: list[str] = []

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
-import yaml
-
 import hpcdist
 from hpcdist.config import document
 from hpcdist.config.conversion import Mistake, convert, convert_section, default_of
@@ -29,12 +27,12 @@ S = TypeVar("S")
 
 
 def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
+    return document.dump(redacted(config))
 
 
 def run_yaml(config: Config) -> str:
     """Return the content of a run folder's config: the format number, then the result of `to_yaml`."""
-    return yaml.safe_dump(host_files.stamped({})) + to_yaml(config)
+    return document.dump(host_files.stamped({})) + to_yaml(config)
 
 
 def stored_tree(path: Path, section: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+from hpcdist.config.topology import minutes_of
 from hpcdist.errors import HpcdistError
 
 
@@ -84,16 +85,10 @@ def parse_minutes(text: str) -> float | None:
     """
     if text in _NO_LIMIT:
         return None
-    days, dash, clock = text.rpartition("-")
-    try:
-        parts = [int(part) for part in clock.split(":")]
-        num_days = int(days) if dash else 0
-    except ValueError as error:
-        raise SlurmError(f"Slurm shows the time limit {text!r}, which hpcdist cannot read") from error
-    if len(parts) < 3 and not dash:
-        parts = [0, *parts]  # minutes, or minutes and seconds
-    hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return num_days * 1440 + hours * 60 + minutes + seconds / 60
+    minutes = minutes_of(text)
+    if minutes is None:
+        raise SlurmError(f"Slurm shows the time limit {text!r}, which hpcdist cannot read")
+    return minutes
 
 
 def parse_seconds(text: str) -> int | None:

@@ -1,6 +1,7 @@
 """A config is the merge of defaults, site profile, file and overrides; its schema."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -90,6 +91,28 @@ def test_config_overrides_its_site_profile(write: Write, tmp_path: Path) -> None
     assert load_config(write("# nothing\n")).optim == Config().optim
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("010", 10), ("08", 8), ("1_000", 1000), ("+3", 3), ("3e-4", 0.0003), ("1.", 1.0), (".inf", math.inf)],
+)
+def test_numbers_are_decimal(write: Write, text: str, value: float) -> None:
+    for config in (load_config(write(f"params: {{x: {text}}}\n")), load_config(write(""), [f"params.x={text}"])):
+        assert config.params == {"x": value}
+
+
+@pytest.mark.parametrize("text", ["30:00", "1:30.5", "0x10", "0b11", "08", "1e5", "1_0", "2026-01-01", "no", "~"])
+def test_written_text_is_read_as_the_same_text(write: Write, text: str) -> None:
+    """Also where YAML 1.1, or hpcdist itself, would read a number."""
+    config = load_config(write(to_yaml(Config(params={"x": text}))))
+    assert config.params == {"x": text}
+
+
+@pytest.mark.parametrize(("text", "minutes"), [("30:00", 30), ("1-00:00:00", 1440), ("01:30:01", 91)])
+def test_time_limit_in_slurms_notation_is_converted_in_the_message(write: Write, text: str, minutes: int) -> None:
+    with pytest.raises(ConfigError, match=f"must be a whole number of minutes, got '{text}': write {minutes}$"):
+        load_config(write(""), [f"cluster.time_limit_min={text}"])
+
+
 def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> None:
     path = write(
         "trainer: {script: [a.py, --amp, no, --seed, 010, --lr, 0.10, --day, 2026-01-02, --at, 12:30, --none, null]}\n"
@@ -108,7 +131,7 @@ def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> No
     assert config.launch.env == {"DEBUG": "no", "VERSION": "1.10"}
     assert (config.cluster.mem, config.cluster.sbatch) == ("0x10", {"time": "10:00:00"})
     assert (config.preflight.mode, config.experiment, config.launch.num_ranks) == ("off", "007", 2)
-    assert config.params == {"debug": False, "lr": 0.1, "step": 8}, "free keys are read as YAML"
+    assert config.params == {"debug": False, "lr": 0.1, "step": 10}, "free keys are read as YAML"
     assert (config.cluster.qos, config.cluster.env, config.container.extra_args) == ("010", {"SITE": "on"}, ["010"])
     words = [
         "trainer.script=[a.py, --n, 010, no]",
