@@ -13,6 +13,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.containers.engine import EngineName
 from hpcdist.containers.mounts import Mount
+from hpcdist.containers.runtimes import NO_USER_PACKAGES
 from hpcdist.errors import UserMistake
 from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, has_capability
 
@@ -111,6 +112,7 @@ def local_container(
         workdir=cwd if own_code else None,
         env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
         env_values={
+            **NO_USER_PACKAGES,
             "USER": user,
             NAME: image,
             DIGEST: digest,

@@ -28,6 +28,8 @@ _OF_THE_HOST = (
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_*", "APPTAINER_*", "SINGULARITY_*", "ENROOT_*", "NVIDIA_*",
     "MELLANOX_*",
 )  # fmt: skip
+#: Otherwise packages of ~/.local replace those of the image if the home folder is mounted.
+NO_USER_PACKAGES = {"PYTHONNOUSERSITE": "1"}
 #: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
 _NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
 _PYXIS_MOUNTS = "--container-mounts="
@@ -92,6 +94,7 @@ def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name not in WITHHELD and any(fnmatchcase(name, pattern) for pattern in allowed)
     }
+    kept = {**NO_USER_PACKAGES, **kept}
     if spec.runtime == "apptainer":
         return kept
     if spec.is_folder:

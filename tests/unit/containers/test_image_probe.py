@@ -55,7 +55,7 @@ def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     spec = replace(SPEC, mounts=(Mount(source="/p", target="/p"),))
     command, env = image_probe(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO"})
     assert not [word for word in command if word.startswith("--bind")]
-    assert env == {"NCCL_DEBUG": "INFO"}
+    assert env == {"NCCL_DEBUG": "INFO", "PYTHONNOUSERSITE": "1"}
 
 
 @pytest.mark.processes

@@ -50,7 +50,7 @@ def test_podman_command_with_infiniband() -> None:
         " --volume=/home/ada/runs:/home/ada/runs --volume=/data/sets:/data/sets"
         " --volume=/home/ada/project:/home/ada/project --workdir=/home/ada/project"
         " --userns=keep-id --device=nvidia.com/gpu=all"
-        f" --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
+        f" --env=PYTHONNOUSERSITE=1 --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
         " --env=HPCDIST_RUNS_DIR=/home/ada/runs --env=HPCDIST_DATA_DIR=/data/sets --env=NCCL_DEBUG"
         " hpcdist"
     )

@@ -87,7 +87,7 @@ ENV = {
 
 def test_containers_inherit_a_reduced_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "INFINIBAND", tmp_path / "none")
-    reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin"}
+    reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "PYTHONNOUSERSITE": "1"}
     assert outer_env(SPEC, ENV) == reduced
     devices = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     of_enroot = reduced | {"ENROOT_LOGIN_SHELL": "no"} | devices
