@@ -30,28 +30,14 @@ def train(ctx: Context, cfg: Config, params: Params) -> None:
     net = nn.Sequential(nn.Linear(1, params.hidden), nn.Tanh(), nn.Linear(params.hidden, 1))
     model = ctx.wrap(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.optim.lr)
-    ctx.seed_per_rank()  # each rank draws its own samples from here on
 
-    step = 0
-    if (saved := ctx.restore()) is not None:
-        model.module.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.trainer["optimizer"])
-        step = saved.step
-
-    total_steps = params.total_steps
-    stop = False
-    while step < total_steps and not stop:
+    # The loop begins at the newest checkpoint. Each rank draws its own samples in it.
+    for _ in ctx.steps(params.total_steps, model=model, optimizer=optimizer):
         x = torch.rand(64, 1, device=ctx.device) * 6 - 3
         loss = F.mse_loss(model(x), torch.sin(x) + 0.05 * torch.randn_like(x))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        step += 1
-        if step % cfg.tracking.log_every_steps == 0:
-            ctx.log({"train/loss": loss.item()}, step)
-        stop = ctx.should_stop(step, total_steps)
-        if ctx.should_save(step) or step == total_steps:
-            ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
+        ctx.log({"train/loss": loss})
 
-    if not stop:
-        ctx.export_model(model.module, torch.zeros(2, 1))
+    ctx.export_model(model.module, torch.zeros(2, 1))

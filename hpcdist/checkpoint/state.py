@@ -23,11 +23,11 @@ from hpcdist.host import retry
 from hpcdist.host.files import fsync_folder
 
 
-def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a module without the prefixes of DDP and `torch.compile` wrappers at any level.
+def clean_names(module: nn.Module) -> dict[str, str]:
+    """Return the names in a module's state dict, and the names without DDP's and `torch.compile`'s wrappers.
 
-    The prefixes are derived from the wrapper modules, so a layer that a user calls `module` keeps its name. The tensors
-    share memory with the module.
+    The prefixes of wrappers at any level are derived from the modules, so a layer that a user calls `module` keeps its
+    name.
     """
     prefixes = {}  # and their replacements
     for name, part in module.named_modules(remove_duplicate=False):
@@ -36,13 +36,26 @@ def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
             prefixes[f"{outer}module."] = outer
         elif isinstance(part._modules.get("_orig_mod"), nn.Module):  # torch.compile's OptimizedModule
             prefixes[f"{outer}_orig_mod."] = outer
-    state = {}
-    for key, value in module.state_dict().items():
+    names = {}
+    for key in module.state_dict():
+        clean = key
         for prefix in sorted(prefixes, key=len, reverse=True):
-            if key.startswith(prefix):
-                key = prefixes[prefix] + key.removeprefix(prefix)
-        state[key] = value
-    return state
+            if clean.startswith(prefix):
+                clean = prefixes[prefix] + clean.removeprefix(prefix)
+        names[key] = clean
+    return names
+
+
+def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a module under the names of the bare module. The tensors share memory with it."""
+    names = clean_names(module)
+    return {names[key]: value for key, value in module.state_dict().items()}
+
+
+def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a result of `clean_state_dict` into a module with the same or other wrappers, or without them."""
+    wrapped = {clean: key for key, clean in clean_names(module).items()}
+    module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
 
 
 class MaybeSharded:

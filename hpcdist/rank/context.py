@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,8 +31,10 @@ from hpcdist.rank.elastic import (
     micro_batches,
     sum_over_ranks,
 )
+from hpcdist.rank.loop_state import LoopState, Stateful
 from hpcdist.rank.process_group import Groups, gloo_group, seed_everything
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
+from hpcdist.rank.steps import Steps
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
@@ -85,20 +87,11 @@ class Context:
         def train(ctx: Context, config: Config) -> None:
             model = ctx.wrap(build_model())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            step, stop = 0, False
-            if (restored := ctx.restore()) is not None:
-                model.module.load_state_dict(restored.model)
-                optimizer.load_state_dict(restored.trainer["optimizer"])
-                step = restored.step
-            total_steps = config.params["total_steps"]
-            while step < total_steps and not stop:
+            for step in ctx.steps(config.params["total_steps"], model=model, optimizer=optimizer):
                 loss = train_step(model, optimizer)
-                step += 1
-                if step % 10 == 0:
-                    ctx.log({"train/loss": float(loss)}, step)
-                stop = ctx.should_stop(step, total_steps)
-                if ctx.should_save(step) or step == total_steps:
-                    ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
+                ctx.log({"train/loss": loss})
+
+    `restore`, `should_stop`, `should_save` and `save` are for loops that `steps` does not fit.
 
     Attributes:
         config: the resolved config, the same object as the second argument of `train`.
@@ -155,6 +148,11 @@ class Context:
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
         self._samples = b""  #: per-sample results that the next save with the monitored metric keeps
+        self._loop_ranks = groups  #: the ranks that count steps
+        self._steps: Steps | None = None
+        self._has_restored = False
+        self._restored: Restored | None = None  #: until `steps` has loaded it
+        self._rank_states: list[dict[str, Any]] = []  #: of the restored checkpoint
         self._saved_step = -1  #: of the checkpoint that was saved or restored last
         self._saved_division: SavedDivision | None = None  #: of an elastic run, which a checkpoint holds, once known
 
@@ -183,15 +181,96 @@ class Context:
         """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
         return self.roles.of_rank(self.rank)[1]
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
+    def steps(
+        self,
+        total_steps: int,
+        *,
+        model: nn.Module | None = None,
+        local: Stateful | None = None,
+        save: Callable[[int, Mapping[str, float]], None] | None = None,
+        **states: Stateful,
+    ) -> Steps:
+        """Return the steps of the training, to iterate over: `for step in ctx.steps(…)`. Call it on every rank.
+
+            for step in ctx.steps(total_steps, model=model, optimizer=optimizer, scheduler=scheduler):
+                loss = train_step(model, optimizer, scheduler)
+                ctx.log({"train/loss": loss})
+
+        The newest checkpoint is loaded into the model and the other objects, and `step` is the number of steps done,
+        from 0 or from the checkpoint on. After each step the call reports progress, stops if the ranks have agreed to,
+        and saves: every `checkpoint.every_steps` steps, before a stop, after `hpcdist save`, and after the last step.
+        At the first start, each rank gets a seed of its own.
+
+        The state must be complete at the end of the loop's body. Do not leave the loop by `break`; see `Steps.end`.
+
+        Args:
+            total_steps: number of steps of the whole training.
+            model: the model, wrapped or bare.
+            local: an object with `state_dict` and `load_state_dict` whose state differs between the ranks. It begins
+                anew if the number of ranks has changed.
+            save: instead of `model`, for a model that several ranks share: a function that saves a step with the
+                metrics of its evaluation by `Context.save`. The trainer has then called `restore` before, and loads
+                what it needs itself.
+            **states: further objects with `state_dict` and `load_state_dict`, equal on all ranks, such as optimizers,
+                schedulers and samplers. A checkpoint holds those of rank 0.
+
+        Raises TrainerError if a resume would not continue the loop exactly, at the call, after the first step, or at
+        the first save.
+        """
+        if self._steps is not None:
+            raise TrainerError(
+                "ctx.steps: a trainer has one loop: for a second part use steps.until(…) with steps = ctx.steps(…)"
+            )
+        if (save is None) == (model is None):
+            raise TrainerError("ctx.steps: pass either the model, model=…, or a function that saves, save=…")
+        check = None
+        if save is None:
+            assert model is not None
+            state = LoopState(self, self._loop_ranks, model, states, local)
+            self._load_loop(state)
+            save, check = state.save, state.check
+        elif not self._has_restored:
+            raise TrainerError("ctx.steps: with save=… call ctx.restore() before, and load what it returns")
+        step = self._restored.step if self._restored is not None else 0
+        if total_steps < step:
+            raise TrainerError(
+                f"ctx.steps: total_steps={total_steps}, but the checkpoint has {step} steps: pass {step} or more, or"
+                " start a new run"
+            )
+        self._restored, self._rank_states = None, []  # frees the memory
+        self._steps = Steps(self, step=step, total_steps=total_steps, save=save, after_first_step=check)
+        return self._steps
+
+    def _load_loop(self, state: LoopState) -> None:
+        """Load the checkpoint, which a trainer may have restored before, into the state of a loop."""
+        if not self._has_restored:
+            self.restore()
+        if self._restored is not None:
+            state.load(self._restored)
+        # Since its own call of `restore` the trainer may have drawn random numbers.
+        self._set_generators(self._rank_states)
+
+    def log(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Record metrics. Only rank 0 records; other ranks only note the step, for messages about them.
 
         The call writes to the run's journal and takes microseconds; a separate process sends the journal to MLflow.
-        Values must be numbers in host memory: `float(tensor)` of a CUDA tensor waits for the GPU, so log only every
-        few steps. `step` is the x-axis in MLflow.
+
+        In a loop of `steps` leave out `step`: of a metric that every step logs, every `tracking.log_every_steps`-th
+        point is recorded, and the last one; of others, each point. A tensor is read from its device only if it is
+        recorded, because reading waits for the device.
+
+        Args:
+            metrics: numbers, or tensors of one element.
+            step: number of steps done, the x-axis in MLflow. With it, all metrics are recorded.
         """
+        if step is None:
+            if self._steps is None:
+                raise TrainerError("ctx.log: pass the step, ctx.log(metrics, step), except in a loop of ctx.steps")
+            metrics, step = self._steps.due(metrics), self._steps.number
+            if not metrics:
+                return
         if self.is_main:
-            self._records.log(metrics, step)
+            self._records.log({name: _number(name, value) for name, value in metrics.items()}, step)
         else:
             self._heartbeat.note_logged({}, step)
 
@@ -261,10 +340,12 @@ class Context:
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
 
+        After an agreed stop the call has no effect, since the training goes on later.
+
         `module` is the bare model (`wrapped.module`); it is moved to the CPU and set to evaluation mode. `example` is
         one input batch of at least two samples, from which MLflow infers the model's signature.
         """
-        if self.is_main:
+        if self.is_main and not self._stop.agreed:
             self._heartbeat.doing = "exporting the final model"
             self._heartbeat.beat()
             with self.timer.account.phase("finish"):
@@ -349,6 +430,7 @@ class Context:
 
         Raises CheckpointError if a save in the background has failed, and RuntimeError if another rank has died.
         """
+        self._refuse_in_loop("should_stop", "ctx.steps asks after each step")
         self._saver.check()
         self._shard_writer.check()
         self._heartbeat.step = step
@@ -500,6 +582,7 @@ class Context:
 
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
+        self._refuse_in_loop("save", "ctx.steps saves; for the metrics of an evaluation call steps.save(metrics)")
         with self.timer.account.phase("checkpoint"):
             report_saved = self._commands.begin_save(step)
             is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
@@ -563,6 +646,9 @@ class Context:
         itself loads model and optimizer from the result, which is None without a checkpoint. Raises CheckpointError
         if the checkpoint cannot be read.
         """
+        if self._steps is not None:
+            raise TrainerError("ctx.restore: ctx.steps has restored the checkpoint: leave out the call")
+        self._has_restored = True
         path = ""
         if self.is_main:
             self._store.remove_leftovers()
@@ -570,6 +656,7 @@ class Context:
             path = str(newest.path) if newest is not None else ""
         if not (path := self.groups.broadcast(path)):
             self._notes.begin(0)
+            self._set_generators([])
             return None
         # Rank 0 has verified the hashes; each rank reading all files twice would load the file system.
         checkpoint = self._store.load(Path(path))
@@ -577,17 +664,9 @@ class Context:
         self._saved_step = checkpoint.step
         self._saved_division = SavedDivision.of(states[0])
         is_elastic = self._is_elastic and self._saved_division is not None
-        roles = [str(state["role"]).partition(":")[0] for state in states]
-        local = None
-        if roles.count(self.role) == self.roles.count(self.role):
-            own = states[roles.index(self.role) + self.role_index]
-            local = own["local"]
-            set_rng_state(own["rng"], self.device)
-        elif is_elastic:
-            # After a step the generators are equal on all ranks, see `rank/elastic.py`.
-            set_rng_state(states[0]["rng"], self.device)
-        else:
-            seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)
+        own = self._own_state(states)
+        self._rank_states = states
+        self._set_generators(states)
         before, now = len(states), self.world_size
         if before != now and (self.config.roles or is_elastic):  # trainers with roles report its effect themselves
             log.info("%d ranks instead of %d continue the run", now, before)
@@ -598,21 +677,46 @@ class Context:
         self._heartbeat.step = checkpoint.step
         self._divisions.clear()  # the checkpoint determines the number of micro-batches
         self._notes.begin(checkpoint.step)
-        return Restored(
+        self._restored = Restored(
             step=checkpoint.step,
             model=checkpoint.model,
             trainer=checkpoint.trainer,
-            local=local,
+            local=own["local"] if own is not None else None,
             folder=Path(path),
             world_size=before,
             local_by_rank=[state["local"] for state in states],
         )
+        return self._restored
+
+    def _own_state(self, rank_states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the state of the rank with this rank's role and index; None if its role had other numbers of ranks."""
+        roles = [str(state["role"]).partition(":")[0] for state in rank_states]
+        if roles.count(self.role) != self.roles.count(self.role):
+            return None
+        return rank_states[roles.index(self.role) + self.role_index]
+
+    def _set_generators(self, rank_states: Sequence[dict[str, Any]]) -> None:
+        """Set the random number generators to those of a checkpoint, or seed them differently on each rank."""
+        own = self._own_state(rank_states)
+        if own is not None:
+            set_rng_state(own["rng"], self.device)
+        elif self._is_elastic and rank_states and SavedDivision.of(rank_states[0]) is not None:
+            # After a step the generators are equal on all ranks, see `rank/elastic.py`.
+            set_rng_state(rank_states[0]["rng"], self.device)
+        else:
+            seed_everything(self.config.seed + 1 + self.rank + max(0, self._saved_step))
+
+    def _refuse_in_loop(self, name: str, instead: str) -> None:
+        if self._steps is not None and self._steps.is_open:
+            raise TrainerError(f"ctx.{name} in the loop of ctx.steps: leave out the call, {instead}")
 
     def close(self) -> None:
         """Wait until checkpoints and metrics are on disk. The worker calls it after `train`.
 
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
+        if self._steps is not None:
+            self._steps.check_left()
         self.timer.close()
         self.timer.account.enter("finish")
         self._commands.close()
@@ -650,3 +754,14 @@ def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
         log.warning("the results of ctx.log_samples are not kept: some samples have none, or none that is finite")
         return []
     return found.tolist()
+
+
+def _number(name: str, value: float | Tensor) -> float:
+    """Return the value of a metric, which a tensor's device may still be computing."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise TrainerError(
+            f"ctx.log: {name} is a tensor of {value.numel()} elements: pass one number, such as its mean"
+        )
+    return float(value)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.steps import Steps
 
 
 class Progress:
@@ -37,12 +38,15 @@ class Progress:
         *,
         goal: tuple[float, str] | None = None,
     ) -> None:
-        saved = {} if saved is None else saved
         self._cfg = cfg
         self._goal = goal
+        self.steps_per_epoch: int = steps_per_epoch
+        self.load_state_dict({} if saved is None else saved)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        cfg, steps_per_epoch = self._cfg, self.steps_per_epoch
         self.step: int = saved.get("step", 0)  #: optimizer steps done in total
         self.epoch: int = saved.get("epoch", 0)  #: epochs done, counted by `end_epoch`
-        self.steps_per_epoch: int = steps_per_epoch
         self.step_in_epoch: int = saved.get("step_in_epoch", 0) * steps_per_epoch // saved.get("steps_per_epoch", 1)
         self.samples: int = saved.get("samples", 0)  #: of all ranks until the last logged step
         self._evaluated_step: int = saved.get("evaluated_step", -1)
@@ -52,7 +56,8 @@ class Progress:
         #: The step at which training ends; computed anew in each attempt.
         self.total_steps: int = self.step + max(0, remaining)
         if cfg.stop.max_steps is not None:
-            self.total_steps = min(self.total_steps, cfg.stop.max_steps)
+            # A resume may have a smaller stop.max_steps than the checkpoint has steps.
+            self.total_steps = max(self.step, min(self.total_steps, cfg.stop.max_steps))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -74,17 +79,14 @@ class Progress:
     @property
     def steps_until_evaluation(self) -> int:
         """Steps to do before the next evaluation, at the end of the epoch or of training."""
-        # A resume may have a smaller stop.max_steps than the checkpoint has steps.
-        return max(0, min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step))
+        return min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step)
 
-    @property
-    def log_is_due(self) -> bool:
-        """Whether to log training metrics: every `tracking.log_every_steps` steps, and at the last step."""
-        return self.step % self._cfg.tracking.log_every_steps == 0 or self.step == self.total_steps
-
-    def count_step(self) -> None:
-        self.step += 1
-        self.step_in_epoch += 1
+    def until_evaluation(self, steps: Steps) -> Iterator[int]:
+        """Yield the steps before the next evaluation. In the body of the loop, its step counts as done."""
+        for step in steps.until(self.step + self.steps_until_evaluation):
+            self.step += 1
+            self.step_in_epoch += 1
+            yield step
 
     def add_samples(self, number: float) -> int:
         """Add the samples of all ranks since the last logged step. Returns their number since the start of the run."""
@@ -134,11 +136,15 @@ class Meter:
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None, device: torch.device | None = None) -> None:
+        self._device = device
+        self._paused_at: float | None = None
+        self.load_state_dict({} if saved is None else saved)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.sums: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in (saved or {}).items()
+            name: value.to(self._device) if isinstance(value, Tensor) else value for name, value in saved.items()
         }
         self._since: float = time.perf_counter() - self.sums.pop("elapsed_s", 0.0)
-        self._paused_at: float | None = None
 
     @classmethod
     def restore(cls, ctx: Context, saved: Restored | None) -> Self:
@@ -181,16 +187,24 @@ class Meter:
 
 
 def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Return the fused implementation of the configured optimizer."""
+    """Return the fused implementation of the configured optimizer.
+
+    It loads what a saved state has of each parameter; options such as weight decay stay those of the config.
+    """
+    optimizer: torch.optim.Optimizer
     if cfg.name == "sgd":
-        return torch.optim.SGD(parameters, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, fused=True)
-    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+        optimizer = torch.optim.SGD(
+            parameters, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, fused=True
+        )
+    else:
+        kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
+        optimizer = kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+    optimizer.register_load_state_dict_pre_hook(_with_own_options)
+    return optimizer
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load what a saved `state_dict()` has of each parameter; options such as weight decay stay those of the config."""
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
+def _with_own_options(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    return {**optimizer.state_dict(), "state": saved["state"]}
 
 
 def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:

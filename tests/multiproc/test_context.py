@@ -132,7 +132,7 @@ def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_pa
 
 def train_the_example(here: Rank, path: Path) -> None:
     """Run the trainer in the docstring of `Context`."""
-    example = re.search(r"(?s)\n(        def train\(.*?)\n\n    Attributes:", Context.__doc__ or "")
+    example = re.search(r"(?s)\n(        def train\(.*?)\n\n    \S", Context.__doc__ or "")
     assert example is not None
     step = {"build_model": lambda: nn.Linear(1, 1), "train_step": lambda model, optimizer: torch.tensor(0.5)}
     names: dict[str, Any] = {"Config": Config, "Context": Context, "torch": torch, **step}
@@ -148,7 +148,7 @@ def test_example_of_the_documentation_logs_and_saves_the_last_step(tmp_path: Pat
     spawn_ranks(train_the_example, 2, path=run.path)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000025"]
     (file,) = run.journal.glob("*.jsonl")
-    assert [record.step for record in read_records(file)[0] if "train/loss" in record.metrics] == [10, 20]
+    assert [record.step for record in read_records(file)[0] if "train/loss" in record.metrics] == [1, 25]
 
 
 # --- sharded models

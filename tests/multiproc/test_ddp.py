@@ -215,8 +215,9 @@ def events(here: Rank, path: Path, cfg: Config, last_step: int | None = None) ->
     found: list[str] = []
     original_log, original_save = Context.log, Context.save
 
-    def log(ctx: Context, metrics: Mapping[str, float], step: int) -> None:
-        found.append(f"log {'eval' if 'eval/loss' in metrics else 'train'} {step}")
+    def log(ctx: Context, metrics: Mapping[str, float], step: int | None = None) -> None:
+        assert ctx._steps is not None
+        found.append(f"log {'eval' if 'eval/loss' in metrics else 'train'} {ctx._steps.number}")
         original_log(ctx, metrics, step)
 
     def save(ctx: Context, step: int, *, metrics: Mapping[str, float], **state: Any) -> None:

@@ -49,6 +49,7 @@ def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
     problem = Problem.of(cfg.section(RlConfig).env_id)
     policy = Policy(cfg.section(RlConfig), problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
+    seed_everything(cfg.seed + 1)  # the seed of rank 0 for its training
     collectors = [Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=index) for index in range(2)]
 
     def collect(number: int) -> Rollout:

@@ -320,7 +320,7 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     assert (code, "params.hiden is not a key: did you mean 'hidden'?" in output) == (2, True), output
     run = examples.run_dir("whole")
     assert (run.code / "regression.py").read_text() == (ROOT / "examples/own_trainer/regression.py").read_text()
-    assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == list(range(20, 401, 20))
+    assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == [1, *range(20, 401, 20)]
     assert (run.model / "MLmodel").is_file()
 
     # Stopped at step 200 and resumed: the same final weights, from the code of the first start.

@@ -5,8 +5,9 @@ With `data.global_batch_size` the run is *elastic*: each step takes the same sam
 Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -21,15 +22,7 @@ from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
 from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.rank.context import Context
-from hpcdist.rank.training_loop import (
-    Meter,
-    Progress,
-    build_optimizer,
-    load_optimizer,
-    lr_factor,
-    set_lr,
-    settle_buckets,
-)
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
 from hpcdist.review.figures import MAX_CLASSES, Matrix
 from hpcdist.run.samples import MAX_RESULTS
 
@@ -39,54 +32,39 @@ WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model. Every rank calls it."""
-    if ctx.topology.local_rank == 0:
-        prepare(cfg.data)
-    ctx.barrier()  # the other ranks of the node wait for the download
-    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
-    log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
+    data = open_data(ctx, cfg)
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
-    # Its first call initialises it. In an elastic run a rank may have no samples in a step, and so make no call.
-    scaler.scale(torch.zeros((), device=ctx.device))
-    saved = ctx.restore()  # the newest valid checkpoint, None without one; restores random number generators
-    if saved is not None:
-        model.module.load_state_dict(saved.model)
-        load_optimizer(optimizer, saved.trainer["optimizer"])
-        if saved.trainer["scaler"]:  # empty if the checkpoint was trained in another precision than fp16
-            scaler.load_state_dict(saved.trainer["scaler"])
+    scaler = build_scaler(ctx, cfg)
+    saved = ctx.restore()  # the newest valid checkpoint, None without one; its division is that of an elastic run
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
     meter = Meter.restore(ctx, saved)
-
-    def save(metrics: Mapping[str, float]) -> None:
-        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "position": progress.state_dict()}
-        ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
-
+    # Loads the checkpoint into all of them; then, after each step, asks for a stop, and saves what is due.
+    steps = ctx.steps(
+        progress.total_steps, model=model, optimizer=optimizer, scaler=scaler, position=progress, local=meter
+    )
     ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
     if ctx.world_size > 2 and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
         settle_order_of_gradients(ctx, cfg, data, model)
+
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         model.train()
-        for micro_batches in epoch_steps(ctx, cfg, data, model, progress):
-            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-            meter.add(**train_step(ctx, cfg, model, optimizer, scaler, micro_batches))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(ctx, optimizer, progress, meter), progress.step)
+        batches = epoch_steps(ctx, cfg, data, model, progress)
+        for step in progress.until_evaluation(steps):
+            set_lr(optimizer, cfg.optim.lr * lr_factor(step, progress.total_steps, cfg.schedule))
+            meter.add(**train_step(ctx, cfg, model, optimizer, scaler, next(batches)))
+            if steps.log_is_due:
+                ctx.log(interval_metrics(ctx, optimizer, progress, meter))
                 meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
-                save({})
-                return
-            # No checkpoint directly before an evaluation: one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save({})
+        if steps.is_stopped:  # on all ranks after the same step, which is saved
+            return
         with meter.paused():
             with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, model.module, data, cfg)
-            ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
-            save(metrics)
+            steps.save(metrics)
+
     ctx.end_reason = progress.end_reason
     example, _ = next(data.test.batches([torch.arange(2)]))  # two images
     ctx.export_model(model.module, example)
@@ -140,6 +118,26 @@ def interval_metrics(
     }
 
 
+# Set-up: data, gradient scaler.
+
+
+def open_data(ctx: Context, cfg: Config) -> ImageData:
+    """Download the dataset once on each node, if it is not there, and return it."""
+    if ctx.topology.local_rank == 0:
+        prepare(cfg.data)
+    ctx.barrier()  # the other ranks of the node wait for the download
+    data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
+    log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
+    return data
+
+
+def build_scaler(ctx: Context, cfg: Config) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
+    # Its first call initialises it. In an elastic run a rank may have no samples in a step, and so make no call.
+    scaler.scale(torch.zeros((), device=ctx.device))
+    return scaler
+
+
 # The data of an epoch: a rank's micro-batches of each optimizer step, plain or elastic.
 
 
@@ -154,23 +152,22 @@ def steps_per_epoch(ctx: Context, cfg: Config, data: ImageData) -> int:
 def epoch_steps(
     ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel, progress: Progress
 ) -> Iterator[Iterator[WeightedBatch]]:
-    """Yield this rank's micro-batches of each optimizer step until the next evaluation: one batch, or several.
+    """Return this rank's micro-batches of each optimizer step until the end of the epoch: one batch, or several.
 
     In an elastic run (`data.global_batch_size`) they are a part of a global batch that is the same for any number of
     ranks; a rank may have none in the last step of an epoch.
     """
-    is_elastic = cfg.data.global_batch_size is not None
-    if is_elastic:
-        index_batches = ctx.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
-    else:
+    if cfg.data.global_batch_size is None:
         whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
-        index_batches = list(whole_epoch[progress.step_in_epoch :])
+        batches = data.train.batches(list(whole_epoch[progress.step_in_epoch :]), epoch=progress.epoch)
+        return (iter([(*batch, 1.0)]) for batch in batches)
+    index_batches = ctx.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
     batches = data.train.batches(index_batches, epoch=progress.epoch)
-    for step in range(progress.step, progress.step + progress.steps_until_evaluation):
-        if is_elastic:  # after the last of them `micro_batches` sums the gradients over the ranks
-            yield ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
-        else:
-            yield iter([(*next(batches), 1.0)])
+    # After the last micro-batch of a step, `micro_batches` sums the gradients over the ranks.
+    return (
+        ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
+        for step in itertools.count(progress.step)
+    )
 
 
 def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:

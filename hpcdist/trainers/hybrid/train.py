@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -35,7 +36,7 @@ from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.device import collective_backend
 from hpcdist.rank.process_group import Groups, gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, settle_buckets
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
@@ -79,93 +80,80 @@ def train_dense_part(
     rpc: RpcGroup,
 ) -> None:
     """Train as a trainer, with constant learning rates; rank 0 exports the final model."""
-    hybrid = cfg.section(HybridConfig)
-    model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
-    optimizer = build_optimizer(model.parameters(), cfg.optim)
-    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
-    if saved is not None:
-        model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
-        load_optimizer(optimizer, saved.trainer["optimizer"])
-    samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
-    num_dense = sum(weight.numel() for weight in model.module.parameters())
-    # Replaces the size of the dense part, which `wrap` has logged.
-    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
-    # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
-    progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
-    meter = Meter.restore(ctx, saved)
-    num_own_shares = len(samples.shares)
-    # DDP and servers average over the trainers, which may have different numbers of shares.
-    loss_weight = num_own_shares * ctx.roles.count("trainer") / samples.num_shares
-
-    def save(metrics: Mapping[str, float]) -> None:
-        """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
-        tables.wait_until_applied()
-        trainers.barrier()
-        if ctx.is_main:
-            rpc.send_command("save", progress.step, to=rpc.of_role("parameter_server"))
-        state = {
-            "optimizer": optimizer.state_dict(),
-            "position": progress.state_dict(),
-            "num_trainers": ctx.roles.count("trainer"),
-            "num_shares": samples.num_shares,
-        }
-        # The tables are in the shards of the servers.
-        whole, local = nn.ModuleDict({"dense": model.module}), meter.state_dict()
-        ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
-
+    part = open_dense_part(ctx, cfg, layout, trainers, dense_group)
+    samples, progress, meter = part.samples, part.progress, part.meter
     # By their number of rows the client chooses its messages.
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, exchange, layout, first_batches) as tables:
+        steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
         ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
         if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order
-            example = torch.zeros(2, next(model.parameters()).shape[1], device=ctx.device)
-            settle_buckets(model, lambda: model(example).sum())
+            example = torch.zeros(2, next(part.model.parameters()).shape[1], device=ctx.device)
+            settle_buckets(part.model, lambda: part.model(example).sum())
+
         while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
             remaining = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
-            for clicks, lookup in tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True):
-                loss = train_step(ctx, model, optimizer, tables, clicks, lookup, loss_weight)
-                # A step has a batch of each share.
-                meter.add(loss_sum=loss * num_own_shares, num_batches=num_own_shares, num_samples=len(clicks))
-                progress.count_step()
-                if progress.log_is_due:
-                    ctx.log(interval_metrics(trainers, progress, meter), progress.step)
+            lookups = tables.look_up(islice(remaining, progress.steps_until_evaluation), train=True)
+            for _ in progress.until_evaluation(steps):
+                meter.add(**train_step(ctx, part, tables, *next(lookups)))
+                if steps.log_is_due:
+                    ctx.log(interval_metrics(trainers, progress, meter))
                     meter.reset()
-                if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
-                    save({})
-                    return
-                # No checkpoint directly before an evaluation: one with its metrics follows.
-                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                    save({})
+            if steps.is_stopped:  # on all trainers after the same step, which is saved
+                return
             with meter.paused():
                 with ctx.evaluating():  # its time counts apart from training
-                    metrics = evaluate(ctx, trainers, tables, model.module, samples)
-                ctx.log(metrics, progress.step)
+                    metrics = evaluate(ctx, trainers, tables, part.model.module, samples)
                 progress.end_epoch(metrics)
-                save(metrics)
+                steps.save(metrics)
+
     ctx.end_reason = progress.end_reason
     if ctx.is_main:
-        export(ctx, cfg, layout, rpc, model.module, samples)
+        export(ctx, cfg, layout, rpc, part.model.module, samples)
 
 
 def train_step(
-    ctx: Context,
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    tables: TableClient,
-    clicks: Clicks,
-    lookup: Lookup,
-    loss_weight: float,
-) -> float:
-    """Do one step of the dense part, and send the gradient of the sums of the bags to the servers. Returns the loss."""
+    ctx: Context, part: "DensePart", tables: TableClient, clicks: Clicks, lookup: Lookup
+) -> dict[str, float]:
+    """Do one step of the dense part, and send the gradient of the sums of the bags to the servers.
+
+    Returns sums for the metrics. A step has a batch of each share.
+    """
     pooled = lookup.pooled().to(ctx.device).requires_grad_()
     # The hook sends the gradient as soon as it is computed, while DDP exchanges those of the dense part.
     pooled.register_hook(lambda gradient: tables.push(lookup, gradient))
-    logits = logits_of(model, pooled, clicks.numeric.to(ctx.device))
+    logits = logits_of(part.model, pooled, clicks.numeric.to(ctx.device))
     loss = F.binary_cross_entropy_with_logits(logits, clicks.labels.to(ctx.device))
-    (loss * loss_weight).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    (loss * part.loss_weight).backward()
+    part.optimizer.step()
+    part.optimizer.zero_grad()
+    num_batches = len(part.samples.shares)
+    return {"loss_sum": loss.item() * num_batches, "num_batches": num_batches, "num_samples": len(clicks)}
+
+
+def save_step(
+    ctx: Context,
+    trainers: Groups,
+    tables: TableClient,
+    rpc: RpcGroup,
+    part: "DensePart",
+    step: int,
+    metrics: Mapping[str, float],
+) -> None:
+    """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
+    tables.wait_until_applied()
+    trainers.barrier()
+    if ctx.is_main:
+        rpc.send_command("save", step, to=rpc.of_role("parameter_server"))
+    state = {
+        "optimizer": part.optimizer.state_dict(),
+        "position": part.progress.state_dict(),
+        "num_trainers": ctx.roles.count("trainer"),
+        "num_shares": part.samples.num_shares,
+    }
+    # The tables are in the shards of the servers.
+    whole, local = nn.ModuleDict({"dense": part.model.module}), part.meter.state_dict()
+    ctx.save(step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
 
 def interval_metrics(trainers: Groups, progress: Progress, meter: Meter) -> dict[str, float]:
@@ -230,6 +218,46 @@ def make_dense_group(ctx: Context) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DensePart:
+    """The dense part in a trainer, what trains it, and how far."""
+
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    samples: "Samples"
+    progress: Progress  #: steps and epochs done so far
+    meter: Meter  #: sums of the loss and of samples since the last logged step
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor of the mean loss: DDP and servers average over trainers that may have other numbers of shares."""
+        return len(self.samples.shares) * self.samples.num_trainers / self.samples.num_shares
+
+
+def open_dense_part(
+    ctx: Context, cfg: Config, layout: Layout, trainers: Groups, dense_group: dist.ProcessGroup
+) -> DensePart:
+    """Build the dense part, load the newest checkpoint, and read this trainer's samples."""
+    hybrid = cfg.section(HybridConfig)
+    model = ctx.wrap(dense_part(hybrid), process_group=dense_group, static_graph=True)
+    optimizer = build_optimizer(model.parameters(), cfg.optim)
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; servers restore in `serve_tables`
+    if saved is not None:
+        model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+    samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
+    num_dense = sum(weight.numel() for weight in model.module.parameters())
+    # Replaces the size of the dense part, which `wrap` has logged.
+    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
+    return DensePart(
+        model=model,
+        optimizer=optimizer,
+        samples=samples,
+        progress=Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None),
+        meter=Meter.restore(ctx, saved),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """A trainer's shares of the samples. Their ids are row numbers, counted over all servers."""
 
@@ -237,6 +265,7 @@ class Samples:
     test: Clicks
     shares: range  #: of this trainer
     num_shares: int
+    num_trainers: int
     steps_per_epoch: int
     num_eval_batches: int  #: equal on all trainers
     example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
@@ -260,6 +289,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
         test=test,
         shares=shares,
         num_shares=num_shares,
+        num_trainers=ctx.roles.count("trainer"),
         steps_per_epoch=math.ceil(share_size / hybrid.batch_size),
         num_eval_batches=math.ceil(max(test_sizes) / EVAL_BATCH_SIZE),
         example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_d
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.stages import (
     RpcEngine,
@@ -60,44 +60,40 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
+    data, engine, optimizer, progress, meter = setup.data, setup.engine, setup.optimizer, setup.progress, setup.meter
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
-    steps_per_epoch = len(data.train) // cfg.data.batch_size
-    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
-    # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
-    meter = Meter(saved.local if saved is not None else None, ctx.device)
-
-    def save(metrics: Mapping[str, float]) -> None:
-        state = {"position": progress.state_dict(), "units": [list(names) for names in setup.stage_units]}
-        names = [name for name, _ in engine.stage.named_parameters()]  # the order in the optimizer, in one group
-        states = {names[index]: it for index, it in optimizer.state_dict()["state"].items()}
-        shard = Shard(model=engine.stage.state_dict(), trainer={"optimizer": states})  # each stage adds its own
-        ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
-
+    steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, setup))
     ctx.training_begins()  # the time until here counts as start-up
+
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         engine.stage.train()
-        steps = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
-        for images, labels in islice(steps, progress.steps_until_evaluation):
-            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+        batches = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
+        for step in progress.until_evaluation(steps):
+            set_lr(optimizer, cfg.optim.lr * lr_factor(step, progress.total_steps, cfg.schedule))
+            images, labels = next(batches)
             meter.add(**train_step(cfg, setup, images, labels, num_micro_batches))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(ctx, cfg, optimizer, progress, meter), progress.step)
+            if steps.log_is_due:
+                ctx.log(interval_metrics(ctx, cfg, optimizer, progress, meter))
                 meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
-                save({})
-                return
-            # No checkpoint directly before an evaluation: one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save({})
+        if steps.is_stopped:  # on all ranks after the same step, which is saved
+            return
         with meter.paused():
             with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, cfg, data, engine)
-            ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
-            save(metrics)
+            steps.save(metrics)
+
     ctx.end_reason = progress.end_reason
+
+
+def save_step(ctx: Context, setup: "StageSetup", step: int, metrics: Mapping[str, float]) -> None:
+    """Save on every rank; each stage adds its own part of the model."""
+    stage = setup.engine.stage
+    state = {"position": setup.progress.state_dict(), "units": [list(names) for names in setup.stage_units]}
+    names = [name for name, _ in stage.named_parameters()]  # the order in the optimizer, in one group
+    states = {names[index]: it for index, it in setup.optimizer.state_dict()["state"].items()}
+    shard = Shard(model=stage.state_dict(), trainer={"optimizer": states})
+    ctx.save(step, model=None, trainer=state, local=setup.meter.state_dict(), metrics=metrics, shard=shard)
 
 
 def train_step(
@@ -212,7 +208,8 @@ class StageSetup:
     data: ImageData
     engine: RpcEngine
     optimizer: torch.optim.Optimizer
-    saved: Restored | None  #: the checkpoint that the stage has been loaded from
+    progress: Progress  #: steps and epochs done so far
+    meter: Meter  #: sums of the loss and of idle time since the last logged step
     stage_units: list[tuple[str, ...]]  #: names of each stage's parts of the model, such as the block `layer1.0`
     first_parameter: int  #: index of this stage's first parameter among those of the whole model
     num_parameters: int  #: of the whole model
@@ -243,11 +240,14 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
         if saved is not None:
             load_stage(stage, optimizer, saved, stage_units, ctx.rank)
+        position = saved.trainer["position"] if saved is not None else None
         yield StageSetup(
             data=data,
             engine=engine,
             optimizer=optimizer,
-            saved=saved,
+            progress=Progress(cfg, len(data.train) // cfg.data.batch_size, position),
+            # Not Meter.restore: every rank counts the same steps, so that sums over ranks would be wrong.
+            meter=Meter(saved.local if saved is not None else None, ctx.device),
             stage_units=stage_units,
             first_parameter=names.index(next(name for name, _ in stage.named_parameters())),
             num_parameters=len(names),
@@ -286,7 +286,7 @@ def load_stage(
         states |= shard["trainer"]["optimizer"]
     stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
     names = [name for name, _ in stage.named_parameters()]
-    load_optimizer(optimizer, {"state": {index: states[name] for index, name in enumerate(names) if name in states}})
+    optimizer.load_state_dict({"state": {index: states[name] for index, name in enumerate(names) if name in states}})
 
 
 def gather_model(ctx: Context, cfg: Config, setup: StageSetup) -> nn.Module | None:

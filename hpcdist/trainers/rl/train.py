@@ -17,6 +17,8 @@ https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import gymnasium
@@ -28,7 +30,7 @@ from hpcdist.config.schema import Config
 from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
@@ -66,72 +68,99 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
         ctx.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
-        train_policy(ctx, cfg, problem, policy, rpc, saved)
+        train_policy(ctx, cfg, open_agent(ctx, cfg, problem, policy, rpc, saved))
 
 
-def train_policy(
-    ctx: Context, cfg: Config, problem: Problem, policy: Policy, rpc: RpcGroup, saved: Restored | None
-) -> None:
+def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
     """Train as the agent, and export the final policy."""
-    rl = cfg.section(RlConfig)
+    policy, optimizer, observers, progress, meter = (
+        agent.policy,
+        agent.optimizer,
+        agent.observers,
+        agent.progress,
+        agent.meter,
+    )
+    steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, agent))
+    ctx.training_begins()  # the time until here counts as start-up
+
+    while not progress.end_reason:  # until solved, or a stop rule of the config applies, known after an evaluation
+        for step in progress.until_evaluation(steps):
+            rollout = observers.next_rollout(step, policy.actor_state())
+            set_lr(optimizer, cfg.optim.lr * lr_factor(step, progress.total_steps, cfg.schedule))
+            sums = train_step(policy, optimizer, rollout, cfg, ctx.device)
+            meter.add(**sums)
+            progress.add_samples(sums["num_env_steps"])  # transitions learned from, of all observers
+            if steps.log_is_due:
+                ctx.log(interval_metrics(optimizer, progress, meter))
+                meter.reset()
+        if steps.is_stopped:  # its last step is saved
+            return
+        with meter.paused():
+            with ctx.evaluating():  # its time counts apart from training
+                metrics = evaluate(ctx, agent)
+            progress.end_epoch(metrics)
+            steps.save(metrics)
+
+    ctx.end_reason = f"{progress.end_reason}, {progress.samples} environment steps"
+    ctx.export_model(policy, torch.zeros(2, agent.problem.num_inputs))
+
+
+def save_step(ctx: Context, agent: "Agent", step: int, metrics: Mapping[str, float]) -> None:
+    """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
+    received = agent.observers.wait()
+    agent.rpc.send_command("save", step)  # observers call `ctx.save` as well, which gathers from all ranks
+    state = {
+        "optimizer": agent.optimizer.state_dict(),
+        "position": agent.progress.state_dict(),
+        "meter": agent.meter.state_dict(),
+        "evaluations": agent.history,
+        "pending": [list(rollout) for rollout in received],
+        "num_collectors": agent.observers.num_collectors,
+    }
+    ctx.save(step, model=agent.policy, trainer=state, metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """The agent: its policy, what trains and evaluates it, and how far."""
+
+    problem: Problem
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    rpc: RpcGroup
+    observers: ObserverGroup
+    test_envs: Environments
+    progress: Progress  #: updates and evaluations done so far
+    meter: Meter  #: sums for the metrics since the last logged update
+    history: list[Evaluation]  #: evaluations so far
+
+
+def open_agent(
+    ctx: Context, cfg: Config, problem: Problem, policy: Policy, rpc: RpcGroup, saved: Restored | None
+) -> Agent:
+    """Build the agent around its policy, and load the newest checkpoint."""
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    pending: list[Rollout] = []  # one of each collector, collected ahead for the next update
-    history: list[Evaluation] = []  # evaluations so far
+    state: Mapping[str, Any] = {}
     if saved is not None:
         policy.load_state_dict(saved.model)
-        load_optimizer(optimizer, saved.trainer["optimizer"])
-        pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-        history = saved.trainer["evaluations"]
-    observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
-    test_envs = make_environments(problem, rl.num_eval_episodes, np.random.default_rng([cfg.seed, EVALUATION, 0]))
-    position = saved.trainer["position"] if saved is not None else None
+        state = saved.trainer
+        optimizer.load_state_dict(state["optimizer"])
+    pending = [Rollout(*tensors) for tensors in state.get("pending", [])]  # of each collector, for the next update
+    num_episodes = cfg.section(RlConfig).num_eval_episodes
     goal = None  # the return at which training ends, and why
     if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
-    # Updates and evaluations done so far, and sums for the metrics since the last logged update.
-    progress = Progress(cfg, rl.updates_per_epoch, position, goal=goal)
-    meter = Meter(saved.trainer["meter"] if saved is not None else None, ctx.device)
-
-    def save(metrics: Mapping[str, float]) -> None:
-        """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
-        received = observers.wait()
-        rpc.send_command("save", progress.step)  # observers call `ctx.save` as well, which gathers from all ranks
-        state = {
-            "optimizer": optimizer.state_dict(),
-            "position": progress.state_dict(),
-            "meter": meter.state_dict(),
-            "evaluations": history,
-            "pending": [list(rollout) for rollout in received],
-            "num_collectors": observers.num_collectors,
-        }
-        ctx.save(progress.step, model=policy, trainer=state, metrics=metrics)
-
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # until solved, or a stop rule of the config applies, known after an evaluation
-        for _ in range(progress.steps_until_evaluation):
-            rollout = observers.next_rollout(progress.step, policy.actor_state())
-            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-            sums = train_step(policy, optimizer, rollout, cfg, ctx.device)
-            meter.add(**sums)
-            progress.count_step()
-            progress.add_samples(sums["num_env_steps"])  # transitions learned from, of all observers
-            if progress.log_is_due:
-                ctx.log(interval_metrics(optimizer, progress, meter), progress.step)
-                meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):
-                save({})
-                return
-            # No checkpoint directly before an evaluation: one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save({})
-        with meter.paused():
-            with ctx.evaluating():  # its time counts apart from training
-                metrics = evaluate(ctx, problem, policy, test_envs, progress, history)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(metrics)
-    ctx.end_reason = f"{progress.end_reason}, {progress.samples} environment steps"
-    ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
+    return Agent(
+        problem=problem,
+        policy=policy,
+        optimizer=optimizer,
+        rpc=rpc,
+        observers=ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending),
+        test_envs=make_environments(problem, num_episodes, np.random.default_rng([cfg.seed, EVALUATION, 0])),
+        progress=Progress(cfg, cfg.section(RlConfig).updates_per_epoch, state.get("position"), goal=goal),
+        meter=Meter(state.get("meter"), ctx.device),
+        history=state.get("evaluations", []),
+    )
 
 
 def train_step(
@@ -214,15 +243,14 @@ def interval_metrics(optimizer: torch.optim.Optimizer, progress: Progress, meter
     return metrics
 
 
-def evaluate(
-    ctx: Context, problem: Problem, policy: Policy, envs: Environments, progress: Progress, history: list[Evaluation]
-) -> dict[str, float]:
-    """Play full greedy episodes, whose initial states follow from the step. Adds the returns to `history`."""
-    envs.begin(np.random.default_rng([ctx.config.seed, EVALUATION, 1 + progress.step]))
-    returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
+def evaluate(ctx: Context, agent: Agent) -> dict[str, float]:
+    """Play full greedy episodes, whose initial states follow from the step. Adds the returns to the history."""
+    problem, policy = agent.problem, agent.policy
+    agent.test_envs.begin(np.random.default_rng([ctx.config.seed, EVALUATION, 1 + agent.progress.step]))
+    returns = greedy_returns(problem, agent.test_envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
     mean = float(returns.mean())
-    history.append((progress.samples, mean, float(returns.min()), float(returns.max())))
-    ctx.figure("returns", returns_curves(problem.name, history))
+    agent.history.append((agent.progress.samples, mean, float(returns.min()), float(returns.max())))
+    ctx.figure("returns", returns_curves(problem.name, agent.history))
     last = histogram("returns of the last evaluation", returns.tolist(), x_label="return", y_label="episodes")
     ctx.figure("returns_of_last_evaluation", last)
     return {"eval/return": mean, "eval/return_std": float(returns.std())}

@@ -30,6 +30,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, fill_rows, load_optimizer, lr_factor, set_lr
+from hpcdist.rank.steps import Steps
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, fill_rows, lr_factor, set_lr
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, VocabularyServer, check_vocab_size
@@ -99,68 +101,72 @@ def train_lstm(
     meter = Meter(local["meter"] if local is not None else None)
     if saved is not None:
         learner.load(saved)
-
-    def save(metrics: Mapping[str, float]) -> None:
-        """Save on every rank: rank 0 orders the servers to save once they have all updates."""
-        learner.settle()
-        if ctx.is_main:
-            rpc.send_command("save", progress.step, to=rpc.of_role(SERVER))
-        trainer = {
-            "optimizer": learner.optimizer.state_dict(),
-            "position": progress.state_dict(),
-            "num_trainers": ctx.roles.count(TRAINER),
-            "num_servers": ctx.roles.count(SERVER),
-            "vocab_size": learner.client.vocab_size,
-        }
-        state = {} if learner.state is None else dict(zip("hc", learner.state, strict=True))
-        local = {"meter": meter.state_dict(), **state}
-        lstm = nn.ModuleDict({"lstm": learner.lstm})  # the tables are in the shards of the servers
-        ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
-
+    steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, learner, rpc, progress, meter))
     batches = columns.from_batch(progress.step_in_epoch)  # without end
     next_batch = next(batches)
     in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
     ctx.training_begins()  # the time until here counts as start-up
+
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         if progress.step_in_epoch == 0:
             learner.state = None  # the columns start anew
-        while progress.steps_until_evaluation:
-            while len(in_flight) < max_in_flight(ctx, cfg, progress):
+        for step in progress.until_evaluation(steps):
+            while len(in_flight) < max_in_flight(cfg, progress, steps):
                 in_flight.append(learner.forward(next_batch))
                 next_batch = next(batches)
             batch = in_flight.popleft()
-            lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
+            lr = cfg.optim.lr * lr_factor(step, progress.total_steps, cfg.schedule)
             loss_sum = learner.backward_and_update(batch, lr, next_batch.ids)
             meter.add(loss_sum=loss_sum, num_tokens=len(batch.batch.targets))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(learner, progress, meter), progress.step)
+            steps.is_complete = not in_flight  # a stop or a save waits for a step without a batch in flight
+            if steps.log_is_due:
+                ctx.log(interval_metrics(learner, progress, meter))
                 meter.reset()
-            stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
-            if in_flight:
-                continue  # the state is complete only without a batch in flight; a stop is answered again then
-            if stop:
-                save({})
-                return
-            # No checkpoint directly before an evaluation: one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save({})
+        if steps.is_stopped:  # on all trainers after the same step, which is saved
+            return
         with meter.paused():
             with ctx.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, learner, held_out)
-            ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
-            save(metrics)
+            steps.save(metrics)
+
     ctx.end_reason = progress.end_reason
 
 
-def max_in_flight(ctx: Context, cfg: Config, progress: Progress) -> int:
-    """Return the maximum number of batches in flight before this step: 1 if a checkpoint or evaluation follows it."""
-    if cfg.section(RnnConfig).mode == "sync" or ctx.stop_agreed or ctx.save_requested:
+def save_step(
+    ctx: Context,
+    learner: "Learner",
+    rpc: RpcGroup,
+    progress: Progress,
+    meter: Meter,
+    step: int,
+    metrics: Mapping[str, float],
+) -> None:
+    """Save on every rank: rank 0 orders the servers to save once they have all updates."""
+    learner.settle()
+    if ctx.is_main:
+        rpc.send_command("save", step, to=rpc.of_role(SERVER))
+    trainer = {
+        "optimizer": learner.optimizer.state_dict(),
+        "position": progress.state_dict(),
+        "num_trainers": ctx.roles.count(TRAINER),
+        "num_servers": ctx.roles.count(SERVER),
+        "vocab_size": learner.client.vocab_size,
+    }
+    state = {} if learner.state is None else dict(zip("hc", learner.state, strict=True))
+    local = {"meter": meter.state_dict(), **state}
+    lstm = nn.ModuleDict({"lstm": learner.lstm})  # the tables are in the shards of the servers
+    ctx.save(step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
+
+
+def max_in_flight(cfg: Config, progress: Progress, steps: Steps) -> int:
+    """Return the maximum number of batches in flight in this step: 1 if a checkpoint or evaluation follows it."""
+    if cfg.section(RnnConfig).mode == "sync" or steps.save_is_due:
         return 1
-    limits = [ASYNC_BATCHES, progress.steps_until_evaluation]
-    if cfg.checkpoint.every_steps:
-        limits.append(cfg.checkpoint.every_steps - progress.step % cfg.checkpoint.every_steps)  # until the next save
+    limits = [ASYNC_BATCHES, 1 + progress.steps_until_evaluation]
+    every = cfg.checkpoint.every_steps
+    if every is not None:
+        limits.append(every - steps.step % every)  # until the next save
     return min(limits)
 
 
@@ -314,7 +320,7 @@ class Learner:
         """Load weights, optimizer and, if number and batch size of the trainers have not changed, the hidden state."""
         check_vocab_size(saved, self.client.vocab_size)
         self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
-        load_optimizer(self.optimizer, saved.trainer["optimizer"])
+        self.optimizer.load_state_dict(saved.trainer["optimizer"])
         if saved.local is not None and "h" in saved.local and saved.local["h"].shape[1] == self._batch_size:
             self.state = saved.local["h"].to(self._device), saved.local["c"].to(self._device)
 

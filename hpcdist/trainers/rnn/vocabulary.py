@@ -27,7 +27,7 @@ from hpcdist.config.topology import share_of
 from hpcdist.errors import ConfigError, PeerLost
 from hpcdist.rank.context import Restored
 from hpcdist.rank.rpc import RpcGroup
-from hpcdist.rank.training_loop import build_optimizer, load_optimizer, set_lr
+from hpcdist.rank.training_loop import build_optimizer, set_lr
 
 T = TypeVar("T")
 #: A batch with fewer probabilities than this is computed in the calling thread.
@@ -333,7 +333,7 @@ class VocabularyServer:
                 index: {name: select([part["state"][index][name] for part in parts]) for name in state}
                 for index, state in parts[0]["state"].items()
             }
-            load_optimizer(optimizer, {"state": states})
+            optimizer.load_state_dict({"state": states})
 
 
 def check_vocab_size(saved: Restored, vocab_size: int) -> None:

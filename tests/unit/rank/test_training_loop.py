@@ -15,7 +15,8 @@ from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
 from hpcdist.rank.elastic import BufferChanges, Division, SavedDivision, divide, micro_batch_seed
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, load_optimizer, lr_factor, settle_buckets
+from hpcdist.rank.steps import Steps
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, settle_buckets
 
 
 def test_the_meter_sums_and_its_time_leaves_out_pauses_also_when_it_is_restored(
@@ -49,13 +50,17 @@ def evaluated(cfg: Config, metrics: Mapping[str, float], goal: tuple[float, str]
     return progress
 
 
+def part_of_a_loop(progress: Progress) -> Steps:
+    """Return steps that only count, from the step of the progress on."""
+    return cast(Steps, SimpleNamespace(until=lambda end: range(progress.step, end)))
+
+
 def end_reasons(cfg: Config, values: list[float]) -> list[str]:
     """Return the reason to end training after each evaluation; empty while training continues."""
     cfg = dataclasses.replace(cfg, stop=dataclasses.replace(cfg.stop, max_epochs=10))
     progress, reasons = Progress(cfg, 10), []
     for value in values:
-        for _ in range(10):
-            progress.count_step()
+        for _ in progress.until_evaluation(part_of_a_loop(progress)):
             assert progress.end_reason == "", "training ends only after an evaluation"
         progress.end_epoch({"eval/loss": value, "eval/accuracy": value})
         reasons.append(progress.end_reason)
@@ -102,7 +107,7 @@ def test_resumed_run_continues_at_its_position() -> None:
 
     assert resumed(10).total_steps == 30
     shortened = resumed(10, max_steps=12)
-    assert (shortened.total_steps, shortened.steps_until_evaluation) == (12, 0)
+    assert (shortened.total_steps, shortened.steps_until_evaluation) == (15, 0)
     halved = resumed(20)  # batches of half the size
     assert (halved.step_in_epoch, halved.epochs, halved.total_steps) == (10, 1.5, 15 + 50 - 20)
 
@@ -132,7 +137,7 @@ def test_a_resumed_optimizer_has_the_options_of_the_config(name: Literal["adam",
     before.step()
     after = optimizer(lr=0.5, weight_decay=0.1, momentum=0.8)
     options = after.param_groups[0] | {"params": None}
-    load_optimizer(after, before.state_dict())
+    after.load_state_dict(before.state_dict())
     assert after.param_groups[0] | {"params": None} == options
     assert after.state_dict()["state"].keys() == {0}
     torch.testing.assert_close(after.state_dict()["state"], before.state_dict()["state"], rtol=0, atol=0)

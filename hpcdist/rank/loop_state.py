@@ -1,0 +1,186 @@
+"""What `Context.steps` saves and loads for a loop, and the mistakes that would otherwise only show after a resume."""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten
+
+from hpcdist.checkpoint.state import MaybeSharded, clean_state_dict, load_clean_state_dict
+from hpcdist.errors import TrainerError
+from hpcdist.rank.process_group import Groups
+
+if TYPE_CHECKING:
+    from hpcdist.rank.context import Context, Restored
+
+log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint can hold, such as an optimizer, a scheduler or a sampler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class LoopState:
+    """The model of a loop, further objects by their names, and `local`, whose state differs between the ranks.
+
+    `ranks` are those of the loop. Raises TrainerError if an object has no state, or if something that the training
+    changes is not among them.
+    """
+
+    def __init__(
+        self,
+        ctx: "Context",
+        ranks: Groups,
+        model: nn.Module,
+        states: Mapping[str, Stateful],
+        local: Stateful | None,
+    ) -> None:
+        self._ctx = ctx
+        self._ranks = ranks
+        self._is_saved = False
+        self.model = model
+        self.states = states
+        self.local = local
+        self._stepped: list[Optimizer] = []  #: optimizers that the loop has used so far
+        for name, value in {**states, "local": local}.items():
+            has_state = callable(getattr(value, "state_dict", None)) and callable(
+                getattr(value, "load_state_dict", None)
+            )
+            if value is not None and not has_state:
+                raise TrainerError(
+                    f"ctx.steps: {name} is of type {type(value).__name__}, which has no state_dict and load_state_dict:"
+                    " pass an object that has both"
+                )
+        if MaybeSharded(model.state_dict()).is_sharded:
+            raise TrainerError(
+                "ctx.steps: the model is sharded over ranks (DTensor): write the loop with ctx.restore,"
+                " ctx.should_stop and ctx.save, which gather and divide its state"
+            )
+        for name, optimizer in self._optimizers().items():
+            self._check_parameters(name, optimizer)
+            self._check_scheduler(name, optimizer)
+        self._hook = register_optimizer_step_pre_hook(self._note_optimizer)
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        return {name: value for name, value in self.states.items() if isinstance(value, Optimizer)}
+
+    def _check_parameters(self, name: str, optimizer: Optimizer) -> None:
+        modules = [self.model, *(value for value in self.states.values() if isinstance(value, nn.Module))]
+        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_unknown = sum(id(parameter) not in known for parameter in updated)
+        if num_unknown:
+            raise TrainerError(
+                f"ctx.steps: {name} updates {num_unknown} of {len(updated)} tensors that are no parameters of model, so"
+                " no checkpoint would have them: pass the module that has them, such as critic=critic"
+            )
+
+    def _check_scheduler(self, name: str, optimizer: Optimizer) -> None:
+        # A scheduler adds `initial_lr` to the groups of its optimizer, which it holds.
+        is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        others = [state for state in self.states.values() if state is not optimizer]
+        if is_scheduled and not any(_holds(state, optimizer) for state in others):
+            raise TrainerError(
+                f"ctx.steps: the learning rate of {name} has a scheduler, which is not passed: pass it as well, such as"
+                " scheduler=scheduler"
+            )
+
+    def _note_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not any(optimizer is known for known in self._stepped):
+            self._stepped.append(optimizer)
+
+    def load(self, saved: "Restored") -> None:
+        """Load the state of a checkpoint, each object what was saved under its name."""
+        dropped = [name for name in saved.trainer if name not in self.states]
+        if dropped:
+            raise TrainerError(
+                f"ctx.steps: the checkpoint of step {saved.step} has the state of {', '.join(dropped)}, which is not"
+                " passed: pass it under this name, or start a new run"
+            )
+        load_clean_state_dict(self.model, saved.model)
+        for name, value in self.states.items():
+            if name not in saved.trainer:
+                log.warning("the checkpoint of step %d has no state of %s, which begins anew", saved.step, name)
+            elif isinstance(value, nn.Module):
+                load_clean_state_dict(value, saved.trainer[name])
+            elif saved.trainer[name]:  # empty if it had nothing to save, such as a disabled GradScaler
+                value.load_state_dict(saved.trainer[name])
+        if self.local is not None and saved.local is not None:
+            self.local.load_state_dict(saved.local)
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Save a step, the first one after a check."""
+        if not self._is_saved:
+            self.check()
+            self._is_saved = True
+            self._hook.remove()
+            self._stepped.clear()
+        states = {
+            name: clean_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
+            for name, value in self.states.items()
+        }
+        local = self.local.state_dict() if self.local is not None else None
+        self._ctx.save(step, model=self.model, trainer=states, local=local, metrics=metrics)
+
+    def check(self) -> None:
+        """Raise TrainerError if a resume would not continue the loop exactly. Call it on all ranks of the loop."""
+        for optimizer in self._stepped:
+            if not any(_holds(state, optimizer) for state in self.states.values()):
+                raise TrainerError(
+                    f"ctx.steps: the loop uses an optimizer ({type(optimizer).__name__}) that is not passed, so no"
+                    " checkpoint would have its state: pass it, such as optimizer=optimizer"
+                )
+        by_rank = self._ranks.all_gather(self._digests())
+        for name in by_rank[0]:
+            if all(digests[name] == by_rank[0][name] for digests in by_rank):
+                continue
+            if name == "model":
+                raise TrainerError(
+                    "ctx.steps: the ranks have different weights, and a checkpoint would have those of one rank alone:"
+                    " train the model that ctx.wrap returns, which averages the gradients"
+                )
+            raise TrainerError(
+                f"ctx.steps: the state of {name} differs between the ranks, and a checkpoint would have that of one"
+                f" rank alone: pass it as local={name}"
+            )
+
+    def _digests(self) -> dict[str, str]:
+        """Return a digest of each state that the ranks must have alike."""
+        # DDP keeps parameters equal, and with them the states of optimizers.
+        digests = {
+            name: _digest(value.state_dict())
+            for name, value in self.states.items()
+            if not isinstance(value, nn.Module | Optimizer)
+        }
+        if not any(isinstance(part, DistributedDataParallel) for part in self.model.modules()):
+            # Without buffers: those of batch normalisation may differ.
+            digests["model"] = _digest(list(self.model.parameters()))
+        return digests
+
+
+def _holds(state: object, optimizer: Optimizer) -> bool:
+    """Return whether a state is an optimizer, or an object that has it as an attribute and saves it."""
+    return state is optimizer or any(value is optimizer for value in getattr(state, "__dict__", {}).values())
+
+
+def _digest(state: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    values, structure = tree_flatten(state)
+    digest.update(repr(structure).encode())
+    for value in values:
+        if isinstance(value, Tensor):
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(content.numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
