@@ -37,7 +37,7 @@ from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer
 from hpcdist.rank.steps import Steps
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
-from hpcdist.review.figures import Figure, write_figure
+from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
 from hpcdist.run.samples import MAX_RESULTS, npy
@@ -307,7 +307,7 @@ class Context:
         """Write a figure for the report of the run, such as a confusion matrix. Only rank 0 writes.
 
         It becomes the artifact `figures/<name>.json`; a later figure of the same name replaces it. The classes of
-        figures are in `hpcdist.review.figures`. A figure that cannot be written is only logged.
+        figures are in `hpcdist.run.figures`. A figure that cannot be written is only logged.
         """
         if self.is_main:
             write_figure(self.run.artifacts, name, figure, self._heartbeat.step)

@@ -24,12 +24,12 @@ from hpcdist.review.facts import (
     read_facts,
     readable,
 )
-from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.text import duration, text_of
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
+from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of

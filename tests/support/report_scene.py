@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from hpcdist.host.files import write_json
-from hpcdist.review.figures import Figure, write_figure
 from hpcdist.review.ledger import Entry, Interval, Ledger
+from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.records import CAUSES, AttemptTimes, NodeShare, Resources, begin
 from hpcdist.trainers.comm.results import CheckResult, RankPlace, Results, Row

@@ -23,7 +23,7 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.rank.context import Context
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
-from hpcdist.review.figures import MAX_CLASSES, Matrix
+from hpcdist.run.figures import MAX_CLASSES, Matrix
 from hpcdist.run.samples import MAX_RESULTS
 
 WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]

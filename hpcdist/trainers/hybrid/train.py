@@ -37,7 +37,7 @@ from hpcdist.rank.device import collective_backend
 from hpcdist.rank.process_group import Groups, gloo_group
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
-from hpcdist.review.figures import Curves
+from hpcdist.run.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, FileLog, SyntheticLog, batches, identity, padded
 from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name

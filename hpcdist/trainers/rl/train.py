@@ -31,7 +31,7 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
-from hpcdist.review.figures import MAX_POINTS, Curves, histogram
+from hpcdist.run.figures import MAX_POINTS, Curves, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, serve_rollouts

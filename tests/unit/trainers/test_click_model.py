@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.state import merge
 from hpcdist.errors import CheckpointError, DataError
-from hpcdist.review.figures import MAX_POINTS
+from hpcdist.run.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
