@@ -179,7 +179,7 @@ def train(ctx, cfg):
     ask = ctx.should_stop
 
     def should_stop(step, total_steps=None):
-        if (ctx.attempt.number, step) == (1, cfg.params["kill_at"]):
+        if (ctx.topology.attempt, step) == (1, cfg.params["kill_at"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return ask(step, total_steps)
 

@@ -42,7 +42,7 @@ from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, 
 from hpcdist.config.topology import Topology
 from hpcdist.data import loading
 from hpcdist.data.loading import build_model
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, close
 from hpcdist.rank.device import bind_to_cpus, cpus_beside, select_device
 from hpcdist.rank.process_group import process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
@@ -138,7 +138,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
             stack.enter_context(syncs)
         loading.PRELOAD_MAX_BYTES = 1 << 40  # all images are on the device, as the batch of the bare loop
         train.train(ctx, config)
-        ctx.close()
+        close(ctx)
     if syncs is not None and topology.rank == 0:
         (run.path / "syncs.json").write_text(json.dumps(syncs.places))
 

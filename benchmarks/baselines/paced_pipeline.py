@@ -50,25 +50,25 @@ def _measure(
     command: str,
 ) -> list[float]:
     measurement, _, number = command.partition(" ")
-    ctx.barrier()
+    ctx.groups.barrier()
     if measurement == "step":
         images, labels = batch
-        ctx.barrier()
+        ctx.groups.barrier()
         began = time.perf_counter()
         train_step(cfg, setup, images, labels, int(number))
-        ctx.barrier()
+        ctx.groups.barrier()
         return [time.perf_counter() - began]
     mine = [0.0] * ctx.world_size
     if measurement == "together":
         mine[ctx.rank] = _one_micro_batch(ctx, cfg, setup, int(number))
     for rank in range(ctx.world_size):
-        ctx.barrier()
+        ctx.groups.barrier()
         if rank == ctx.rank and measurement == "alone":
             mine[rank] = _one_micro_batch(ctx, cfg, setup, int(number))
         if rank == ctx.rank and measurement == "update":
             mine[rank] = _update(setup)
-    ctx.barrier()
-    return ctx.sum_over_ranks(mine)
+    ctx.groups.barrier()
+    return ctx.groups.sum(mine)
 
 
 def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) -> float:

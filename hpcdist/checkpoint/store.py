@@ -4,7 +4,7 @@
         model.pt        the model's state dict
         trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
         shard-00002.pt  the part of the model that rank 2 owns, if any: see state.py
-        samples.npy     per-sample results of its evaluation: see `Context.log_samples`
+        samples.npy     per-sample results of its evaluation: see `ReportData.log_samples`
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 

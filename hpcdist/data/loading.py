@@ -328,7 +328,7 @@ def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) ->
     source = "scikit-learn" if cfg.name == "digits" else "generated" if cfg.name == "synthetic" else cfg.root
     for split, images in (("train", data.train), ("test", data.test)):
         digest = _digest_of_split(images, seed, split)
-        ctx.log_dataset(cfg.name, split=split, num_samples=len(images), digest=digest, source=source)
+        ctx.report.log_dataset(cfg.name, split=split, num_samples=len(images), digest=digest, source=source)
 
 
 def digest_of(*parts: Any) -> str:

@@ -1,46 +1,39 @@
 """`Context`: the API of trainers for batches, logging, checkpoints, stopping and collectives."""
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles, Topology
-from hpcdist.errors import CheckpointError, ConfigError, TrainerError
+from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
 from hpcdist.rank.elastic import (
-    Division,
-    MicroBatch,
-    MicroBatchLoader,
     SavedDivision,
-    divide,
-    micro_batches,
     sum_over_ranks,
 )
+from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.loop_state import LoopState, Stateful
-from hpcdist.rank.process_group import Groups, gloo_group, seed_everything
+from hpcdist.rank.process_group import Groups, TimedGroups, gloo_group, seed_everything
+from hpcdist.rank.rank_roles import RankRoles
+from hpcdist.rank.report_data import ReportData
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.steps import Steps
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
-from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
-from hpcdist.run.samples import MAX_RESULTS, npy
+from hpcdist.run.records import TrainingNotes, reached_before
 from hpcdist.tracking.rank_records import RankRecords
 
 log = logging.getLogger(__name__)
@@ -94,15 +87,15 @@ class Context:
     `restore`, `should_stop`, `should_save` and `save` are for loops that `steps` does not fit.
 
     Attributes:
-        config: the resolved config, the same object as the second argument of `train`.
         run: the run folder.
-        attempt: the folder of this attempt; `attempt.number` is 1 at the first start.
-        topology: rank, world size, local rank and host names.
-        roles: the roles of the run: `ctx.roles.ranks_of("observer")` returns the ranks of a role, by their index.
+        topology: rank, world size, local rank, host names, and number of the attempt, 1 at the first start.
         device: the device of this rank.
-        timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
-        groups: the control group and the store of all ranks.
-        timeout: time limit of a collective, longer than that after which the supervisor finds a hung rank.
+        groups: all ranks, for a barrier and for small values in host memory; `ctx.groups.timeout` is for process groups
+            of your own.
+        roles: the roles of the run and that of this rank; see `RankRoles`.
+        elastic: micro-batches of a run with `data.global_batch_size`; see `Elastic`.
+        report: datasets, figures, artifacts and per-sample results for reviewers; see `ReportData`.
+        timer: the time of this rank, for work that is no step; see `StepTimer`.
         end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
     """
 
@@ -120,24 +113,34 @@ class Context:
         heartbeat: Heartbeat,
         devices: str = "",
     ) -> None:
-        self.config = config
+        self._config = config
+        self._attempt = attempt
         self.run = run
-        self.attempt = attempt
         self.topology = topology
-        self.roles = Roles.of(config.roles, topology.world_size)
+        roles = Roles.of(config.roles, topology.world_size)
+        self.roles = RankRoles(roles.counts, topology.rank, stop.flag, self._agree_among)
         self.device = device
-        self.timer = StepTimer(HostClock() if device.type == "cpu" else EventClock(device))
+        clock = HostClock() if device.type == "cpu" else EventClock(device)
+        self.timer = StepTimer(clock, beat=lambda: heartbeat.beat(regular=True))
         self.end_reason = ""
-        self.groups = groups
-        self.timeout = timedelta(seconds=config.launch.hang_s + 60)
+        timeout = timedelta(seconds=config.launch.hang_s + 60)
+        self.groups = TimedGroups(groups.control, groups.store, self.timer.waiting, timeout)
+        self.elastic = Elastic(config, topology.rank, topology.world_size)
         self._records = records
         records.on_metrics = heartbeat.note_logged
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._notes.set_devices(devices)
-        self._is_elastic = config.data.global_batch_size is not None
+        self.report = ReportData(
+            run,
+            self._notes,
+            groups,
+            is_main=self.is_main,
+            monitor=config.checkpoint.monitor,
+            step=lambda: heartbeat.step,
+            waiting=self.timer.waiting,
+        )
         self._is_first_step = True
-        self._divisions: dict[int, Division] = {}
         self._stop = stop
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
@@ -147,14 +150,12 @@ class Context:
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
-        self._samples = b""  #: per-sample results that the next save with the monitored metric keeps
         self._loop_ranks = groups  #: the ranks that count steps
         self._steps: Steps | None = None
         self._has_restored = False
         self._restored: Restored | None = None  #: until `steps` has loaded it
         self._rank_states: list[dict[str, Any]] = []  #: of the restored checkpoint
         self._saved_step = -1  #: of the checkpoint that was saved or restored last
-        self._saved_division: SavedDivision | None = None  #: of an elastic run, which a checkpoint holds, once known
 
     @property
     def rank(self) -> int:
@@ -170,16 +171,6 @@ class Context:
     def is_main(self) -> bool:
         """Whether this is rank 0, which logs metrics and writes checkpoints."""
         return self.topology.rank == 0
-
-    @property
-    def role(self) -> str:
-        """Role of this rank: a key of the config's `roles`, or `trainer` in a run without roles."""
-        return self.roles.of_rank(self.rank)[0]
-
-    @property
-    def role_index(self) -> int:
-        """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
-        return self.roles.of_rank(self.rank)[1]
 
     def steps(
         self,
@@ -238,7 +229,15 @@ class Context:
                 " start a new run"
             )
         self._restored, self._rank_states = None, []  # frees the memory
-        self._steps = Steps(self, step=step, total_steps=total_steps, save=save, after_first_step=check)
+        self._steps = Steps(
+            self,
+            step=step,
+            total_steps=total_steps,
+            log_every=self._config.tracking.log_every_steps,
+            save=save,
+            after_first_step=check,
+            save_is_due=lambda: self._stop.agreed or self._commands.save_is_due,
+        )
         return self._steps
 
     def _load_loop(self, state: LoopState) -> None:
@@ -274,69 +273,6 @@ class Context:
         else:
             self._heartbeat.note_logged({}, step)
 
-    def log_dataset(
-        self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""
-    ) -> None:
-        """Declare a dataset that this run reads, for MLflow's column Dataset. Only rank 0 records.
-
-        Args:
-            name: name of the dataset, such as `mnist`.
-            split: the part of the dataset, or its use: `train`, `test`.
-            num_samples: number of samples in the split, over all ranks.
-            digest: a hash of the content, at most 36 characters; equal digests mean equal data in the same order.
-            source: where the data comes from, such as a folder or a URL.
-        """
-        self._notes.add_dataset(
-            DatasetRecord(name=name, split=split, num_samples=num_samples, digest=digest[:36], source=source)
-        )
-
-    def log_model_size(self, num_parameters: int) -> None:
-        """Record on rank 0 the number of trainable parameters of the whole model; `wrap` does so for its model."""
-        self._notes.set_num_parameters(num_parameters)
-
-    def artifact(self, name: str) -> Path:
-        """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.
-
-        Write the file on one rank. It is uploaded while the run continues, and again after each change.
-        """
-        path = self.run.artifacts / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def figure(self, name: str, figure: Figure) -> None:
-        """Write a figure for the report of the run, such as a confusion matrix. Only rank 0 writes.
-
-        It becomes the artifact `figures/<name>.json`; a later figure of the same name replaces it. The classes of
-        figures are in `hpcdist.run.figures`. A figure that cannot be written is only logged.
-        """
-        if self.is_main:
-            write_figure(self.run.artifacts, name, figure, self._heartbeat.step)
-
-    def log_samples(self, metric: str, values: Sequence[float] | Tensor, indices: Sequence[int] | Tensor) -> None:
-        """Keep the result of each evaluated sample, with which `hpcdist compare` pairs two runs. Call it on every rank.
-
-        The next `save` with the metric `checkpoint.monitor` writes them to `samples.npy` of the checkpoint, one byte
-        per sample if all are 0 or 1, else four. `compare` also needs the digest of the dataset, see `log_dataset`.
-
-        Args:
-            metric: the mean of all results, such as `eval/accuracy`; any other than `checkpoint.monitor` is ignored.
-            values: results of this rank's samples, [n]: whether each is correct, or a number such as its loss.
-            indices: positions of these samples in the dataset, int [n], 0 to 999,999; TrainerError if they do not fit.
-                Samples of several ranks, such as the padding of a DistributedSampler, count once.
-        """
-        if metric != self.config.checkpoint.monitor:
-            return
-        own = torch.as_tensor(indices).cpu().long(), torch.as_tensor(values).detach().cpu().float()
-        ends = [index.item() for index in own[0].aminmax()] if own[0].numel() else []
-        if own[0].ndim != 1 or own[0].shape != own[1].shape or any(end not in range(MAX_RESULTS) for end in ends):
-            raise TrainerError(
-                f"ctx.log_samples: {list(own[1].shape)} values and {list(own[0].shape)} indices from"
-                f" {' to '.join(map(str, ends))}: pass a value and an index, 0 to {MAX_RESULTS - 1:,}, for each sample"
-            )
-        with self.timer.waiting():
-            gathered = self.groups.gather(own)
-        self._samples = npy(results) if self.is_main and (results := _in_order(gathered)) else b""
-
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
 
@@ -352,70 +288,6 @@ class Context:
                 from hpcdist.checkpoint.export import export_model  # imports MLflow
 
                 export_model(module, example, self.run)
-
-    def division(self, num_samples: int) -> Division:
-        """Return the division of a training set of `num_samples` for `data.global_batch_size`.
-
-        Its `steps_per_epoch` is the number of optimizer steps in an epoch. Raises ConfigError if the run is not
-        elastic, the global batch cannot be divided for this number of ranks, or the restored checkpoint was saved with
-        another division.
-        """
-        if num_samples not in self._divisions:
-            saved = self._saved_division
-            # A trainer may divide further training sets later.
-            if saved is not None and not self._divisions and (problems := saved.problems(self.config, num_samples)):
-                raise ConfigError(*problems)
-            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
-            self._saved_division = SavedDivision(
-                num_micro_batches=division.num_micro_batches,
-                global_batch_size=division.global_batch_size,
-                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
-            )
-            self._divisions[num_samples] = division
-        return self._divisions[num_samples]
-
-    def micro_batches(self, model: DistributedDataParallel, step: int, num_samples: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of a step of an elastic run. Call it on every rank.
-
-            for micro in ctx.micro_batches(model, step, len(x)):
-                loss = F.mse_loss(model(x[micro.indices]), y[micro.indices])
-                (loss * micro.weight).backward()
-            optimizer.step()
-
-        The loop must not be left early: at its end, the gradients of the model are those of the mean loss over the
-        global batch, equal on all ranks, and replace earlier gradients. Random numbers that are drawn inside the loop
-        follow from seed, step and micro-batch. A rank may have no micro-batch in the last step of an epoch.
-
-        Args:
-            model: a model from `wrap`.
-            step: number of steps done; the epoch and the position in it follow from it.
-            num_samples: number of samples in the training set.
-
-        Raises ConfigError like `division`.
-        """
-        return micro_batches(self.division(num_samples), model, step, exact=self.config.elastic.exact)
-
-    def loader(self, dataset: Dataset[Any], **options: Any) -> MicroBatchLoader:
-        """Return a loader of the micro-batches of an elastic run, with torch's DataLoader.
-
-            loader = ctx.loader(dataset, num_workers=4)
-            while step < total_steps and not stop:
-                for micro, (x, y) in loader.of_step(model, step):
-                    loss = F.mse_loss(model(x.to(ctx.device)), y.to(ctx.device))
-                    (loss * micro.weight).backward()
-                optimizer.step()
-                step += 1
-
-        The rules of `micro_batches` apply. Random numbers that the dataset draws for a sample follow from (seed, epoch,
-        sample). So a resumed run continues exactly, on any number of ranks and with any number of workers.
-
-        Args:
-            dataset: the training set; it must have a length.
-            **options: arguments of DataLoader, such as `num_workers` and `collate_fn`, except those of the order and
-                of the batch size.
-        """
-        size = len(dataset)  # type: ignore[arg-type]
-        return MicroBatchLoader(dataset, lambda: self.division(size), options, exact=self.config.elastic.exact)
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
         """Report progress, and return whether the trainer must save a checkpoint and return.
@@ -441,8 +313,8 @@ class Context:
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._records.journal.log(times, step)
-        is_logged = self._is_first_step or step % self.config.tracking.log_every_steps == 0
-        if self._is_elastic and self.is_main and is_logged:
+        is_logged = self._is_first_step or step % self._config.tracking.log_every_steps == 0
+        if self.elastic.is_on and self.is_main and is_logged:
             self._records.journal.log({"world_size": self.world_size}, step)
         self._is_first_step = False
         if self._commands.profile_is_due:
@@ -451,67 +323,16 @@ class Context:
             self.timer.began = None  # a step of a profile is slower: it is not counted
         return stop
 
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether the ranks have agreed to stop before the end of the training."""
-        return self._stop.agreed
-
-    @property
-    def stop_signalled(self) -> bool:
-        """Whether this rank alone has received a stop signal. Use `should_stop` for the decision of all ranks."""
-        return self._stop.flag.is_raised
-
-    @property
-    def save_requested(self) -> bool:
-        """Whether `hpcdist save` has requested a save that has not begun; equal on all ranks that count steps."""
-        return self._commands.save_is_due
-
-    def request_stop(self) -> None:
-        """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
-        self._stop.flag.is_raised = True
-
-    def agree_among(self, ranks: Sequence[int]) -> Groups:
-        """Let only `ranks` take part in the agreement of `should_stop`, because the others do not count steps.
-
-        Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards. Returns
-        the group of `ranks`, for small values that they exchange.
-        """
+    def _agree_among(self, ranks: Sequence[int]) -> Groups:
+        """See `RankRoles.agree_among`."""
         self._times.leave_to(ranks)
-        group = gloo_group(ranks, self.timeout) if len(ranks) > 1 else None
+        group = gloo_group(ranks, self.groups.timeout) if len(ranks) > 1 else None
         if self.rank not in ranks:
             self.timer.account.enter("idle")
         else:
             self._stop.agree_in(group)
-        return Groups(group, self.groups.store)
-
-    def alive(self) -> None:
-        """Update the heartbeat from work without steps, such as a long evaluation or a download."""
-        self._heartbeat.beat(regular=True)
-        self.timer.skip()
-
-    def training_begins(self) -> None:
-        """Record that the first step begins. A forward pass of a model of `wrap` records it as well."""
-        self.timer.account.training_begins()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Count the time inside the block as evaluation in the ledger of the run (`hpcdist cost`)."""
-        with self.timer.account.phase("evaluation"):
-            yield
-        self.timer.skip()
-
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over all ranks, in double precision.
-
-        Call it on every rank, with the same number of values in host memory.
-        """
-        with self.timer.waiting():
-            return self.groups.sum(values)
-
-    def barrier(self) -> None:
-        """Wait until every rank has called `barrier`."""
-        with self.timer.waiting():
-            self.groups.barrier()
+        self._loop_ranks = Groups(group, self.groups.store)
+        return self._loop_ranks
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Move a module to this rank's device and wrap it in DistributedDataParallel.
@@ -522,8 +343,10 @@ class Context:
                 data-dependent branches. With `data.global_batch_size`, `static_graph` has no effect, because not every
                 backward pass exchanges gradients.
         """
-        self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
-        if self._is_elastic:
+        self.report.log_model_size(
+            sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        )
+        if self.elastic.is_on:
             options["static_graph"] = False  # not every backward pass exchanges gradients
         model = TimedDDP(
             module.to(self.device),
@@ -532,22 +355,15 @@ class Context:
             gradient_as_bucket_view=True,
             **options,
         )
-        if self._is_elastic:  # `micro_batches` exchanges buffers, and gradients in part
+        if self.elastic.is_on:  # `micro_batches` exchanges buffers, and gradients in part
             model.broadcast_buffers = False
-            if not self.config.elastic.exact:
+            if not self._config.elastic.exact:
                 model.register_comm_hook(None, sum_over_ranks)
         return model
 
-    def seed_per_rank(self) -> None:
-        """Seed each rank's generators differently, for example for dropout.
-
-        Until this call all ranks draw the same random numbers, so that they initialise equal models.
-        """
-        seed_everything(self.config.seed + 1 + self.rank)
-
     def should_save(self, step: int) -> bool:
         """Return whether to save now: every `checkpoint.every_steps` steps, before a stop, and after `hpcdist save`."""
-        every = self.config.checkpoint.every_steps
+        every = self._config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
         if self._commands.save_is_due:
             return True
@@ -591,10 +407,8 @@ class Context:
             _require_equal_sharding([is_sharded for *_, is_sharded in gathered])
             whole = state.gather(keep=self.is_main)
             is_new, self._saved_step = step != self._saved_step, step
-            samples = b""
-            if self.config.checkpoint.monitor in (metrics or {}):
-                samples, self._samples = self._samples, b""
-            staging = self._store.staging(step, self.attempt.number)
+            samples = self.report.take_samples(metrics or {})
+            staging = self._store.staging(step, self._attempt.number)
             if shard is not None and is_owner and is_new:
                 self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
             if self.is_main:
@@ -613,7 +427,7 @@ class Context:
                 # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
                 self._shard_writer.wait_for_copy()
                 self._saver.wait_for_copy()
-                self.barrier()
+                self.groups.barrier()
         self._heartbeat.beat()
         self.timer.skip()
 
@@ -624,7 +438,7 @@ class Context:
             "local": local
             and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
             "role": self.roles.name_of(self.rank),
-            **(asdict(self._saved_division) if self._saved_division is not None else {}),
+            **self.elastic.saved_state(),
         }
 
     def _before_publish(self) -> None:
@@ -633,10 +447,10 @@ class Context:
         A supervisor that was suspended may have been replaced while its ranks continued (`run/lease.py`).
         """
         self._records.journal.flush(durable=True)
-        if retry.exists(self.run.attempt(self.attempt.number + 1).path):
+        if retry.exists(self.run.attempt(self._attempt.number + 1).path):
             raise CheckpointError(
-                f"attempt {self.attempt.number + 1} of run {self.run.name} has begun:"
-                f" attempt {self.attempt.number} must not save checkpoints any more"
+                f"attempt {self._attempt.number + 1} of run {self.run.name} has begun:"
+                f" attempt {self._attempt.number} must not save checkpoints any more"
             )
 
     def restore(self) -> Restored | None:
@@ -662,20 +476,20 @@ class Context:
         checkpoint = self._store.load(Path(path))
         states = checkpoint.rank_states
         self._saved_step = checkpoint.step
-        self._saved_division = SavedDivision.of(states[0])
-        is_elastic = self._is_elastic and self._saved_division is not None
+        saved_division = SavedDivision.of(states[0])
+        self.elastic.restore(saved_division)
+        is_elastic = self.elastic.is_on and saved_division is not None
         own = self._own_state(states)
         self._rank_states = states
         self._set_generators(states)
         before, now = len(states), self.world_size
-        if before != now and (self.config.roles or is_elastic):  # trainers with roles report its effect themselves
+        if before != now and (self._config.roles or is_elastic):  # trainers with roles report its effect themselves
             log.info("%d ranks instead of %d continue the run", now, before)
         elif before != now:
             text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
             log.warning(text, before, now)
         log.info("resumed at step %d from %s", checkpoint.step, path)
         self._heartbeat.step = checkpoint.step
-        self._divisions.clear()  # the checkpoint determines the number of micro-batches
         self._notes.begin(checkpoint.step)
         self._restored = Restored(
             step=checkpoint.step,
@@ -691,48 +505,50 @@ class Context:
     def _own_state(self, rank_states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the state of the rank with this rank's role and index; None if its role had other numbers of ranks."""
         roles = [str(state["role"]).partition(":")[0] for state in rank_states]
-        if roles.count(self.role) != self.roles.count(self.role):
+        if roles.count(self.roles.own) != self.roles.count(self.roles.own):
             return None
-        return rank_states[roles.index(self.role) + self.role_index]
+        return rank_states[roles.index(self.roles.own) + self.roles.own_index]
 
     def _set_generators(self, rank_states: Sequence[dict[str, Any]]) -> None:
         """Set the random number generators to those of a checkpoint, or seed them differently on each rank."""
         own = self._own_state(rank_states)
         if own is not None:
             set_rng_state(own["rng"], self.device)
-        elif self._is_elastic and rank_states and SavedDivision.of(rank_states[0]) is not None:
+        elif self.elastic.is_on and rank_states and SavedDivision.of(rank_states[0]) is not None:
             # After a step the generators are equal on all ranks, see `rank/elastic.py`.
             set_rng_state(rank_states[0]["rng"], self.device)
         else:
-            seed_everything(self.config.seed + 1 + self.rank + max(0, self._saved_step))
+            seed_everything(self._config.seed + 1 + self.rank + max(0, self._saved_step))
 
     def _refuse_in_loop(self, name: str, instead: str) -> None:
         if self._steps is not None and self._steps.is_open:
             raise TrainerError(f"ctx.{name} in the loop of ctx.steps: leave out the call, {instead}")
 
-    def close(self) -> None:
-        """Wait until checkpoints and metrics are on disk. The worker calls it after `train`.
 
-        Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
-        """
-        if self._steps is not None:
-            self._steps.check_left()
-        self.timer.close()
-        self.timer.account.enter("finish")
-        self._commands.close()
-        self._stop.close()
-        self._shard_writer.close()
-        self._saver.close()
-        self._records.journal.flush(durable=True)
-        self.timer.account.is_closed = True
-        self._heartbeat.close()
-        step, trainer = self._heartbeat.step, find_trainer(self.config.trainer.target)
-        saves_nothing = self.config.trainer.script or (trainer is not None and trainer.is_benchmark)
-        if self._stop.agreed and self._saved_step < step and not saves_nothing:
-            raise CheckpointError(
-                f"the trainer stopped at step {step} without saving it:"
-                " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
-            )
+def close(ctx: Context) -> Literal["done", "stopped"]:
+    """Wait until checkpoints and metrics are on disk, and return how the trainer ended. The worker calls it.
+
+    Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
+    """
+    if ctx._steps is not None:
+        ctx._steps.check_left()
+    ctx.timer.close()
+    ctx.timer.account.enter("finish")
+    ctx._commands.close()
+    ctx._stop.close()
+    ctx._shard_writer.close()
+    ctx._saver.close()
+    ctx._records.journal.flush(durable=True)
+    ctx.timer.account.is_closed = True
+    ctx._heartbeat.close()
+    step, trainer = ctx._heartbeat.step, find_trainer(ctx._config.trainer.target)
+    saves_nothing = ctx._config.trainer.script or (trainer is not None and trainer.is_benchmark)
+    if ctx._stop.agreed and ctx._saved_step < step and not saves_nothing:
+        raise CheckpointError(
+            f"the trainer stopped at step {step} without saving it:"
+            " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
+        )
+    return "stopped" if ctx._stop.agreed else "done"
 
 
 def _require_equal_sharding(is_sharded: Sequence[bool]) -> None:
@@ -743,17 +559,6 @@ def _require_equal_sharding(is_sharded: Sequence[bool]) -> None:
             f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
             " shard: pass them on every rank, so that they can be saved whole"
         )
-
-
-def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Return the per-sample results of all ranks in the order of the dataset; empty if a sample has none."""
-    indices, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    found = torch.full((int(indices.max()) + 1 if len(indices) else 0,), math.nan)
-    found[indices] = values
-    if not bool(found.isfinite().all()):
-        log.warning("the results of ctx.log_samples are not kept: some samples have none, or none that is finite")
-        return []
-    return found.tolist()
 
 
 def _number(name: str, value: float | Tensor) -> float:

@@ -300,7 +300,7 @@ class MicroBatch:
 def micro_batches(
     division: Division, model: DistributedDataParallel, step: int, *, exact: bool
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of a step; see `Context.micro_batches`."""
+    """Yield this rank's micro-batches of a step; see `Elastic.micro_batches`."""
     epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
     batch_size = division.batch_size(step_in_epoch)
     shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
@@ -367,7 +367,7 @@ def _flat_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[
 
 
 class MicroBatchLoader:
-    """Reads the samples of this rank's micro-batches; `Context.loader` creates it."""
+    """Reads the samples of this rank's micro-batches; `Elastic.loader` creates it."""
 
     def __init__(
         self, dataset: Dataset[Any], division: Callable[[], Division], options: dict[str, Any], *, exact: bool
@@ -380,7 +380,7 @@ class MicroBatchLoader:
         self._next_step = -1
 
     def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's micro-batches of a step with their data; see `Context.loader`."""
+        """Yield this rank's micro-batches of a step with their data; see `Elastic.loader`."""
         division = self._division()
         if step != self._next_step:
             # For this step and all later ones, so that workers read ahead and live on between epochs.

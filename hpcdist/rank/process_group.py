@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +94,24 @@ class Groups:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.control))]
         dist.all_gather(sizes, torch.tensor([len(content)]), group=self.control)
         return [int(size) for size in sizes]
+
+
+@dataclass(frozen=True)
+class TimedGroups(Groups):
+    """The group of all ranks in `ctx.groups`. Waiting in `barrier` and `sum` does not count as data time of a step."""
+
+    waiting: Callable[[], AbstractContextManager[None]]
+    timeout: timedelta
+    """Time limit of a collective, longer than that after which the supervisor finds a hung rank."""
+
+    def barrier(self) -> None:
+        with self.waiting():
+            super().barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sum of each value over all ranks, in double precision, on every rank."""
+        with self.waiting():
+            return super().sum(values)
 
 
 def _to_bytes(value: Any) -> torch.Tensor:

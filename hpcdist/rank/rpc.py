@@ -24,6 +24,7 @@ from typing import Any
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc_transport import Transport
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RpcGroup:
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
         own: dict[str, Callable[..., Any]] = {
             "_command": lambda command, arguments: self._commands.put((command, arguments)),
-            "_pulse": lambda stop: ctx.request_stop() if stop else None,
+            "_pulse": lambda stop: ctx.roles.request_stop() if stop else None,
         }
         self.transport = Transport(ctx, self.names, {**functions, **own}, num_threads)
 
@@ -92,9 +93,9 @@ class RpcGroup:
             try:
                 command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
-                self._ctx.alive()
-                self.call(0, "_pulse", self._ctx.stop_signalled and not is_stop_sent).result()
-                is_stop_sent = self._ctx.stop_signalled
+                self._ctx.timer.alive()
+                self.call(0, "_pulse", self._ctx.roles.is_stop_signalled and not is_stop_sent).result()
+                is_stop_sent = self._ctx.roles.is_stop_signalled
                 continue
             if command == LEAVE:
                 return
@@ -105,10 +106,12 @@ class RpcGroup:
 
         A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
         """
+        # Not those of `ctx.groups`: the timer belongs to another thread.
+        all_ranks = Groups(self._ctx.groups.control, self._ctx.groups.store)
         with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
-            arrived = pool.submit(self._ctx.groups.barrier)
+            arrived = pool.submit(all_ranks.barrier)
             while not wait([arrived], PULSE_INTERVAL_S).done:
-                self._ctx.alive()
+                self._ctx.timer.alive()
         arrived.result()
         self.transport.close()
 
@@ -138,7 +141,7 @@ def rpc_group(
             future.result()
         except (PeerLost, RemoteError) as error:
             raise PeerLost(f"{group.transport.place} cannot call {name}: {error}") from error
-    ctx.barrier()
+    ctx.groups.barrier()
     group.transport.remove_names()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group

@@ -90,12 +90,13 @@ class Transport:
     ) -> None:
         self.place = f"{names[ctx.rank]} (rank {ctx.rank} on {socket.gethostname()})"
         self._ctx = ctx
+        self._attempt = ctx.run.attempt(ctx.topology.attempt)
         self._rank = ctx.rank
         self._names = names
         self._functions = functions
         self._socket_name = f"rpc-{next(_starts)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys = CurveKeys(ctx.attempt.read_key(), f"rpc/{ctx.topology.token}")
+        self._keys = CurveKeys(self._attempt.read_key(), f"rpc/{ctx.topology.token}")
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
         self._is_closing = False
@@ -123,7 +124,7 @@ class Transport:
         """Listen for the other ranks, and return this rank's addresses."""
         topology = self._ctx.topology
         self._inbox.bind("inproc://self")
-        folder = str(self._ctx.attempt.path)
+        folder = str(self._attempt.path)
         name = f"{self._socket_name}-{self._rank}"
         try:
             self._inbox.bind(self._unix(folder, name))
@@ -149,7 +150,7 @@ class Transport:
         if rank == self._rank:
             sock.connect("inproc://self")
         elif addresses["node"] == self._ctx.topology.node_rank:
-            sock.connect(self._unix(addresses["folder"] or str(self._ctx.attempt.path), addresses["name"]))
+            sock.connect(self._unix(addresses["folder"] or str(self._attempt.path), addresses["name"]))
         else:
             self._keys.be_client(sock)
             sock.tcp_keepalive = 1
@@ -294,7 +295,7 @@ class Transport:
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
         with suppress(OSError):
-            os.unlink(self._ctx.attempt.path / f"{self._socket_name}-{self._rank}")
+            os.unlink(self._attempt.path / f"{self._socket_name}-{self._rank}")
 
     def close(self) -> None:
         """End the threads and close the sockets; messages that are not sent yet are sent within two seconds."""

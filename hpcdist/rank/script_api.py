@@ -102,8 +102,10 @@ def agree_among(ranks: Sequence[int]) -> None:
 
     Raises TrainerError if rank 0 is not among them.
     """
-    if _rank is not None:
+    if isinstance(_rank, RunningScript):
         _rank.agree_among(ranks)
+    elif _rank is not None:
+        _rank.roles.agree_among(ranks)
 
 
 def checkpoint_dir() -> Path:

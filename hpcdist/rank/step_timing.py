@@ -89,8 +89,15 @@ class StepTimer:
     is not counted, because it includes compilation and memory allocation.
     """
 
-    def __init__(self, clock: HostClock | EventClock, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: HostClock | EventClock,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self.account = TimeAccount(now=now)
+        self._beat = beat
         self._clock = clock
         self._mark = clock.mark
         self._now = now
@@ -160,6 +167,22 @@ class StepTimer:
         """Exclude the time since the last step from the next step."""
         if self.began is not None and not self._is_computing:
             self._begin_step(self._now())
+
+    def training_begins(self) -> None:
+        """Record that the first step begins. A forward pass of a model of `Context.wrap` records it as well."""
+        self.account.training_begins()
+
+    def alive(self) -> None:
+        """Update the heartbeat from work without steps, such as a long evaluation or a download."""
+        self._beat()
+        self.skip()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Count the time inside the block as evaluation in the ledger of the run (`hpcdist cost`)."""
+        with self.account.phase("evaluation"):
+            yield
+        self.skip()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -35,8 +35,10 @@ class Steps:
         *,
         step: int,
         total_steps: int,
+        log_every: int,
         save: Callable[[int, Mapping[str, float]], None],
         after_first_step: Callable[[], None] | None,
+        save_is_due: Callable[[], bool],
     ) -> None:
         self.step = step
         self.total_steps = total_steps
@@ -44,7 +46,9 @@ class Steps:
         self.is_complete = True
         self.is_open = False  #: whether the body of the loop is running, or was left
         self._ctx = ctx
+        self._log_every = log_every
         self._save = save
+        self._save_is_due = save_is_due
         self._after_first_step = after_first_step
         self._metrics: dict[str, float] = {}  #: of the evaluation in this step
         self._given: dict[str, int] = {}  #: by metric: the step for which `ctx.log` was called last
@@ -57,13 +61,12 @@ class Steps:
     @property
     def log_is_due(self) -> bool:
         """Whether to log in this step: every `tracking.log_every_steps` steps, and in the last step."""
-        every = self._ctx.config.tracking.log_every_steps
-        return self.number % every == 0 or self.number == self.total_steps
+        return self.number % self._log_every == 0 or self.number == self.total_steps
 
     @property
     def save_is_due(self) -> bool:
         """Whether a stop or `hpcdist save` waits for a step with a complete state."""
-        return self._ctx.stop_agreed or self._ctx.save_requested
+        return self._save_is_due()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of steps done before each step, up to `total_steps`, and save the last one."""

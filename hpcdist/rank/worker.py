@@ -157,7 +157,7 @@ def _run_trainer(
         os.environ.update(interface_env(topology.master_addr, os.environ))
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
-    from hpcdist.rank.context import Context
+    from hpcdist.rank.context import Context, close
     from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, select_device
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
@@ -198,8 +198,8 @@ def _run_trainer(
         script_api.enter(ctx)
         with exit_as_return(config.trainer.target):
             train(ctx, config, *params)
-        ctx.close()
-    return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
+        ended = close(ctx)
+    return ended, ctx.end_reason
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Figures that a trainer writes with `Context.figure`: small JSON files that the report draws beside its metrics."""
+"""Figures that a trainer writes with `ReportData.figure`: small JSON files that the report draws beside its metrics."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ class Matrix:
     column_label: str
     names: list[str]  #: of the rows and of the columns, at most MAX_CLASSES
     values: list[list[float]]  #: as many rows and columns as names
-    step: int = 0  #: steps done, set by `Context.figure`
+    step: int = 0  #: steps done, set by `ReportData.figure`
 
 
 @dataclass(frozen=True, kw_only=True)

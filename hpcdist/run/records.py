@@ -295,7 +295,7 @@ class TrainingNotes:
 
 #: Written last: a checkpoint without it is incomplete.
 MANIFEST_FILE = "manifest.json"
-#: Per-sample results of the evaluation at a checkpoint, if the trainer calls `Context.log_samples`.
+#: Per-sample results of the evaluation at a checkpoint, if the trainer calls `ReportData.log_samples`.
 SAMPLES_FILE = "samples.npy"
 
 

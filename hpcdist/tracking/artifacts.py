@@ -89,7 +89,7 @@ def documents(run: RunDir, *, patch: bool) -> Iterator[Artifact]:
 
 
 def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
-    """Yield the files of `Context.artifact` under their names; hidden files are incomplete."""
+    """Yield the files of `ReportData.artifact` under their names; hidden files are incomplete."""
     for path in sorted(run.artifacts.rglob("*")):
         if path.is_file() and not path.name.startswith("."):
             yield Artifact(path, path.relative_to(run.artifacts).as_posix(), fingerprint(path))

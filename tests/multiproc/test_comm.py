@@ -16,6 +16,7 @@ from spawn import Rank, spawn_ranks
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import CommError
 from hpcdist.rank.collective_check import Stopwatch, measure
+from hpcdist.rank.context import close
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
@@ -153,7 +154,7 @@ def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> str:
 
         ctx.should_stop = counted  # type: ignore[assignment,method-assign]
         train.train(ctx, CONFIG)
-        ctx.close()
+        close(ctx)
     return ctx.end_reason
 
 

@@ -33,7 +33,7 @@ from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, Trackin
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.host.files import read_json
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, close
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.step_timing import Totals
 from hpcdist.run.folder import RunDir
@@ -55,17 +55,16 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
         model = nn.Linear(3, 2)
         wrapped = ctx.wrap(model, static_graph=True)
         values["initial"] = model.weight.detach().clone()
-        ctx.seed_per_rank()
         values["per rank"] = draws()
 
         for step in range(1, 4):
             ctx.log({"loss": step / 2, "rank": here.rank}, step)
         # The second sample is of both ranks; a save without the metric leaves the results to the next one.
-        ctx.log_samples("eval/accuracy", [True, here.rank == 0], [1, 2 * here.rank])
-        ctx.log_samples("eval/loss", [9.0], [0])
+        ctx.report.log_samples("eval/accuracy", [True, here.rank == 0], [1, 2 * here.rank])
+        ctx.report.log_samples("eval/loss", [9.0], [0])
         ctx.save(3, model=wrapped, trainer={})
         # Values that would be wrong in single precision or as a sum over other ranks.
-        values["sum"] = ctx.sum_over_ranks([2.0**24 + 1, 0.1, here.rank, -(2.0**52)])
+        values["sum"] = ctx.groups.sum([2.0**24 + 1, 0.1, here.rank, -(2.0**52)])
 
         ctx.save(
             4,
@@ -75,7 +74,7 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
             metrics={"eval/accuracy": 2 / 3},
         )
         values["after saving"] = draws()
-        ctx.close()
+        close(ctx)
 
     with open_context(here, run, CONFIG) as ctx:
         restored = ctx.restore()
@@ -83,7 +82,7 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
         values["after restoring"] = draws()
         values["restored"] = restored
         values["due"] = [step for step in range(4, 13) if ctx.should_save(step)]
-        ctx.close()
+        close(ctx)
     return values
 
 
@@ -92,7 +91,7 @@ def restore_with_other_world_size(here: Rank, path: Path) -> dict[str, Any]:
         restored = ctx.restore()
         assert restored is not None
         values = {"restored": restored, "draws": draws()}
-        ctx.close()
+        close(ctx)
     return values
 
 
@@ -130,6 +129,13 @@ def test_ranks_start_equal_and_restore_their_own_state_or_are_seeded_anew(tmp_pa
     assert not {values["draws"] for values in others} & {values["after saving"] for values in ranks}
 
 
+def test_context_has_at_most_20_public_names(tmp_path: Path) -> None:
+    with open_context(SINGLE_RANK, new_run(tmp_path), CONFIG) as ctx:
+        names = [name for name in dir(ctx) if not name.startswith("_")]
+        assert len(names) <= 20, names
+        close(ctx)
+
+
 def train_the_example(here: Rank, path: Path) -> None:
     """Run the trainer in the docstring of `Context`."""
     example = re.search(r"(?s)\n(        def train\(.*?)\n\n    \S", Context.__doc__ or "")
@@ -140,7 +146,7 @@ def train_the_example(here: Rank, path: Path) -> None:
     config = Config(params={"total_steps": 25})
     with open_context(here, RunDir(path), config) as ctx:
         names["train"](ctx, config)
-        ctx.close()
+        close(ctx)
 
 
 def test_example_of_the_documentation_logs_and_saves_the_last_step(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
         expected = losses(net, optimizer, 2)
         ctx.export_model(net, x)  # a warning: the forward pass of rank 0 alone would wait for the others
         assert not ctx.run.model.exists()
-        ctx.close()
+        close(ctx)
     with open_context(here, RunDir(path), CONFIG) as ctx:
         saved = ctx.restore()
         assert saved is not None
@@ -201,7 +207,7 @@ def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
         set_model_state_dict(net, saved.model, options=whole)
         set_optimizer_state_dict(net, optimizer, saved.trainer["optimizer"], options=whole)
         found = losses(net, optimizer, 2)
-        ctx.close()
+        close(ctx)
     return {"expected": expected, "found": found, "weights": weights, "saved": saved_model}
 
 
@@ -229,7 +235,7 @@ def test_invalid_newest_checkpoint_is_skipped_and_replaced(tmp_path: Path) -> No
     with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         save(ctx, 4)
         save(ctx, 8)
-        ctx.close()
+        close(ctx)
     newest = run.checkpoints / "step-00000008"
     (newest / "model.pt").write_bytes(b"torn")
     leftover = run.checkpoints / ".tmp-step-00000012-0123abcd"
@@ -240,7 +246,7 @@ def test_invalid_newest_checkpoint_is_skipped_and_replaced(tmp_path: Path) -> No
         assert restored.step == 4
         assert not leftover.exists()
         save(ctx, 8)
-        ctx.close()
+        close(ctx)
     assert set(load_weights(newest)) == {"weight", "bias"}
 
 
@@ -254,14 +260,14 @@ def test_per_sample_results_must_fit_their_indices_and_be_complete(
             (2, [-1, 10**6], "from -1 to 1000000"),
         ):
             with pytest.raises(
-                TrainerError, match=rf"^ctx.log_samples: .*{found}: pass a value and an index, 0 to 999,9"
+                TrainerError, match=rf"^ctx.report.log_samples: .*{found}: pass a value and an index, 0 to 999,9"
             ):
-                ctx.log_samples("eval/accuracy", [1.0] * num, indices)
+                ctx.report.log_samples("eval/accuracy", [1.0] * num, indices)
         for values, indices in (([1.0, math.nan], [0, 1]), ([1.0, 0.0], [0, 2])):
-            ctx.log_samples("eval/accuracy", values, indices)
+            ctx.report.log_samples("eval/accuracy", values, indices)
         assert caplog.text.count("log_samples are not kept: some samples have none, or none that is finite") == 2
         ctx.save(1, model=nn.Linear(2, 2), trainer={}, metrics={"eval/accuracy": 0.5})
-        ctx.close()
+        close(ctx)
     assert not list(run.checkpoints.rglob("samples.npy"))
 
 
@@ -272,12 +278,12 @@ def test_return_without_save_after_an_agreed_stop_is_an_error(tmp_path: Path) ->
         assert ctx.should_stop(7, 100)
         assert ctx.should_save(7)
         with pytest.raises(CheckpointError, match=r"stopped at step 7 without saving it: call ctx\.save"):
-            ctx.close()
+            close(ctx)
     with open_context(SINGLE_RANK, run, CONFIG, flag) as ctx:
         assert ctx.should_stop(7, 100)
         save(ctx, 7)
         assert not ctx.should_save(7)
-        ctx.close()
+        close(ctx)
 
 
 def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
@@ -289,7 +295,7 @@ def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
         run.new_attempt()
         ctx.save(2, model=nn.Linear(2, 2), trainer={})
         with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 must not save"):
-            ctx.close()
+            close(ctx)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
 
 
@@ -301,27 +307,27 @@ def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> 
     run = new_run(tmp_path)
     with open_context(SINGLE_RANK, run, elastic()) as ctx:
         assert ctx.restore() is None
-        assert ctx.division(100).num_micro_batches == 4
+        assert ctx.elastic.division(100).num_micro_batches == 4
         save(ctx, 4)
-        ctx.close()
+        close(ctx)
     for config, num_samples, problem in (
         (elastic(48), 100, r"data\.global_batch_size=48, but the checkpoint was saved with 24: set that, or start"),
         (elastic(24, 6), 100, r"elastic\.micro_batches=6, but the checkpoint was saved with 4: set that, or start"),
         (elastic(), 99, "the training set has 99 samples, but the checkpoint was saved with 100: use the same data"),
     ):
         with open_context(SINGLE_RANK, run, config) as ctx:
-            ctx.division(num_samples)  # before the checkpoint is known
+            ctx.elastic.division(num_samples)  # before the checkpoint is known
             ctx.restore()
             with pytest.raises(ConfigError, match=f"^{problem}"):
-                ctx.division(num_samples)
-            ctx.close()
+                ctx.elastic.division(num_samples)
+            close(ctx)
     for second in (100, 50):  # a second training set
         with open_context(SINGLE_RANK, run, elastic(24, 4)) as ctx:
             ctx.restore()
-            ctx.division(second)
-            ctx.division(50)
+            ctx.elastic.division(second)
+            ctx.elastic.division(50)
             save(ctx, 8)
-            ctx.close()
+            close(ctx)
 
 
 # --- Checkpoints of a model that several ranks own: each rank writes its shard, one process reads the whole model.
@@ -349,7 +355,7 @@ def save_twice(here: Rank, path: Path) -> None:
             for tensor in shard.model.values():
                 tensor.fill_(-1)  # changes after the save must not be in the checkpoint
         ctx.save(2, model=None, trainer={"at": 2}, shard=shard_of(here.rank), metrics={"eval/loss": 1.0})
-        ctx.close()
+        close(ctx)
 
 
 def restore(here: Rank, path: Path) -> Any:
@@ -382,11 +388,11 @@ def test_owners_write_shards_and_one_process_reads_the_whole_model(tmp_path: Pat
 def fail_to_write(here: Rank, path: Path) -> str:
     with open_context(here, RunDir(path), Config()) as ctx:
         if here.rank == 2:  # a folder with the name of the shard
-            (ctx._store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
-        ctx.barrier()
+            (ctx._store.staging(1, ctx.topology.attempt) / "shard-00002.pt").mkdir(parents=True)
+        ctx.groups.barrier()
         ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
         try:
-            ctx.close()
+            close(ctx)
         except CheckpointError as error:
             return str(error)
     return "closed"
@@ -466,8 +472,9 @@ def timed_totals(here: Rank) -> dict[str, Any]:
             # All ranks wait for the buffers of rank 0 before the forward pass.
             "first": train(ctx, 21, data_s=SLOW_S * (here.rank == 0)),
         }
-        ctx.close()
-        journal, beat = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl", read_json(ctx.attempt.beat(here.rank))
+        close(ctx)
+        journal = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl"
+        beat = read_json(run.attempt(1).beat(here.rank))
     lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first line has the format
     return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
 
@@ -521,7 +528,7 @@ def compiled_and_copied(here: Rank) -> dict[str, Any]:
             copied.module.layers[3].bias.fill_(7.0)
         copied.eval()
         found["copy"] = (copied(torch.ones(1, 4)).tolist(), copied._timer)
-        ctx.close()
+        close(ctx)
     return found
 
 

@@ -29,7 +29,7 @@ from hpcdist.config.schema import (
     StopConfig,
 )
 from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, close
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
 from hpcdist.run.folder import RunDir
@@ -108,7 +108,7 @@ def two_ranks(here: Rank, path: Path) -> dict[str, Any]:
         for name, cfg in VARIANTS.items():
             seed_everything(cfg.seed)
             results[name] = train_steps(ctx, cfg)
-        ctx.close()
+        close(ctx)
     return results
 
 
@@ -116,7 +116,7 @@ def one_rank(here: Rank, path: Path) -> dict[str, Any]:
     cfg = config(data=dataclasses.replace(DATA, batch_size=16))
     with open_context(here, RunDir(path), cfg) as ctx:
         results = train_steps(ctx, cfg)
-        ctx.close()
+        close(ctx)
     return results
 
 
@@ -134,7 +134,7 @@ def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path
     """The sizes include sets of several batches, sets that are no multiple of the ranks, and ranks without samples."""
     with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         expected = evaluations(ctx)
-        ctx.close()
+        close(ctx)
     for results in pair:
         for num, metrics in expected.items():
             assert results["evaluations"][num]["eval/accuracy"] == metrics["eval/accuracy"], num
@@ -179,7 +179,7 @@ def fit(here: Rank, path: Path, cfg: Config, last_step: int | None = None) -> st
         stop_at(ctx, last_step)
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
         train.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
         return ctx.end_reason or "stopped"
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.rank.context import close
 from hpcdist.rank.elastic import Division, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
@@ -66,7 +67,7 @@ def fit(here: Rank, path: Path, cfg: Config, last_step: int | None) -> tuple[str
     """Train as the worker does. Returns the reason of the end, and (step, micro-batch, samples) of this rank."""
     audit: Audit = []
     with open_context(here, RunDir(path), cfg) as ctx:
-        batches = ctx.micro_batches
+        batches = ctx.elastic.micro_batches
 
         def micro_batches(model: Any, step: int, num_samples: int) -> Any:
             for micro in batches(model, step, num_samples):
@@ -74,11 +75,11 @@ def fit(here: Rank, path: Path, cfg: Config, last_step: int | None) -> tuple[str
                 yield micro
 
         stop_at(ctx, last_step)
-        ctx.micro_batches = micro_batches  # type: ignore[method-assign]
+        ctx.elastic.micro_batches = micro_batches  # type: ignore[method-assign]
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
         train.build_model = lambda *_, **__: Net()  # type: ignore[attr-defined]
         train.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
         return ctx.end_reason or "stopped", audit
 
 
@@ -247,12 +248,12 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def fit_with_loader(here: Rank, path: Path, num_workers: int, until: int) -> dict[str, torch.Tensor]:
-    """Train a trainer of one's own with `ctx.loader`; return the weights."""
+    """Train a trainer of one's own with `ctx.elastic.loader`; return the weights."""
     cfg = Config(data=DataConfig(global_batch_size=8), elastic=ElasticConfig(micro_batches=4, exact=True))
     with open_context(here, RunDir(path), cfg) as ctx:
         net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         model = ctx.wrap(net)
-        loader = ctx.loader(Noisy(), num_workers=num_workers)
+        loader = ctx.elastic.loader(Noisy(), num_workers=num_workers)
         step = 0
         if (saved := ctx.restore()) is not None:
             net.load_state_dict(saved.model)
@@ -265,7 +266,7 @@ def fit_with_loader(here: Rank, path: Path, num_workers: int, until: int) -> dic
                     parameter -= 1e-4 * parameter.grad  # type: ignore[operator]
             step += 1
         ctx.save(step, model=model, trainer={})
-        ctx.close()
+        close(ctx)
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 

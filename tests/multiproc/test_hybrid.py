@@ -21,6 +21,7 @@ from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.context import close
 from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
@@ -63,7 +64,7 @@ def train_on_rank(here: Rank, path: Path, cfg: Config, last_step: int | None = N
         train.EVAL_BATCH_SIZE = 16  # several batches
         stop_at(ctx, last_step)
         train.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
 
 
 def trained(folder: Path, cfg: Config, stopped: Config | None = None) -> dict[str, Tensor]:

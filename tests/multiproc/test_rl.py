@@ -13,6 +13,7 @@ from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.context import close
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
@@ -40,7 +41,7 @@ def train_on_ranks(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # seconds for MLflow's import
         train.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
 
 
 def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.context import close
 from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
@@ -43,7 +44,7 @@ def train(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
         rnn.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
 
 
 def step(model: LanguageModel, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -160,7 +161,7 @@ def train_async(here: Rank, path: Path, cfg: Config) -> float:
 
         ctx.save = save_and_sum  # type: ignore[method-assign]
         rnn.train(ctx, cfg)
-        ctx.close()
+        close(ctx)
     return found[-1]
 
 

@@ -112,7 +112,7 @@ def exchanged_values(group: RpcGroup) -> dict[str, Any]:
 
 
 def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
-    done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
+    done.append(("sum", int(ctx.groups.sum([ctx.rank])[0])))
 
 
 def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
@@ -142,17 +142,17 @@ def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: 
 
 def step_until_stop(here: Rank, path: Path) -> int:
     with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx) as group:
-        ctx.agree_among([0])
+        ctx.roles.agree_among([0])
         if not ctx.is_main:
             if ctx.rank == 2:
-                ctx.request_stop()  # as the signal handler does
+                ctx.roles.request_stop()  # as the signal handler does
             group.serve({})
             return -1
         step = 0
         until = time.monotonic() + 30
         while not ctx.should_stop(step) and time.monotonic() < until:
             step += 1
-        assert ctx.stop_agreed
+        assert ctx._stop.agreed
     return step
 
 
@@ -166,7 +166,7 @@ def lose_rank(here: Rank, path: Path, victim: int) -> str:
     """Return the error with which this rank leaves `rpc_group`."""
     try:
         with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx, served([])) as group:
-            ctx.barrier()
+            ctx.groups.barrier()
             if ctx.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             if not ctx.is_main:
@@ -254,7 +254,7 @@ def call_peer(here: Rank, path: Path, num_nodes: int) -> dict[str, Any]:
             purpose, server = f"rpc/{ctx.topology.token}", group.transport._keys._server_public
             clients = {"no key": None, "other key": CurveKeys(bytes(32), purpose), "its key": group.transport._keys}
             admitted = [name for name, keys in clients.items() for port in ports if is_admitted(port, keys, server)]
-            ctx.barrier()
+            ctx.groups.barrier()
     return {"num_ports": len(ports), "admitted": admitted, "received": received}
 
 

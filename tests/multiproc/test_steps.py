@@ -19,7 +19,7 @@ from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrainerError
-from hpcdist.rank.context import Context
+from hpcdist.rank.context import Context, close
 from hpcdist.rank.steps import Steps
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
@@ -73,7 +73,7 @@ def train_in_attempts(here: Rank, path: Path, attempts: list[dict[str, int]]) ->
             try:
                 steps = train(ctx, here.rank, fail_in=attempt.get("fail"))
                 ends.append((steps.step, steps.is_stopped))
-                ctx.close()
+                close(ctx)
             except RuntimeError:
                 ctx._saver.close()
     return ends
@@ -124,7 +124,7 @@ def test_tensors_are_read_when_a_point_is_due(tmp_path: Path) -> None:
             if step == 4:
                 with pytest.raises(TrainerError, match=r"ctx\.log: train/x is a tensor of 2 elements: pass one number"):
                     ctx.log({"train/x": wrong})
-        ctx.close()
+        close(ctx)
     assert logged(run, "train/loss") == [1, 5, 10, 11]
     assert logged(run, "eval/loss") == [3, 8]
 
@@ -142,7 +142,7 @@ def test_metrics_of_an_evaluation_are_saved_with_its_step(tmp_path: Path) -> Non
             if step == 6:
                 steps.end("good enough")
         assert (steps.step, ctx.end_reason) == (7, "good enough")
-        ctx.close()
+        close(ctx)
     saved = {save.step: save.metrics for save in CheckpointStore(run.checkpoints, config.checkpoint).all()}
     assert saved == {2: {"eval/loss": 1.5}, 4: {"eval/loss": 0.5}, 7: {}}
     assert logged(run, "eval/loss") == [2, 4]
@@ -154,7 +154,7 @@ def test_resume_loads_what_a_checkpoint_has(tmp_path: Path, caplog: pytest.LogCa
         model, optimizer = bare()
         for _ in ctx.steps(3, model=model, optimizer=optimizer):
             pass
-        ctx.close()
+        close(ctx)
     with (
         open_context(SINGLE_RANK, run, CONFIG) as ctx,
         pytest.raises(TrainerError, match=r"step 3 has the state of optimizer, which is not passed: pass it under"),
@@ -172,7 +172,7 @@ def test_resume_loads_what_a_checkpoint_has(tmp_path: Path, caplog: pytest.LogCa
         steps = ctx.steps(3, model=again, optimizer=optimizer, ema=nn.Linear(1, 1))
         assert list(steps) == [], "the training was at its end"
         assert_states_equal(again.state_dict(), model.state_dict())
-        ctx.close()
+        close(ctx)
     assert "the checkpoint of step 3 has no state of ema, which begins anew" in caplog.text
 
 
@@ -228,13 +228,13 @@ def left(ctx: Context) -> None:
     for step in ctx.steps(9, model=nn.Linear(1, 1)):
         if step == 2:
             break
-    ctx.close()
+    close(ctx)
 
 
 def short_data(ctx: Context) -> None:
     for _ in zip(ctx.steps(9, model=nn.Linear(1, 1)), range(3)):  # noqa: B905
         pass
-    ctx.close()
+    close(ctx)
 
 
 def in_loop(call: Callable[[Context], Any]) -> Callable[[Context], None]:

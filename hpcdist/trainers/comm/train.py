@@ -51,7 +51,7 @@ def train(ctx: Context, cfg: Config) -> None:
     bench.results.complete = True
     bench.write()
     if ctx.is_main:
-        write_atomic(ctx.artifact(ARTIFACT).with_name("report.txt"), as_text(bench.results))
+        write_atomic(ctx.report.artifact(ARTIFACT).with_name("report.txt"), as_text(bench.results))
     ctx.end_reason = summary(bench.results)
 
 
@@ -81,7 +81,7 @@ class Bench:
 
     def write(self) -> None:
         if self.ctx.is_main:
-            write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
+            write_atomic(self.ctx.report.artifact(ARTIFACT), self.results.to_json())
 
     def check(self) -> Iterator[None]:
         """Check the operations. Raises CommError if a result is wrong."""

@@ -44,7 +44,7 @@ def train(ctx: Context, cfg: Config) -> None:
     steps = ctx.steps(
         progress.total_steps, model=model, optimizer=optimizer, scaler=scaler, position=progress, local=meter
     )
-    ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
+    ctx.timer.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
     if ctx.world_size > 2 and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
         settle_order_of_gradients(ctx, cfg, data, model)
 
@@ -60,7 +60,7 @@ def train(ctx: Context, cfg: Config) -> None:
         if steps.is_stopped:  # on all ranks after the same step, which is saved
             return
         with meter.paused():
-            with ctx.evaluating():  # its time counts apart from training
+            with ctx.timer.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, model.module, data, cfg)
             progress.end_epoch(metrics)
             steps.save(metrics)
@@ -106,7 +106,7 @@ def interval_metrics(
 ) -> dict[str, float]:
     """Return the training metrics since the last logged step, and count their samples in `progress`."""
     # Training waits for the device only here.
-    loss, weight, num_samples = ctx.sum_over_ranks(
+    loss, weight, num_samples = ctx.groups.sum(
         [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
     )
     return {
@@ -125,7 +125,7 @@ def open_data(ctx: Context, cfg: Config) -> ImageData:
     """Download the dataset once on each node, if it is not there, and return it."""
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
-    ctx.barrier()  # the other ranks of the node wait for the download
+    ctx.groups.barrier()  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last)
     log_image_data(ctx, cfg.data, data, cfg.seed)  # name, size and digest, for MLflow
     return data
@@ -144,7 +144,7 @@ def build_scaler(ctx: Context, cfg: Config) -> torch.amp.GradScaler:
 def steps_per_epoch(ctx: Context, cfg: Config, data: ImageData) -> int:
     """Return the number of optimizer steps in an epoch. The last one may have fewer samples."""
     if cfg.data.global_batch_size is not None:
-        return ctx.division(len(data.train)).steps_per_epoch
+        return ctx.elastic.division(len(data.train)).steps_per_epoch
     share = math.ceil(len(data.train) / ctx.world_size)
     return math.ceil(share / cfg.data.batch_size)
 
@@ -161,11 +161,11 @@ def epoch_steps(
         whole_epoch = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
         batches = data.train.batches(list(whole_epoch[progress.step_in_epoch :]), epoch=progress.epoch)
         return (iter([(*batch, 1.0)]) for batch in batches)
-    index_batches = ctx.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
+    index_batches = ctx.elastic.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
     batches = data.train.batches(index_batches, epoch=progress.epoch)
     # After the last micro-batch of a step, `micro_batches` sums the gradients over the ranks.
     return (
-        ((*next(batches), micro.weight) for micro in ctx.micro_batches(model, step, len(data.train)))
+        ((*next(batches), micro.weight) for micro in ctx.elastic.micro_batches(model, step, len(data.train)))
         for step in itertools.count(progress.step)
     )
 
@@ -195,9 +195,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
     if ctx.device.type == "cpu":
         # An explicit size also applies to the first bucket (default 1 MB): on CPU, few messages are faster.
         options["bucket_cap_mb"] = 25
-    model = ctx.wrap(module, **options)
-    ctx.seed_per_rank()  # for dropout; an elastic run seeds each micro-batch
-    return model
+    return ctx.wrap(module, **options)
 
 
 def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
@@ -207,7 +205,7 @@ def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model:
     """
     batch_size = cfg.data.batch_size  # of the training, so that a compiled model is compiled once
     if cfg.data.global_batch_size is not None:
-        division = ctx.division(len(data.train))
+        division = ctx.elastic.division(len(data.train))
         batch_size = max(1, division.global_batch_size // division.num_micro_batches)  # of a micro-batch
     images, labels = next(data.test.batches([torch.arange(batch_size) % len(data.test)]))
 
@@ -238,14 +236,14 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         results.append(torch.stack([losses, (predicted == labels).float()]))
         if num_cells:
             confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
-        ctx.alive()  # a heartbeat, since an evaluation counts no steps
+        ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
     by_sample = torch.cat(results, dim=1).cpu().double()
-    loss, correct, *cells = ctx.sum_over_ranks([*by_sample.sum(dim=1).tolist(), *confusion.tolist()])
+    loss, correct, *cells = ctx.groups.sum([*by_sample.sum(dim=1).tolist(), *confusion.tolist()])
     if len(data.test) <= MAX_RESULTS:  # the result of each sample, by which `hpcdist compare` pairs two runs
-        ctx.log_samples("eval/loss", by_sample[0], indices)
-        ctx.log_samples("eval/accuracy", by_sample[1], indices)
+        ctx.report.log_samples("eval/loss", by_sample[0], indices)
+        ctx.report.log_samples("eval/accuracy", by_sample[1], indices)
     if num_cells:
-        ctx.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
+        ctx.report.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
     return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
 
 

@@ -340,7 +340,7 @@ class TableServer:
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
-    shard = TableShard(layout, ctx.role_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
+    shard = TableShard(layout, ctx.roles.own_index, cfg.section(HybridConfig), seed=cfg.seed, device=ctx.device)
     server = TableServer(shard, exchange, ctx.roles.ranks_of("trainer"))
     # Not a context manager: after an error its exit would wait for a thread that waits for a lost peer.
     pool = ThreadPoolExecutor(1, thread_name_prefix="tables")

@@ -56,11 +56,12 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    trainers = ctx.agree_among(ctx.roles.ranks_of("trainer"))  # they decide on stops and saves: servers count no steps
+    # Trainers decide on stops and saves: servers count no steps.
+    trainers = ctx.roles.agree_among(ctx.roles.ranks_of("trainer"))
     # For rows of tables and their gradients, on the host also if the default group is NCCL.
-    exchange: Any = gloo_group(range(ctx.world_size), ctx.timeout)
+    exchange: Any = gloo_group(range(ctx.world_size), ctx.groups.timeout)
     dense_group = make_dense_group(ctx)
-    if ctx.role == "parameter_server":
+    if ctx.roles.own == "parameter_server":
         serve_tables(ctx, cfg, layout, exchange)
         return
     # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses `exchange`.
@@ -86,7 +87,7 @@ def train_dense_part(
     first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
     with table_client(ctx, exchange, layout, first_batches) as tables:
         steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, trainers, tables, rpc, part))
-        ctx.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
+        ctx.timer.training_begins()  # the time until here counts as start-up
         if ctx.roles.count("trainer") > 2:  # then a resumed run must add in the same order
             example = torch.zeros(2, next(part.model.parameters()).shape[1], device=ctx.device)
             settle_buckets(part.model, lambda: part.model(example).sum())
@@ -102,7 +103,7 @@ def train_dense_part(
             if steps.is_stopped:  # on all trainers after the same step, which is saved
                 return
             with meter.paused():
-                with ctx.evaluating():  # its time counts apart from training
+                with ctx.timer.evaluating():  # its time counts apart from training
                     metrics = evaluate(ctx, trainers, tables, part.model.module, samples)
                 progress.end_epoch(metrics)
                 steps.save(metrics)
@@ -187,12 +188,12 @@ def evaluate(
         if len(clicks):
             pooled, numeric = lookup.pooled().to(ctx.device), clicks.numeric.to(ctx.device)
             scores.append(logits_of(dense, pooled, numeric).cpu())
-        ctx.alive()
+        ctx.timer.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
     logits, labels, *best = torch.cat(trainers.all_gather(torch.stack(mine)), dim=1)
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
     if ctx.is_main and len(labels.unique()) == 2:
-        ctx.figure("calibration", calibration(logits.sigmoid().double(), labels))
+        ctx.report.figure("calibration", calibration(logits.sigmoid().double(), labels))
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
     return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
 
@@ -211,10 +212,10 @@ def make_dense_group(ctx: Context) -> Any:
     trainers, devices = ctx.roles.ranks_of("trainer"), ctx.groups.all_gather(ctx.device.type)
     backends = {collective_backend(torch.device(devices[rank])) for rank in trainers}
     if len(backends) > 1 or backends == {"gloo"}:
-        return gloo_group(trainers, ctx.timeout)
+        return gloo_group(trainers, ctx.groups.timeout)
     # With `device_id`, NCCL splits the default group, in which all ranks take part. Servers are no members: no device.
     own = ctx.device if ctx.rank in trainers else None
-    return dist.new_group(list(trainers), ctx.timeout, backends.pop(), device_id=own)
+    return dist.new_group(list(trainers), ctx.groups.timeout, backends.pop(), device_id=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ def open_dense_part(
     samples = load_samples(ctx, cfg, trainers, layout, num_shares_of(saved, ctx.roles.count("trainer")))
     num_dense = sum(weight.numel() for weight in model.module.parameters())
     # Replaces the size of the dense part, which `wrap` has logged.
-    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
+    ctx.report.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
     return DensePart(
         model=model,
         optimizer=optimizer,
@@ -274,7 +275,7 @@ class Samples:
 def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, num_shares: int) -> Samples:
     """Read this trainer's shares of the click log, and log it as a dataset."""
     hybrid = cfg.section(HybridConfig)
-    shares = share_of(ctx.role_index, ctx.roles.count("trainer"), num_shares)
+    shares = share_of(ctx.roles.own_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
     train, test = (clicks.placed(layout.place) for clicks in loaded)
     bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
@@ -282,7 +283,7 @@ def load_samples(ctx: Context, cfg: Config, trainers: Groups, layout: Layout, nu
     share_size = len(train) // len(shares)
     name, source, digest = identity(hybrid, cfg.seed)
     for split, count in (("train", share_size * num_shares), ("test", sum(test_sizes))):
-        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
+        ctx.report.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
     log.info("%d training and %d test samples of this trainer", len(train), len(test))
     return Samples(
         train=train,

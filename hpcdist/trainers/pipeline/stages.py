@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.collective_check import synchronize
 from hpcdist.rank.context import Context, Restored
@@ -145,10 +146,12 @@ def _now(tensor: Tensor) -> float:
 log = logging.getLogger(__name__)
 
 
-def choose_stages(ctx: Context, model: nn.Module, images: Tensor, saved: Restored | None) -> list[tuple[str, ...]]:
+def choose_stages(
+    ctx: Context, cfg: Config, model: nn.Module, images: Tensor, saved: Restored | None
+) -> list[tuple[str, ...]]:
     """Return the units of every stage: from the config, from the checkpoint, or by measured cost of a micro-batch."""
     units, num_stages = unit_names(model), ctx.world_size
-    ends = ctx.config.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
+    ends = cfg.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
     if ends != ["measured"]:
         if len(ends) != num_stages - 1:
             raise ConfigError(
@@ -160,7 +163,7 @@ def choose_stages(ctx: Context, model: nn.Module, images: Tensor, saved: Restore
     costs = [0.0] * len(units)
     if ctx.is_main:  # its measurement is used by all ranks
         costs = measure_units(model.to(ctx.device), images.to(ctx.device))
-    costs = ctx.sum_over_ranks(costs)
+    costs = ctx.groups.sum(costs)
     stages = cut_evenly(units, costs, num_stages)
     parts = [f"{stage[-1]} {sum(costs[units.index(unit)] for unit in stage):.3g} s" for stage in stages]
     log.info("split by measured cost of a micro-batch; last unit and cost of each stage: %s", ", ".join(parts))

@@ -63,7 +63,7 @@ def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
     data, engine, optimizer, progress, meter = setup.data, setup.engine, setup.optimizer, setup.progress, setup.meter
     num_micro_batches = cfg.section(PipelineConfig).num_micro_batches
     steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, setup))
-    ctx.training_begins()  # the time until here counts as start-up
+    ctx.timer.training_begins()  # the time until here counts as start-up
 
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         engine.stage.train()
@@ -78,7 +78,7 @@ def train_stage(ctx: Context, cfg: Config, setup: "StageSetup") -> None:
         if steps.is_stopped:  # on all ranks after the same step, which is saved
             return
         with meter.paused():
-            with ctx.evaluating():  # its time counts apart from training
+            with ctx.timer.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, cfg, data, engine)
             progress.end_epoch(metrics)
             steps.save(metrics)
@@ -122,7 +122,7 @@ def interval_metrics(
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
     busy_s = [0.0] * ctx.world_size
     busy_s[ctx.rank] = elapsed_s - idle_s
-    loss_sum, all_idle_s, all_elapsed_s, *busy_s = ctx.sum_over_ranks(
+    loss_sum, all_idle_s, all_elapsed_s, *busy_s = ctx.groups.sum(
         [float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s]
     )
     return {
@@ -163,8 +163,8 @@ def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> d
             loss_sum += F.cross_entropy(logits, labels, reduction="sum")
             num_correct += (logits.argmax(dim=1) == labels).sum()
         num_left -= size
-        ctx.alive()  # a heartbeat, since an evaluation counts no steps
-    loss, correct = ctx.sum_over_ranks([loss_sum.item(), num_correct.item()])
+        ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
+    loss, correct = ctx.groups.sum([loss_sum.item(), num_correct.item()])
     return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
 
 
@@ -221,7 +221,7 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     pipeline = cfg.section(PipelineConfig)
     data = load_data(ctx, cfg)
     model = build_whole_model(cfg, data)
-    ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
+    ctx.report.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
     if ctx.device.type == "cpu":
         use_onednn_for_pointwise(model)  # faster 1x1 convolutions, with the same names and results
     memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
@@ -230,7 +230,7 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     # At least 2: batch norm needs more than one value of a channel.
     side, size = data.image_size, max(2, cfg.data.batch_size // pipeline.num_micro_batches)
     example = torch.randn((size, 3, side, side), generator=torch.Generator().manual_seed(0))
-    stage_units = choose_stages(ctx, model, example.contiguous(memory_format=memory_format), saved)
+    stage_units = choose_stages(ctx, cfg, model, example.contiguous(memory_format=memory_format), saved)
     names = [name for name, _ in model.named_parameters()]
     stage = Stage(model, stage_units[ctx.rank])
     del model  # frees the other stages
@@ -258,7 +258,7 @@ def load_data(ctx: Context, cfg: Config) -> ImageData:
     """Return the dataset. Only the first stage reads images, so nothing is preloaded for the others."""
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
-    ctx.barrier()  # the other ranks of the node wait for the download
+    ctx.groups.barrier()  # the other ranks of the node wait for the download
     is_first = ctx.rank == 0
     data = load_datasets(cfg.data, cfg.seed, ctx.device, channels_last=cfg.model.channels_last, preload=is_first)
     if len(data.train) < cfg.data.batch_size:

@@ -125,7 +125,7 @@ def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
 def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     """Collect rollouts for the agent until it leaves."""
     rl, saved, num_observers = cfg.section(RlConfig), ctx.restore(), ctx.roles.count("observer")
-    indices = share_of(ctx.role_index, num_observers, num_collectors_of(saved, num_observers))
+    indices = share_of(ctx.roles.own_index, num_observers, num_collectors_of(saved, num_observers))
     collectors = {index: Collector(problem, rl.num_envs, seed=cfg.seed, index=index) for index in indices}
     for local in saved.local_by_rank[1:] if saved is not None else ():
         assert local is not None, "every observer saves its collectors"
@@ -145,7 +145,7 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
         ctx.save(step, model=None, trainer={}, local={"collectors": states})
 
     with rpc_group(ctx, {"collect": collect}) as rpc:
-        ctx.agree_among([0])
+        ctx.roles.agree_among([0])
         rpc.serve({"save": save})
 
 

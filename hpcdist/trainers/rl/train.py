@@ -57,17 +57,17 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     rl = cfg.section(RlConfig)
     problem = Problem.of(rl.env_id)  # the environment's spaces
-    if ctx.role == "observer":
+    if ctx.roles.own == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
     digest = digest_of(problem.name, NO_OPTIONS, gymnasium.__version__)
     # In MLflow the environment takes the place of a dataset.
-    ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
-    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
+    ctx.report.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
+    ctx.report.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:
-        ctx.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
+        ctx.roles.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
         train_policy(ctx, cfg, open_agent(ctx, cfg, problem, policy, rpc, saved))
 
 
@@ -81,7 +81,7 @@ def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
         agent.meter,
     )
     steps = ctx.steps(progress.total_steps, save=partial(save_step, ctx, agent))
-    ctx.training_begins()  # the time until here counts as start-up
+    ctx.timer.training_begins()  # the time until here counts as start-up
 
     while not progress.end_reason:  # until solved, or a stop rule of the config applies, known after an evaluation
         for step in progress.until_evaluation(steps):
@@ -96,8 +96,8 @@ def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
         if steps.is_stopped:  # its last step is saved
             return
         with meter.paused():
-            with ctx.evaluating():  # its time counts apart from training
-                metrics = evaluate(ctx, agent)
+            with ctx.timer.evaluating():  # its time counts apart from training
+                metrics = evaluate(ctx, cfg, agent)
             progress.end_epoch(metrics)
             steps.save(metrics)
 
@@ -243,16 +243,16 @@ def interval_metrics(optimizer: torch.optim.Optimizer, progress: Progress, meter
     return metrics
 
 
-def evaluate(ctx: Context, agent: Agent) -> dict[str, float]:
+def evaluate(ctx: Context, cfg: Config, agent: Agent) -> dict[str, float]:
     """Play full greedy episodes, whose initial states follow from the step. Adds the returns to the history."""
     problem, policy = agent.problem, agent.policy
-    agent.test_envs.begin(np.random.default_rng([ctx.config.seed, EVALUATION, 1 + agent.progress.step]))
-    returns = greedy_returns(problem, agent.test_envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
+    agent.test_envs.begin(np.random.default_rng([cfg.seed, EVALUATION, 1 + agent.progress.step]))
+    returns = greedy_returns(problem, agent.test_envs, Actor(policy.actor_state(), policy.activation), ctx.timer.alive)
     mean = float(returns.mean())
     agent.history.append((agent.progress.samples, mean, float(returns.min()), float(returns.max())))
-    ctx.figure("returns", returns_curves(problem.name, agent.history))
+    ctx.report.figure("returns", returns_curves(problem.name, agent.history))
     last = histogram("returns of the last evaluation", returns.tolist(), x_label="return", y_label="episodes")
-    ctx.figure("returns_of_last_evaluation", last)
+    ctx.report.figure("returns_of_last_evaluation", last)
     return {"eval/return": mean, "eval/return_std": float(returns.std())}
 
 

@@ -59,9 +59,10 @@ ASYNC_BATCHES = 2
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model."""
     ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
-    trainers = ctx.agree_among(ctx.roles.ranks_of(TRAINER))  # they decide on stops and saves: servers count no steps
+    # Trainers decide on stops and saves: servers count no steps.
+    trainers = ctx.roles.agree_among(ctx.roles.ranks_of(TRAINER))
     # For gradients of the LSTM on the trainers' devices; every rank has to take part.
-    lstm_group = dist.new_group(list(ctx.roles.ranks_of(TRAINER)), ctx.timeout)
+    lstm_group = dist.new_group(list(ctx.roles.ranks_of(TRAINER)), ctx.groups.timeout)
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = ctx.groups.broadcast(corpus.vocab_size if corpus else 0)
@@ -69,7 +70,7 @@ def train(ctx: Context, cfg: Config) -> None:
     # its thread for those of the other trainers; 16 are left for others, as in `rpc_group`.
     num_threads = 16 + 2 * ASYNC_BATCHES * ctx.roles.count(TRAINER)
     options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": num_threads}
-    if ctx.role == SERVER:
+    if ctx.roles.own == SERVER:
         server = open_server(ctx, cfg, vocab_size)
         with rpc_group(ctx, server.functions, **options) as rpc:
             rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.shard())})
@@ -79,8 +80,8 @@ def train(ctx: Context, cfg: Config) -> None:
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
-        client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
-        learner = Learner(ctx, lstm, client, trainers, lstm_group)
+        client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
+        learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
         if ctx.is_main and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner)
@@ -92,7 +93,7 @@ def train_lstm(
     ctx: Context, cfg: Config, learner: "Learner", rpc: RpcGroup, texts: Sequence[Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
+    rnn, part = cfg.section(RnnConfig), (ctx.roles.own_index, ctx.roles.count(TRAINER))
     columns, held_out = (Columns(text, rnn.batch_size, rnn.bptt, part) for text in texts)
     # Steps and epochs done so far, and sums of the loss and of tokens since the last logged step.
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
@@ -105,7 +106,7 @@ def train_lstm(
     batches = columns.from_batch(progress.step_in_epoch)  # without end
     next_batch = next(batches)
     in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
-    ctx.training_begins()  # the time until here counts as start-up
+    ctx.timer.training_begins()  # the time until here counts as start-up
 
     while not progress.end_reason:  # until a stop rule of the config applies, known after an evaluation
         if progress.step_in_epoch == 0:
@@ -125,7 +126,7 @@ def train_lstm(
         if steps.is_stopped:  # on all trainers after the same step, which is saved
             return
         with meter.paused():
-            with ctx.evaluating():  # its time counts apart from training
+            with ctx.timer.evaluating():  # its time counts apart from training
                 metrics = evaluate(ctx, learner, held_out)
             progress.end_epoch(metrics)
             steps.save(metrics)
@@ -191,7 +192,7 @@ def evaluate(ctx: Context, learner: "Learner", held_out: Columns) -> dict[str, f
     loss_sum = 0.0
     for batch in held_out:
         loss_sum += learner.loss(batch)
-        ctx.alive()  # a heartbeat, since an evaluation counts no steps
+        ctx.timer.alive()  # a heartbeat, since an evaluation counts no steps
     learner.lstm.train()
     learner.state = training_state
     loss_sum, num_tokens = learner.trainers.sum([loss_sum, held_out.num_targets])
@@ -223,9 +224,15 @@ class Learner:
     """
 
     def __init__(
-        self, ctx: Context, lstm: nn.LSTM, client: VocabularyClient, trainers: Groups, lstm_group: dist.ProcessGroup
+        self,
+        ctx: Context,
+        cfg: Config,
+        lstm: nn.LSTM,
+        client: VocabularyClient,
+        trainers: Groups,
+        lstm_group: dist.ProcessGroup,
     ) -> None:
-        cfg, rnn, device = ctx.config, ctx.config.section(RnnConfig), ctx.device
+        rnn, device = cfg.section(RnnConfig), ctx.device
         self.lstm = lstm.to(device)
         self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
         self.client = client
@@ -334,17 +341,16 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
     if corpus is not None:  # on rank 0
         name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
         for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
-            ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
+            ctx.report.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
     lstm = build_lstm(rnn)  # equal on all trainers, which have the same seed so far
     num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
-    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
-    ctx.seed_per_rank()  # for dropout
+    ctx.report.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
     return lstm
 
 
 def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     rnn = cfg.section(RnnConfig)
-    rows = share_of(ctx.role_index, ctx.roles.count(SERVER), vocab_size)
+    rows = share_of(ctx.roles.own_index, ctx.roles.count(SERVER), vocab_size)
     server = VocabularyServer(
         initial_rows("encoder", rows, rnn.embedding_size, cfg.seed),
         initial_rows("decoder", rows, rnn.hidden_size, cfg.seed),

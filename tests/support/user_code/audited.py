@@ -46,7 +46,7 @@ from hpcdist.trainers.ddp import train as ddp  # noqa: E402
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train like `ddp`, and write a line for each micro-batch: step, number, samples."""
-    ask_all, batches = ctx.should_stop, ctx.micro_batches
+    ask_all, batches = ctx.should_stop, ctx.elastic.micro_batches
     load, save_file = store.CheckpointStore.load, store.save_file
 
     def should_stop(step: int, total_steps: int | None = None) -> bool:
@@ -69,9 +69,9 @@ def train(ctx: Context, cfg: Config) -> None:
             hold("save")
         return record
 
-    ctx.should_stop, ctx.micro_batches = should_stop, micro_batches  # type: ignore[method-assign]
+    ctx.should_stop, ctx.elastic.micro_batches = should_stop, micro_batches  # type: ignore[method-assign]
     store.CheckpointStore.load = load_held  # type: ignore[method-assign]
-    if os.environ.get("HOLD_AT", "").startswith(f"save:{ctx.attempt.number}:"):
+    if os.environ.get("HOLD_AT", "").startswith(f"save:{ctx.topology.attempt}:"):
         store.save_file = save_half
-    with open(ctx.attempt.path / f"samples-{ctx.rank}.jsonl", "a", buffering=1) as audit:
+    with open(ctx.run.attempt(ctx.topology.attempt).path / f"samples-{ctx.rank}.jsonl", "a", buffering=1) as audit:
         ddp.train(ctx, cfg)

@@ -29,7 +29,7 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train like the trainer; each rank that is held writes its process id to `held-<rank>`."""
     if cfg.params.get("grandchild"):
         subprocess.Popen(["sleep", "1000"])
-    if ctx.attempt.number == 1:
+    if ctx.topology.attempt == 1:
         ask_all = ctx.should_stop
 
         def should_stop(step: int, total_steps: int | None = None) -> bool:
@@ -49,14 +49,15 @@ def hold(ctx: Context) -> None:
     """
     began = time.monotonic()
     waiting = threading.Event()
-    partial = ctx.attempt.path / f"held-{ctx.rank}.partial"
+    attempt = ctx.run.attempt(ctx.topology.attempt)
+    partial = attempt.path / f"held-{ctx.rank}.partial"
     partial.write_text(str(os.getpid()))
     partial.rename(partial.with_suffix(""))
     while (now := time.monotonic()) < began + HOLD_AT_MOST_S:
         waiting.wait(0.01)
-        if (ctx.attempt.path / "release").exists():
+        if (attempt.path / "release").exists():
             return
-        if ctx.stop_signalled or (ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S):
+        if ctx.roles.is_stop_signalled or (attempt.request.exists() and now > began + REQUEST_INTERVAL_S):
             return
     raise TimeoutError("the test did not release this rank")
 

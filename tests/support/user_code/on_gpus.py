@@ -31,7 +31,7 @@ def train(ctx: Context, cfg: Config) -> None:
             "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
         }
         if ctx.rank == 1:
-            (ctx.attempt.path / "gpu.json").write_text(json.dumps(facts))
+            (ctx.run.attempt(ctx.topology.attempt).path / "gpu.json").write_text(json.dumps(facts))
         return step(ctx, cfg, model, optimizer, scaler, batches)
 
     ddp.train_step = observed

@@ -23,7 +23,6 @@ def train(ctx: Context, cfg: Config) -> None:
     record_placement(ctx)
     model = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    ctx.seed_per_rank()
     (server,) = ctx.roles.ranks_of("server")
     step = 0
     if (saved := ctx.restore()) is not None:
@@ -34,18 +33,18 @@ def train(ctx: Context, cfg: Config) -> None:
     while step < cfg.params["steps"] and not stop:
         optimizer.zero_grad()
         inputs = torch.randn(8, 16)
-        loss = model(inputs).square().mean() if ctx.role == "worker" else 0.0 * model(inputs).sum()
+        loss = model(inputs).square().mean() if ctx.roles.own == "worker" else 0.0 * model(inputs).sum()
         loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.reduce(parameter.grad, dst=server)
-        if ctx.role == "server":
+        if ctx.roles.own == "server":
             optimizer.step()
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=server)
         step += 1
         ctx.log({"train/norm": float(sum(p.detach().square().sum() for p in model.parameters()))}, step)
-        if step == cfg.params.get("hold_at") and ctx.attempt.number == 1:
+        if step == cfg.params.get("hold_at") and ctx.topology.attempt == 1:
             hold(ctx)
         stop = ctx.should_stop(step, cfg.params["steps"])
         if ctx.should_save(step) or step == cfg.params["steps"]:
@@ -55,8 +54,8 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def record_placement(ctx: Context) -> None:
     name, host = ctx.roles.name_of(ctx.rank), socket.gethostname()
-    own = (ctx.rank, name, ctx.role, ctx.role_index, host, ctx.topology.local_rank)
+    own = (ctx.rank, name, ctx.roles.own, ctx.roles.own_index, host, ctx.topology.local_rank)
     ranks: list[object] = [None] * ctx.world_size
     dist.all_gather_object(ranks, own)
     if ctx.is_main:
-        write_json(ctx.attempt.path / "placement.json", {"ranks": ranks})
+        write_json(ctx.run.attempt(ctx.topology.attempt).path / "placement.json", {"ranks": ranks})

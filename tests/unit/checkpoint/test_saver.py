@@ -29,6 +29,7 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry
+from hpcdist.rank.context import close
 
 
 @pytest.fixture
@@ -450,7 +451,7 @@ def test_sharded_save_on_cuda_returns_when_other_streams_may_change_shard_and_mo
                 table += 1
                 weight += 1
             torch.cuda.synchronize()
-        ctx.close()
+        close(ctx)
     assert torch.equal(load_weights(run.checkpoints / "step-00000002")["table"], torch.full((4, 2), 2.0))
     saved = load_weights(run.checkpoints / "step-00000004")
     assert torch.equal(saved["table"], torch.full((4, 2), 4.0))
