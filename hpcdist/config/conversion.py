@@ -6,7 +6,7 @@ folder, start quickly.
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,6 +18,14 @@ S = TypeVar("S")
 #: A line, or the dotted key and the value of a key that is unknown or has a value of another type.
 Mistake = str | tuple[str, Any]
 _SCALARS = (NoneType, bool, int, float, str)
+
+
+class Written:
+    """A value that YAML reads from a text, and this text, until the type of its key is known: 1.1 and `1.10`."""
+
+    def __init__(self, value: Any, text: str) -> None:
+        self.value = value
+        self.text = text
 
 
 class _MismatchError(TypeError):
@@ -52,6 +60,31 @@ def as_written(tree: dict[str, Any], raw: object) -> dict[str, Any]:
     return {name: _as_written(_keys(tree).get(name, Any), value, _entry(raw, name)) for name, value in tree.items()}
 
 
+def texts_of(value: object, raw: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield path and text of each value that YAML reads as no text, if `str` would return another text for it.
+
+    Args:
+        raw: the same containers with the texts of the YAML.
+    """
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from texts_of(entry, _entry(raw, name), (*path, name))
+    elif isinstance(value, list) and isinstance(raw, list):
+        for index, (entry, text) in enumerate(zip(value, raw, strict=True)):
+            yield from texts_of(entry, text, (*path, str(index)))
+    elif isinstance(raw, str) and not isinstance(value, str) and str(value) != raw:
+        yield path, raw
+
+
+def with_texts(value: Any, texts: Mapping[tuple[str, ...], str], path: tuple[str, ...] = ()) -> Any:
+    """Return containers with a `Written` in place of each value that has a text."""
+    if isinstance(value, Mapping):
+        return {name: with_texts(entry, texts, (*path, name)) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [with_texts(entry, texts, (*path, str(index))) for index, entry in enumerate(value)]
+    return Written(value, texts[path]) if path in texts else value
+
+
 def convert_section(kind: type[S], tree: object, key: str, mistakes: list[Mistake]) -> S:
     """Return a dataclass of a mapping; add its mistakes. Raises TypeError with key and value for no mapping."""
     if not isinstance(tree, Mapping):
@@ -62,6 +95,17 @@ def convert_section(kind: type[S], tree: object, key: str, mistakes: list[Mistak
     except ValueError as error:
         mistakes += [f"{key}.{line}" for line in str(error).splitlines()]
         return kind()
+
+
+def reads_as(kind: Any, stored: object, value: object) -> bool:
+    """Return whether a key of this type reads a stored value as `value`."""
+    mistakes: list[Mistake] = []
+    try:
+        found = _value(kind, stored, "", mistakes)
+    except TypeError:
+        return False
+    # As text, 1 differs from 1.0, and a text from a path.
+    return not mistakes and repr(found) == repr(value)
 
 
 def default_of(key: Field[Any]) -> Any:
@@ -78,7 +122,7 @@ def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _types(section: type) -> dict[str, Any]:
     types = get_type_hints(section)
     if section is Config:
-        del types["sections"], types["secret_texts"]
+        del types["sections"], types["secret_texts"], types["param_texts"]
     return types
 
 
@@ -100,10 +144,15 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return convert_section(cast(type, kind), value, key, mistakes)
-    if origin in (UnionType, Union):  # such as `int | None`
-        kind = type(value) if type(value) in arguments else arguments[0]
+    if origin in (UnionType, Union):
+        return _member(arguments, value, key, mistakes)
+    value = _read_for(kind, value)
     if kind is Any and type(value) in (list, dict):
         origin, arguments = type(value), (str, Any)
+    elif kind in (list, dict):
+        origin, arguments = kind, (str, Any)
+    elif kind is tuple:
+        origin, arguments = kind, (Any, ...)
     if origin in (list, dict) and type(value) is origin:
         entries = value if origin is dict else {str(index): entry for index, entry in enumerate(value)}
         found = _entries(dict.fromkeys(entries, arguments[-1]), entries, f"{key}.", mistakes)
@@ -123,11 +172,59 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
             return kind(value)
         except OverflowError:
             raise _MismatchError(key, value) from None
-    if kind is str and type(value) in (bool, int, float):
-        return str(value)
-    if not (value in arguments if origin is Literal else type(value) in (_SCALARS if kind is Any else (kind,))):
+    if origin is Literal:
+        is_valid = _is_one_of(value, arguments)
+    else:
+        is_valid = type(value) in (_SCALARS if kind is Any else (kind,))
+    if not is_valid:
         raise _MismatchError(key, value)
     return value
+
+
+def _member(members: Sequence[Any], value: Any, key: str, mistakes: list[Mistake]) -> Any:
+    """Return a value as the member of a union that is nearest to it. Raises _MismatchError if none accepts it."""
+    partial: tuple[Any, list[Mistake]] | None = None
+    for member in sorted(members, key=lambda member: _distance(member, value)):
+        found: list[Mistake] = []
+        try:
+            result = _value(member, value, key, found)
+        except TypeError:  # another type, or a section without a required key
+            continue
+        if not found:
+            return result
+        partial = partial or (result, found)
+    if partial is None:
+        raise _MismatchError(key, _read_for(Any, value))
+    mistakes += partial[1]
+    return partial[0]
+
+
+def _distance(member: Any, value: Any) -> int:
+    """Return how much a member of a union changes a value: 0 is the value itself, and a number as text is the most."""
+    if get_origin(member) is Literal:
+        return 0 if _is_one_of(_read_for(member, value), get_args(member)) else 3
+    plain = _read_for(Any, value)
+    if type(plain) is (get_origin(member) or member):
+        return 1
+    if member is float and type(plain) is int:
+        return 2
+    return 4 if member in (str, Path) else 3
+
+
+def _read_for(kind: Any, value: Any) -> Any:
+    """Return the text of a number or boolean if a key of this type takes a text, else the value."""
+    text = str(value) if type(value) in (bool, int, float) else ""
+    if isinstance(value, Written):
+        value, text = value.value, value.text
+    if get_origin(kind) is Literal:
+        takes_text = text in get_args(kind) and not _is_one_of(value, get_args(kind))
+    else:
+        takes_text = kind in (str, Path) and value is not None
+    return text if takes_text and text else value
+
+
+def _is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 def _as_written(kind: Any, value: Any, raw: object) -> Any:

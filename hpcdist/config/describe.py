@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from hpcdist.config.conversion import default_of
 from hpcdist.config.document import NODE_RANGE, SHORT_FORMS, TYPED_GPUS
 from hpcdist.config.launch_schema import RoleRequest
-from hpcdist.config.schema import Config, trainer_sections, unused_sections
+from hpcdist.config.schema import NO_KEYS, Config, trainer_sections, unused_sections
 from hpcdist.config.written import declaration
 
 
@@ -23,7 +23,7 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
             for name, own in trainer_sections().items():
                 yield from all_keys(own, f"{name}.")
             continue
-        if key.name == "secret_texts":
+        if key.name in NO_KEYS:
             continue
         nested = default_of(key)
         if hasattr(nested, "__dataclass_fields__"):
@@ -105,7 +105,7 @@ def json_schema() -> dict[str, Any]:
 
 def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dict[str, Any]:
     types = get_type_hints(kind)
-    keys = [key for key in fields(kind) if key.name != "secret_texts"]
+    keys = [key for key in fields(kind) if key.name not in NO_KEYS]
     properties: dict[str, Any] = {}
     for key in keys:
         declared, path = types[key.name], prefix + key.name

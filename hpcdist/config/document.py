@@ -1,13 +1,14 @@
 """Config files: their YAML as plain containers, short forms of sections, and texts that a config cannot contain."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
 
 import hpcdist
+from hpcdist.config.schema import ParamTexts
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import retry
 from hpcdist.host.files import read_regular
@@ -30,24 +31,13 @@ _MAX_INTEGER = 2**63 - 1
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 #: In C if PyYAML has it, which is seven times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_TextLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_INT, _FLOAT, _TIMESTAMP, _TEXT, _MERGE = (
+    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp", "str", "merge")
+)
 
 
-class StrictLoader(_Loader):  # type: ignore[misc]
-    """A SafeLoader to which a duplicate key is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if (key.tag, str(key.value)) in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            seen.add((key.tag, str(key.value)))
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
-
-class _ConfigLoader(StrictLoader):
-    """Reads numbers as YAML 1.2 does, and dates as text.
+class _ConfigLoader(_Loader):  # type: ignore[misc]
+    """Reads numbers as YAML 1.2 does, and dates and keys as text. A duplicate key is a mistake.
 
     In YAML 1.1, `3e-4` is a text, `010` is 8, and `30:00` is 1800.
     """
@@ -55,8 +45,21 @@ class _ConfigLoader(StrictLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         return int(node.value)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if key.tag == _MERGE:
+                continue
+            if isinstance(key, yaml.ScalarNode):
+                # On the command line, in JSON and for a reader, `1.10` and `on` are names.
+                key.tag = _TEXT
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
-_INT, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+
 _SIGNS_AND_DIGITS = list("-+0123456789")
 _ConfigLoader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)]
@@ -71,9 +74,32 @@ _REAL_NUMBER = re.compile(
 )
 
 
+class _TextLoader(_ConfigLoader):
+    """Reads each value as its text; merges mappings as `_ConfigLoader` does."""
+
+
+_TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag == _MERGE]
+    for first, resolvers in _ConfigLoader.yaml_implicit_resolvers.items()
+}
+
+
 class _ConfigDumper(yaml.SafeDumper):
     """Puts a text in quotes that YAML 1.1 or `_ConfigLoader` would read as something else."""
 
+
+class _Unquoted(str):
+    """A text that the file contains without quotes."""
+
+
+def _represent_unquoted(dumper: yaml.SafeDumper, text: _Unquoted) -> yaml.ScalarNode:
+    # A text of the type that its form implies needs no quotes.
+    resolve: Callable[..., str] = dumper.resolve
+    tag = resolve(yaml.ScalarNode, str(text), (True, False))
+    return dumper.represent_scalar(tag, str(text))
+
+
+_ConfigDumper.add_representer(_Unquoted, _represent_unquoted)
 
 for _reader in (_ConfigLoader, _ConfigDumper):
     _reader.add_implicit_resolver(_INT, _WHOLE_NUMBER, _SIGNS_AND_DIGITS)
@@ -81,9 +107,24 @@ for _reader in (_ConfigLoader, _ConfigDumper):
 _ConfigLoader.add_constructor(_INT, _ConfigLoader.construct_yaml_int)
 
 
-def dump(tree: Mapping[str, Any]) -> str:
-    """Return plain containers as YAML, which `parse` reads as the same values."""
+def dump(tree: Mapping[str, Any], texts: ParamTexts | None = None) -> str:
+    """Return plain containers as YAML, which `parse` reads as the same values.
+
+    Args:
+        texts: the texts with which some values are written, by path.
+    """
+    if texts:
+        tree = _unquoted(tree, texts, ())
     return str(yaml.dump(tree, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=True))
+
+
+def _unquoted(value: Any, texts: ParamTexts, path: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _unquoted(entry, texts, (*path, name)) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_unquoted(entry, texts, (*path, str(index))) for index, entry in enumerate(value)]
+    # A text in its place is a redacted secret.
+    return _Unquoted(texts[path]) if path in texts and not isinstance(value, str) else value
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
@@ -134,8 +175,8 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         raise ConfigError(f"cannot be read: {error}", source=str(path)) from error
 
 
-def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
-    """Return the plain value of a YAML text, with strings as keys; by default, `3e-4` is a number, and a date is text.
+def parse(text: str) -> Any:
+    """Return the plain value of a YAML text, with strings as keys; `3e-4` is a number, and a date is text.
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
@@ -150,14 +191,17 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
             if getattr(event, "tag", None) not in (None, "!", "tag:yaml.org,2002:str"):
                 fix = "put a value that begins with '!' in quotes"
                 raise ValueError(f"{where}: explicit tags are not supported: {fix}")
-        return _with_text_keys(yaml.load(text, loader))  # noqa: S506  # a SafeLoader
+        value = yaml.load(text, _ConfigLoader)  # noqa: S506  # a SafeLoader
+        _check_depth(value)
+        return value
     except yaml.YAMLError as error:
         # An unquoted password may start like an alias or a tag: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
 
 
 def parse_texts(text: str) -> Any:
-    return yaml.load(text, _TextLoader)  # noqa: S506  # it constructs no objects
+    """Return what `parse` returns, with the text of each value instead of the value."""
+    return yaml.load(text, _TextLoader)  # noqa: S506  # a SafeLoader
 
 
 def escaped(value: T) -> T:
@@ -191,22 +235,15 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
         yield f"{path} must be UTF-8 text, got {shown(tree)}"
 
 
-def _with_text_keys(value: Any, depth: int = 0) -> Any:
-    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key."""
+def _check_depth(value: Any, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise ValueError(f"{_TOO_DEEP}, by aliases (`*`) of aliases or one that contains itself")
     if isinstance(value, list):
-        return [_with_text_keys(entry, depth + 1) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        if isinstance(key, bool | bytes) or not isinstance(key, str | int | float):
-            raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
-        if str(key) in found:
-            raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
-        found[str(key)] = _with_text_keys(inner, depth + 1)
-    return found
+        for entry in value:
+            _check_depth(entry, depth + 1)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            _check_depth(entry, depth + 1)
 
 
 def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

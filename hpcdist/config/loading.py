@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config import document
-from hpcdist.config.conversion import as_written, convert, exact
+from hpcdist.config.conversion import as_written, convert, exact, texts_of
 from hpcdist.config.describe import all_keys
 from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.removed import removal, without_removed_defaults
-from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
+from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
 from hpcdist.config.topology import minutes_of
-from hpcdist.config.written import restore_secrets, stored_tree, with_params
+from hpcdist.config.written import restore_secrets, stored_document, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
 
@@ -44,24 +44,24 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
     those of `cluster` the profile's path.
     """
-    path, tree, origins = _sources(source, cluster)
-    return _with_overrides(tree, overrides, str(path), origins, Path.cwd())
+    path, tree, texts, origins = _sources(source, cluster)
+    return _with_overrides(tree, texts, overrides, str(path), origins, Path.cwd())
 
 
 def written_keys(source: str | Path, overrides: Sequence[str], *, cluster: str | Path | None) -> list[str]:
     """Return the dotted keys that `load_config` does not take from the defaults."""
-    _, tree, _ = _sources(source, cluster)
+    _, tree, _, _ = _sources(source, cluster)
     document.expand_short_forms(tree)
     return list(dict.fromkeys([*document.flat(tree), *(text.partition("=")[0] for text in overrides)]))
 
 
-def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], Origins]:
+def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], ParamTexts, Origins]:
     path, origins = document.find_config(source), Origins()
-    tree = _read_yaml(path)
+    tree, texts = _read_yaml(path)
     if cluster is not None:
         site = document.find_config(cluster, "cluster")
         origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
-    return path, tree, origins
+    return path, tree, texts, origins
 
 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
@@ -101,20 +101,24 @@ def load_run_config(
     """
     source = str(path)
     given = {text.partition("=")[0] for text in overrides}
-    for read in (stored_tree, _read_yaml):  # the second for a file that was edited
-        tree = without_removed_defaults(read(path))
-        secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
-        if (config := exact(tree)) is not None:
-            break
+    tree, texts = stored_document(path)
+    tree = without_removed_defaults(tree)
+    secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
+    config = exact(tree)
     with _hidden_values(tree):
         if config is not None and not overrides:
-            return _resolve(replace(config, secret_texts=secrets), source)
-        config = _with_overrides(document.escaped(tree), overrides, source, Origins())
+            return _resolve(replace(config, secret_texts=secrets, param_texts=texts), source)
+        config = _with_overrides(document.escaped(tree), texts, overrides, source, Origins())
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
 def _with_overrides(
-    tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
+    tree: dict[str, Any],
+    texts: ParamTexts,
+    overrides: Sequence[str],
+    source: str,
+    origins: Origins,
+    code: Path | None = None,
 ) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError, whose text has no secrets."""
     document.split_gpus(tree.get("cluster"))
@@ -122,6 +126,7 @@ def _with_overrides(
         malformed = _add_overrides(overrides, tree, origins)
         try:
             config = _resolve(_merge(tree, malformed, source), source)
+            config = replace(config, param_texts=_overridden_texts(texts, overrides))
             return config if code is None else with_params(config, code, source)
         except ConfigError as error:
             raise _located(error, origins) from None
@@ -157,8 +162,24 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(*hide_values(error.problems, tree, os.environ), source=error.source) from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return files.unstamped(as_written(*document.read_document(path)), path)
+def _read_yaml(path: Path) -> tuple[dict[str, Any], ParamTexts]:
+    """Return the values of a config file, and the texts of those in `params`."""
+    tree, texts = document.read_document(path)
+    params = texts.get("params") if isinstance(texts, dict) else None
+    return files.unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), params))
+
+
+def _overridden_texts(texts: ParamTexts, overrides: Sequence[str]) -> ParamTexts:
+    """Return the texts of `params` after overrides, each of which replaces those at and below its key."""
+    found = dict(texts)
+    for override in overrides:
+        key, _, raw = override.partition("=")
+        section, *path = key.split(".")
+        if section != "params":
+            continue
+        found = {at: text for at, text in found.items() if list(at[: len(path)]) != path}
+        found |= texts_of(*_parsed(raw), tuple(path))
+    return found
 
 
 def _read_profile(path: Path) -> dict[str, Any]:
@@ -285,11 +306,16 @@ def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretT
 
 
 def _override_value(path: Sequence[str], text: str) -> Any:
-    value = document.parse_value(text)
-    texts = text if isinstance(value, str) else document.parse_texts(text)
+    value, texts = _parsed(text)
     for part in reversed(path):
         value, texts = {part: value}, {part: texts}
     return _at(as_written(value, texts), path)
+
+
+def _parsed(text: str) -> tuple[Any, Any]:
+    """Return the value of an override, and the same with texts instead of values."""
+    value = document.parse_value(text)
+    return value, text if isinstance(value, str) else document.parse_texts(text)
 
 
 def _at(tree: object, path: Sequence[str]) -> Any:

@@ -244,6 +244,10 @@ def division_problems(global_batch_size: int, num_micro_batches: int) -> list[st
 S = TypeVar("S")
 #: Texts by the keys that lead to the value that contains them.
 SecretTexts = dict[tuple[str, ...], tuple[str, ...]]
+#: The text of a value, `1.10` of 1.1, by the keys that lead to it; indexes of lists are keys as well.
+ParamTexts = dict[tuple[str, ...], str]
+#: Fields of a config that are no keys.
+NO_KEYS = ("secret_texts", "param_texts")
 #: A role name is part of RPC names, config keys and log lines.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -283,6 +287,8 @@ class Config(ConfigSection):
     """Keys of a trainer of your own, which it may declare as a dataclass: `train(ctx, cfg, params: MyParams)`."""
     secret_texts: SecretTexts = field(default_factory=dict, repr=False, compare=False)
     """No key: the secrets in values that are not secrets by key or form, such as `a ${oc.env:MY_TOKEN}`."""
+    param_texts: ParamTexts = field(default_factory=dict, repr=False, compare=False)
+    """No key: the texts of values of `params`, while the types that the trainer declares are not known."""
 
     def problems(self) -> list[str]:
         problems = [
@@ -321,7 +327,7 @@ def to_tree(config: Config) -> dict[str, Any]:
     """Return a config as plain containers: the keys and values of its YAML."""
     tree: dict[str, Any] = {}
     for name, value in asdict(config).items():
-        if name != "secret_texts":
+        if name not in NO_KEYS:
             tree |= value if name == "sections" else {name: value}
     return tree
 

@@ -14,10 +14,19 @@ from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 import hpcdist
 from hpcdist.config import document
-from hpcdist.config.conversion import Mistake, convert, convert_section, default_of
+from hpcdist.config.conversion import (
+    Mistake,
+    as_written,
+    convert,
+    convert_section,
+    default_of,
+    reads_as,
+    texts_of,
+    with_texts,
+)
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
 from hpcdist.config.removed import without_removed_defaults
-from hpcdist.config.schema import Config, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
+from hpcdist.config.schema import Config, ParamTexts, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
 
@@ -27,7 +36,7 @@ S = TypeVar("S")
 
 
 def to_yaml(config: Config) -> str:
-    return document.dump(redacted(config))
+    return document.dump(redacted(config), {("params", *path): text for path, text in config.param_texts.items()})
 
 
 def run_yaml(config: Config) -> str:
@@ -40,17 +49,23 @@ def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
 
     With `section` only that one, if the file has it as hpcdist writes it.
     """
+    return stored_document(path, section)[0]
+
+
+def stored_document(path: Path, section: str = "") -> tuple[dict[str, Any], ParamTexts]:
+    """Return what `stored_tree` returns, and the texts of the values of `params`."""
     try:
         text = document.read_text(path, max_bytes=16 << 20)
         if section and f"\n{section}:\n" in text:
             parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
             text = "".join(part for part in parts if part.startswith(("format:", f"{section}:")))
-        tree = document.parse(text, document.StrictLoader)
+        tree = document.parse(text)
     except ValueError as error:
         raise ConfigError(f"cannot be read: {str(error)[:200]}", source=str(path)) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"must hold keys and values, holds a {type(tree).__name__}", source=str(path))
-    return host_files.unstamped(tree, path)
+    texts = document.parse_texts(text)
+    return host_files.unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), texts.get("params")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,12 +220,37 @@ def with_params(config: Config, folder: Path, source: str) -> Config:
     """Return the config with `params` checked, and filled with the defaults that its trainer declares."""
     if (found := declaration(config.trainer, folder)) is None:
         return config
-    values = dataclasses.asdict(build(found[0], config.params, source))
-    return dataclasses.replace(config, params=json.loads(json.dumps(values, default=str)))
+    made = build(found[0], with_texts(config.params, config.param_texts), source)
+    return dataclasses.replace(config, params=_stored(made, config.params), param_texts={})
 
 
-def arguments_of(train: Callable[..., Any], params: Mapping[str, Any]) -> list[Any]:
-    """Return the third argument for a trainer that declares its parameters, else nothing. Raises ConfigError."""
+def _stored(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON has them, without defaults that a rank would read as other values."""
+    values = {}
+    types = get_type_hints(type(section))
+    for one in dataclasses.fields(section):
+        if not one.init:
+            continue
+        value = getattr(section, one.name)
+        if dataclasses.is_dataclass(value) and types[one.name] is type(value):
+            values[one.name] = _stored(value, given.get(one.name, {}))
+            continue
+        plain = dataclasses.asdict(section)[one.name]
+        stored = json.loads(json.dumps(plain, default=str))
+        if one.name in given or reads_as(types[one.name], stored, value):
+            values[one.name] = stored
+    return values
+
+
+def arguments_of(
+    train: Callable[..., Any], params: Mapping[str, Any], texts: Mapping[tuple[str, ...], str] | None = None
+) -> list[Any]:
+    """Return the third argument for a trainer that declares its parameters, else nothing. Raises ConfigError.
+
+    Args:
+        texts: see `Config.param_texts`.
+    """
+    params = with_texts(params, texts or {})
     third = [one.annotation for one in inspect.signature(train).parameters.values()][2:3]
     kinds = [eval(kind, inspect.unwrap(train).__globals__) if isinstance(kind, str) else kind for kind in third]  # noqa: S307
     return [build(kind, params) for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)]

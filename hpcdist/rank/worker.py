@@ -166,7 +166,7 @@ def _run_trainer(
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s, config.stop.nan_losses)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
-    params = arguments_of(train, config.params)
+    params = arguments_of(train, config.params, config.param_texts)
     # No collection, nor the search for open files at the end, looks at the imported objects: it would copy the memory
     # that a forked rank shares with its parent, 0.1 s that a restart waits for.
     _imported_files.update(_files())

@@ -113,6 +113,11 @@ def test_time_limit_in_slurms_notation_is_converted_in_the_message(write: Write,
         load_config(write(""), [f"cluster.time_limit_min={text}"])
 
 
+def test_keys_are_the_texts_that_are_written(write: Write) -> None:
+    config = load_config(write("params: {1.10: a, on: b, ~: c, 2020-01-01: d}\n"))
+    assert config.params == {"1.10": "a", "on": "b", "~": "c", "2020-01-01": "d"}
+
+
 def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> None:
     path = write(
         "trainer: {script: [a.py, --amp, no, --seed, 010, --lr, 0.10, --day, 2026-01-02, --at, 12:30, --none, null]}\n"
