@@ -217,7 +217,7 @@ class StopConfig(ConfigSection):
     threshold: float | None = None
     """Stop when `checkpoint.monitor` reaches this value."""
     nan_losses: int | None = number(None, least=1)
-    """End the run as failed after this many NaN or infinite values of a loss in a row; null only warns."""
+    """End the run as failed after this many logged steps in a row with a NaN or infinite loss; null only warns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.errors import TrainerError
@@ -22,28 +24,55 @@ from hpcdist.run.records import CAUSES, Cause
 log = logging.getLogger(__name__)
 
 
+#: Logged steps in a row after which a run without `stop.nan_losses` is reported.
+_NAN_LOSSES_TO_REPORT = 3
+#: Words of a metric that holds the smallest or largest loss so far, which is infinite before the first evaluation.
+_EXTREMES = frozenset({"best", "min", "minimum", "max", "maximum", "lowest", "highest", "smallest", "largest"})
+
+
+def _is_loss(metric: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", metric)
+    return "loss" in metric.lower() and _EXTREMES.isdisjoint(word.lower() for word in words)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Consecutive steps with NaN or infinite values of a loss."""
+
+    first: int
+    last: int
+    number: int = 1
+
+
 class LossWatch:
-    """Reports the first loss (a metric whose name contains `loss`) that stays NaN or infinite, or ends the training."""
+    """Reports the first loss that is NaN or infinite at several logged steps in a row, or ends the training.
+
+    A loss is a metric whose name contains `loss`, unless it is the best value so far.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._rows: dict[str, tuple[int, int]] = {}
+        self._rows: dict[str, _Row] = {}
         self.finding = ""  #: the report
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         for key, value in metrics.items():
-            if "loss" not in key.lower() or math.isfinite(value):
+            if not _is_loss(key) or math.isfinite(value):
                 self._rows.pop(key, None)
                 continue
-            first, number = self._rows.get(key, (step, 0))
-            self._rows[key] = first, number + 1
-            if number + 1 < (self._limit or 3) or self.finding:  # 3 logged values in a row if `nan_losses` is not set
+            row = self._rows.get(key)
+            if row is None:
+                row = _Row(first=step, last=step)
+            elif step > row.last:  # MLflow's `log_model` logs the metrics of a step again
+                row = replace(row, last=step, number=row.number + 1)
+            self._rows[key] = row
+            if row.number < (self._limit or _NAN_LOSSES_TO_REPORT) or self.finding:
                 continue
-            self.finding = f"{key} is {float(value)} since step {first} ({number + 1} logged values in a row)"
+            self.finding = f"{key} is {float(value)} since step {row.first} ({row.number} logged steps in a row)"
             if self._limit is not None:
                 raise TrainerError(
                     f"{self.finding}, which ends the run (stop.nan_losses={self._limit}): lower the learning"
-                    f" rate, clip the gradients, or check the data before step {first}"
+                    f" rate, clip the gradients, or check the data before step {row.first}"
                 )
             log.info("%s", self.finding)  # a warning would repeat the message of the supervisor
 

@@ -295,14 +295,14 @@ def test_loss_that_stays_nan_is_reported_and_may_end_the_run(runs: Runs) -> None
     script = ["trainer.script=[diverging.py]", "launch.num_ranks=1"]
     code, output = runs.command("run", *runs.config("nan-reported", *script), **runs.unshipped)
     assert code == 0, output
-    found = "train/loss is nan since step 5 (3 logged values in a row)"
+    found = "train/loss is nan since step 5 (3 logged steps in a row)"
     assert f"{found}: the training has diverged; `stop.nan_losses` ends such a run" in output
     assert output.count(found) == 1
     assert runs.run_dir("nan-reported").attempts()[0].log(0).read_text().count(found) == 1
     code, output = runs.command("run", *runs.config("nan-ended", *script, "stop.nan_losses=2"), **runs.unshipped)
     assert code == 2, output
     assert (
-        "train/loss is nan since step 5 (2 logged values in a row), which ends the run (stop.nan_losses=2): " in output
+        "train/loss is nan since step 5 (2 logged steps in a row), which ends the run (stop.nan_losses=2): " in output
     )
     state = runs.run_dir("nan-ended").read_state()
     assert (state.status, state.attempt, state.restarts) == ("failed", 1, 0)

@@ -241,7 +241,7 @@ def test_loss_that_stays_nan_is_reported_once_with_its_first_step_or_ends_the_tr
     watch.note({"train/loss": math.inf, "accuracy": math.nan}, 2)
     watch.note({"train/loss": 0.5, "accuracy": math.nan}, 3)  # as after a step that a gradient scaler skips
     for step in range(4, 9):
-        assert watch.finding == ("" if step < 7 else "train/loss is nan since step 4 (3 logged values in a row)")
+        assert watch.finding == ("" if step < 7 else "train/loss is nan since step 4 (3 logged steps in a row)")
         watch.note({"train/loss": np.float32("nan")}, step)
     assert caplog.messages == [watch.finding]
     watch = LossWatch(2)
@@ -250,6 +250,24 @@ def test_loss_that_stays_nan_is_reported_once_with_its_first_step_or_ends_the_tr
         TrainerError, match=r"^Loss is inf since step 10 \(2 logged.*ends the run \(stop\.nan_losses=2\): "
     ):
         watch.note({"Loss": math.inf}, 20)
+
+
+def test_values_of_one_step_count_once() -> None:
+    watch = LossWatch(2)
+    for _ in range(5):
+        watch.note({"loss": math.nan}, 3)
+        watch.note({"loss": math.nan}, 2)
+    with pytest.raises(TrainerError, match=r"^loss is nan since step 3 \(2 logged steps in a row\)"):
+        watch.note({"loss": math.nan}, 4)
+
+
+@pytest.mark.parametrize("name", ["best_val_loss", "val/loss/best", "bestLoss", "min_loss", "loss_MAX", "lowest-loss"])
+def test_best_loss_so_far_may_be_infinite(name: str) -> None:
+    watch = LossWatch(1)
+    watch.note({name: math.inf}, 1)
+    assert watch.finding == ""
+    with pytest.raises(TrainerError, match=r"^val_loss is inf since step 2"):
+        watch.note({name: math.inf, "val_loss": math.inf}, 2)
 
 
 # --- Step timing with a simulated clock: data time, compute time, and time that is not counted.
