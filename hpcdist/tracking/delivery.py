@@ -21,6 +21,7 @@ from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, ev
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, read_series
+from hpcdist.tracking.rank_records import SCRIPT_PREFIX
 
 if TYPE_CHECKING:
     from hpcdist.tracking.command_tag import CommandTag
@@ -392,7 +393,6 @@ def _ledger_values(ledger: Ledger) -> dict[str, float]:
 
 # What the code of the ranks has logged with MLflow, besides metrics and artifacts.
 
-SCRIPT_PREFIX = "script."
 #: Tags of MLflow that hpcdist sets.
 _OWN_TAGS = ("hpcdist.", "mlflow.note.content", "mlflow.runName", "mlflow.source.", "mlflow.user", "mlflow.parentRunId")
 #: Context of a script's run, which hpcdist records for the run itself.

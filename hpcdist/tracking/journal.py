@@ -409,13 +409,21 @@ def _record(raw: Any) -> Record | None:
 # An event `model` names a folder in `logged_models/`, whose model is complete or has changed since. Parameters and tags
 # are cut to MLflow's limits when they are written.
 
-#: Maximum number of characters of the value of a parameter or tag, as in MLflow.
-MAX_VALUE = 8000
+#: Maximum numbers of characters of the values of a parameter and a tag, as in MLflow.
+MAX_PARAM, MAX_TAG = 6000, 8000
 #: Maximum number of characters of a name; `clean_name` shortens it further.
 MAX_EVENT_NAME = 1000
 _EVENTS_FILE = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.events\.jsonl")
 #: Limit of one read; longer files are read in several passes.
 _READ_BYTES = 16 << 20
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text of at most `limit` characters; one that is cut ends with the number of its characters."""
+    if len(text) <= limit:
+        return text
+    mark = f"… (cut, {len(text)} characters)"
+    return text[: limit - len(mark)] + mark
 
 
 class Event(NamedTuple):

@@ -22,7 +22,7 @@ from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import long_lock, make_private, require_private, write_json
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
 from hpcdist.run.records import began_of
-from hpcdist.tracking.journal import clean_name
+from hpcdist.tracking.journal import MAX_PARAM, MAX_TAG, clean_name, shortened
 from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import VARIABLES, credentials_file, is_server, read_credentials, sqlite_path, version_in
 
@@ -271,8 +271,6 @@ def server_version(uri: str) -> str:
 
 
 UID_TAG = "hpcdist.run_uid"
-#: Maximum numbers of characters of values.
-MAX_PARAM, MAX_TAG = 6000, 8000
 #: Limits of one request to MLflow.
 _MAX_METRICS, _MAX_TAGS = 1000, 100
 
@@ -293,6 +291,7 @@ class MlflowRun:
         self.uri = uri
         self.client = open_client(uri)
         self._folder = run
+        self._reported_cuts: set[str] = set()
         saved = read_record(run.mlflow) or {}
         for key in ("run_uid", "run_id"):
             if not isinstance(saved.get(key, ""), str):
@@ -385,10 +384,13 @@ class MlflowRun:
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""
-        params = {clean_name(key): clean_text(value)[:MAX_PARAM] for key, value in params.items()}
+        whole = {clean_name(key): clean_text(value) for key, value in params.items()}
+        params = {key: self._cut("parameter", key, value, MAX_PARAM) for key, value in whole.items()}
         with translated(self.uri):
             data = self.client.get_run(self.run_id).data
             logged, tag = data.params, "hpcdist.changed.{}".format
+            # Earlier versions cut values without a mark.
+            params |= {key: value[:MAX_PARAM] for key, value in whole.items() if logged.get(key) == value[:MAX_PARAM]}
             new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
             for start in range(0, len(new), _MAX_TAGS):
                 self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
@@ -397,8 +399,16 @@ class MlflowRun:
         changed = {tag(k): (v, logged.get(k, v)) for k, v in params.items() if has_tags or logged.get(k, v) != v}
         self.set_tags({k: now for k, (now, first) in changed.items() if data.tags.get(clean_name(k), first) != now})
 
+    def _cut(self, kind: str, key: str, value: str, limit: int) -> str:
+        """Return a value as MLflow can store it; one that is too long has a mark, and a warning."""
+        text = clean_text(value)
+        if len(text) > limit and key not in self._reported_cuts:
+            self._reported_cuts.add(key)
+            log.warning("%s %s has %d characters and is cut to %d, the limit of MLflow", kind, key, len(text), limit)
+        return shortened(text, limit)
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        pairs = [entities.RunTag(clean_name(key), clean_text(value)[:MAX_TAG]) for key, value in tags.items()]
+        pairs = [entities.RunTag(clean_name(key), self._cut("tag", key, value, MAX_TAG)) for key, value in tags.items()]
         with translated(self.uri):
             for start in range(0, len(pairs), _MAX_TAGS):
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)

@@ -24,8 +24,8 @@ from hpcdist.review.text import run_page
 from hpcdist.run import records
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweeps import REPETITION, SweepDir, affects_results, label, setting_of, sweep_of, text_of
-from hpcdist.tracking.journal import clean_metric_name
-from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, entities, translated
+from hpcdist.tracking.journal import MAX_TAG, clean_metric_name
+from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
 from hpcdist.tracking.points import Point, read_series
 
 if TYPE_CHECKING:

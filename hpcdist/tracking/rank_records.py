@@ -7,6 +7,7 @@ write to `journal` directly, are uploaded.
 """
 
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +15,18 @@ from pathlib import Path
 from typing import NamedTuple, Self
 from urllib.parse import parse_qs, quote, urlsplit
 
-from hpcdist.errors import TrackingError
+from hpcdist.errors import TrackingError, UserMistake, shown
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal
 
+log = logging.getLogger(__name__)
 SCHEME = "hpcdist"
 #: Maximum number of metrics that ranks other than 0 keep for reading back.
 MAX_KEPT = 1000
+#: What hpcdist puts before a name of the rank's code that it uses itself.
+SCRIPT_PREFIX = "script."
+#: Metrics that hpcdist logs: the ledger, system metrics and the time account.
+RESERVED_PREFIXES = ("usage/", "system/", "time/")
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
@@ -56,6 +62,8 @@ class RankRecords:
         #: Called with the metrics of each step, for the heartbeat.
         self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
         self.params: dict[str, str] = {}  #: MLflow keeps the first value of each
+        self._own_params: dict[str, str] = {}  #: those that this process has logged
+        self._warned: set[str] = set()
         self.tags: dict[str, str] = {}
         self._latest: dict[str, Value] = {}
         self._offsets: dict[Path, int] = {}  #: up to which `_latest` has the records of journal files
@@ -100,6 +108,7 @@ class RankRecords:
             is_step: False if `step` only numbers the points of a metric, and is no step of the training.
         """
         time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        metrics = {self._not_reserved(key): value for key, value in metrics.items()}
         if self.is_main:
             self.journal.log(metrics, step, time_ms)
         values = {key: float(value) for key, value in metrics.items()}
@@ -107,6 +116,29 @@ class RankRecords:
             if key in self._latest or len(self._latest) < MAX_KEPT:
                 self._note_latest(key, Value(value, time_ms, step))
         self.on_metrics(values, step if is_step else None)
+
+    def _not_reserved(self, key: str) -> str:
+        """Return the name of a metric, with a prefix if hpcdist logs metrics of its own beside it."""
+        if not str(key).startswith(RESERVED_PREFIXES):
+            return key
+        renamed = SCRIPT_PREFIX + key
+        self._warn_once(f"metric {key[:80]} is logged as {renamed[:80]}: {key.partition('/')[0]}/ is for hpcdist's own")
+        return renamed
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < MAX_KEPT and self.is_main:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+    def _shortened(self, kind: str, key: str, value: str, limit: int) -> str:
+        """Return a value as MLflow can store it, with a warning if it is too long."""
+        shortened = journal.shortened(value, limit)
+        if shortened != value:
+            self._warn_once(
+                f"{kind} {key[:80]} has {len(value)} characters and is cut to {limit}, the limit of MLflow: log longer"
+                " texts as artifacts, as with mlflow.log_text"
+            )
+        return shortened
 
     def _note_latest(self, key: str, value: Value) -> None:
         if key not in self._latest or value.step >= self._latest[key].step:
@@ -128,17 +160,30 @@ class RankRecords:
         return number
 
     def set_param(self, key: str, value: str) -> None:
-        """Record a parameter; one that is known with the same value is not recorded again."""
+        """Record a parameter; one that is known with the same value is not recorded again.
+
+        A later attempt may log another value, such as the time of its start, which becomes a tag in MLflow.
+
+        Raises UserMistake if this process has logged another value before, as MLflow does.
+        """
         self._load()
+        value = self._shortened("parameter", key, value, journal.MAX_PARAM)
+        before = self._own_params.setdefault(key, value)
+        if before != value:
+            raise UserMistake(
+                f"Changing param values is not allowed: parameter {shown(key)} was already logged with the value"
+                f" {shown(before)}, and now with {shown(value)}: use a tag or a metric for a value that changes"
+            )
         if self.params.get(key) != value:
             self.params.setdefault(key, value)
-            self.record("param", {key[: journal.MAX_EVENT_NAME]: value[: journal.MAX_VALUE]})
+            self.record("param", {key[: journal.MAX_EVENT_NAME]: value})
 
     def set_tag(self, key: str, value: str) -> None:
         self._load()
+        value = self._shortened("tag", key, value, journal.MAX_TAG)
         if self.tags.get(key) != value:
             self.tags[key] = value
-            self.record("tag", {key[: journal.MAX_EVENT_NAME]: value[: journal.MAX_VALUE]})
+            self.record("tag", {key[: journal.MAX_EVENT_NAME]: value})
 
     def record(self, kind: str, content: object) -> None:
         if self.is_main:
@@ -163,6 +208,7 @@ class RankRecords:
         return self._latest
 
     def history(self, key: str) -> list[Value]:
+        key = self._not_reserved(key)
         return [
             Value(record.metrics[key], record.time_ms, record.step)
             for file in journal.journal_files(self.run.journal)

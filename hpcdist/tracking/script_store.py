@@ -200,6 +200,14 @@ class RankStore(AbstractStore):
             INVALID_PARAMETER_VALUE,
         )
 
+    def _refuse_traces(self, *_: Any, **__: Any) -> Any:
+        raise MlflowException(
+            "hpcdist records no traces in its runs: log texts or files as artifacts, as with mlflow.log_text",
+            INVALID_PARAMETER_VALUE,
+        )
+
+    start_trace = get_trace_info = search_traces = set_trace_tag = delete_trace_tag = _refuse_traces
+
     delete_run = restore_run = delete_experiment = restore_experiment = rename_experiment = _refuse
     link_traces_to_run = _refuse
 

@@ -19,7 +19,9 @@ from tracking_scene import Scene
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import EventWriter, event_files, read_events
+from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
+from hpcdist.tracking.script_store import RankStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow")
 
@@ -41,6 +43,12 @@ def enter(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Enter]:
     yield as_rank
     for records in begun:
         records.close()
+
+
+def current_records() -> RankRecords:
+    records = rank_records.current()
+    assert records is not None
+    return records
 
 
 def ship(scene: Scene) -> None:
@@ -352,3 +360,76 @@ def test_the_fluent_functions_join_the_run(scene: Scene, enter: Enter, monkeypat
     assert mlflow.get_tracking_uri() != before
     lines = (scene.run.journal / "attempt-001.rank-00000.jsonl").read_text().splitlines()[1:]
     assert [json.loads(line)["m"] for line in lines] == [{"loss": 1.0}, {"inner/loss": 2.0}, {"loss": 3.0}]
+
+
+# --- values that MLflow does not store as they are
+
+
+def test_long_values_are_cut_with_a_mark_and_a_warning(
+    scene: Scene, enter: Enter, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, run_id = enter(), run_id_of(scene.run)
+    client.log_param(run_id, "prompt", "p" * 6001)
+    client.set_tag(run_id, "answer", "a" * 8001)
+    client.log_param(run_id, "fits", "f" * 6000)
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "parameter prompt has 6001 characters and is cut to 6000, the limit of MLflow",
+        "tag answer has 8001 characters and is cut to 8000, the limit of MLflow",
+    ]
+    ship(scene)
+    data = scene.entity.data
+    assert (len(data.params["prompt"]), len(data.tags["answer"])) == (6000, 8000)
+    assert data.params["prompt"].endswith("pp… (cut, 6001 characters)")
+    assert data.tags["answer"].endswith("aa… (cut, 8001 characters)")
+    assert data.params["fits"] == "f" * 6000
+
+
+def test_long_values_of_the_config_are_cut_with_a_mark(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    opened = MlflowRun(scene.run, scene.uri)
+    for _ in range(2):
+        opened.log_params({"trainer.script": "x" * 7000})
+        opened.set_tags({"note": "y" * 9000})
+    data = opened.current().data
+    assert data.params["trainer.script"].endswith("x… (cut, 7000 characters)")
+    assert data.tags["note"].endswith("y… (cut, 9000 characters)")
+    assert caplog.messages == [
+        "parameter trainer.script has 7000 characters and is cut to 6000, the limit of MLflow",
+        "tag note has 9000 characters and is cut to 8000, the limit of MLflow",
+    ]
+
+
+def test_another_value_of_a_parameter_raises_as_in_mlflow(
+    scene: Scene, enter: Enter, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, run_id = enter(), run_id_of(scene.run)
+    client.log_param(run_id, "lr", 1)
+    client.log_param(run_id, "lr", 1)
+    with pytest.raises(MlflowException, match=r"Changing param values is not allowed: parameter 'lr' .* '1', .* '2'"):
+        client.log_param(run_id, "lr", 2)
+    current_records().close()
+    client = enter(attempt=2)
+    client.log_param(run_id, "lr", 3)  # a restart repeats the script, which may log the time of its start
+    with pytest.raises(MlflowException, match="Changing param values"):
+        client.log_param(run_id, "lr", 1)
+
+
+@pytest.mark.parametrize("name", ["usage/goodput", "system/cpu", "time/step_s"])
+def test_metrics_do_not_share_a_series_with_hpcdists_own(
+    scene: Scene, enter: Enter, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    client, run_id = enter(), run_id_of(scene.run)
+    for step in (1, 2):
+        client.log_metric(run_id, name, 0.5, step=step)
+    assert [one.step for one in client.get_metric_history(run_id, name)] == [1, 2]
+    ship(scene)
+    assert scene.entity.data.metrics[f"script.{name}"] == 0.5
+    assert name not in scene.entity.data.metrics
+    prefix = name.partition("/")[0]
+    assert caplog.messages == [f"metric {name} is logged as script.{name}: {prefix}/ is for hpcdist's own"]
+
+
+def test_trace_says_that_it_is_not_recorded(scene: Scene, enter: Enter) -> None:
+    enter()
+    store = RankStore(current_records().uri)
+    with pytest.raises(MlflowException, match="hpcdist records no traces in its runs: log texts or files as artifacts"):
+        store.start_trace(None)
