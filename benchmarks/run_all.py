@@ -197,10 +197,8 @@ BENCHMARKS = (
         "slurm_recovery",
         ("--rounds", "3"),
         (
-            Figure(
-                "SIGKILL of a rank to the next step in a job, forked", ("rows", "forked on each node", "total"), "s"
-            ),
-            Figure("the same: forked over each rank imports", ("rows", "forked on each node", "over")),
+            Figure("SIGKILL of a rank to the next step in a job, forked", ("rows", "forked", "total"), "s"),
+            Figure("the same: forked over each rank imports", ("rows", "forked", "over")),
         ),
     ),
     Benchmark(

@@ -1,4 +1,4 @@
-"""Seconds from SIGKILL of a rank to the next completed step in a Slurm job, with and without `cluster.fork`.
+"""Seconds from SIGKILL of a rank to the next completed step in a Slurm job, by default and with `launch.fork=false`.
 
     python benchmarks/slurm_recovery.py [--rounds 3] [--kills 3] [--nodes 2] [--tasks 2] [--json]
 
@@ -28,7 +28,7 @@ from harness import HPCDIST, argument_parser, clean_env, commit_all, median
 from recovery import LIMIT_S, SAVE_EVERY, STEPS_BETWEEN, kill_and_measure, print_rows, restored_at, steps_done
 from slurm_start import dev_cluster, output_of
 
-CONTENDERS = {"each rank imports": "false", "forked on each node": "true"}
+CONTENDERS = {"each rank imports": "false", "forked": "true"}
 CONFIG = """\
 experiment: faults
 trainer: fault_trainer:train
@@ -61,7 +61,7 @@ def submitted(task: Task, fork: str, shape: list[str], env: Mapping[str, str]) -
         shutil.copy(BASELINES / name, project)
     (project / "config.yaml").write_text(CONFIG.format(max_restarts=MAX_RESTARTS))
     commit_all(project)
-    settings = [f"runs_dir={folder}/runs", "name=ours", f"params.task={task.write()}", f"cluster.fork={fork}", *shape]
+    settings = [f"runs_dir={folder}/runs", "name=ours", f"params.task={task.write()}", f"launch.fork={fork}", *shape]
     # The nodes of a dev cluster see this machine's /tmp.
     command = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", "--force", *settings]
     log = folder / "output.log"

@@ -16,7 +16,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ),
     (
         "The same in a Slurm job?",
-        "{} with `cluster.fork`, {} of the time without it",
+        "{}, {} of the time with `launch.fork=false`",
         (r"SIGKILL of a rank to the next step in a job, forked", r"the same: forked over each rank imports"),
         "slurm_recovery",
     ),

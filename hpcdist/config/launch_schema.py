@@ -191,8 +191,6 @@ class ClusterConfig(ConfigSection):
     """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
     srun: dict[str, str] = field(default_factory=dict)
     """Additional options of srun, in the same form."""
-    fork: bool = False
-    """Import torch once per node, in a process that forks its ranks in all attempts (not for scripts or containers)."""
     price_per_gpu_hour: str | None = None
     """Price of an hour of a GPU with its currency, `2.50 EUR` or `$2.50`; the cost of runs then shows money."""
     price_per_core_hour: str | None = None
@@ -327,7 +325,8 @@ class LaunchConfig(ConfigSection):
     num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
-    """Whether trainers are forked from a process that has imported torch; false for libraries that break in a fork."""
+    """Whether the ranks of all attempts are forked from a process that has imported torch (not for scripts); false for
+    libraries that break in a fork."""
     init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)

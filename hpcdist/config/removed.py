@@ -108,6 +108,10 @@ REMOVED_KEYS: dict[str, Removed] = {
         instead="a local disk is only a warning; submit with --force if the nodes share a folder such as /tmp",
         default=False,
     ),
+    "cluster.fork": Removed(
+        instead="every task of a job is a parent that imports torch once; launch.fork=false lets each rank import it",
+        default=False,
+    ),
     "cluster.segment": Removed(instead="use cluster.sbatch.segment=N"),
     "cluster.requeue": Removed(instead="use cluster.sbatch.requeue=expedite", default="normal"),
     "cluster.max_requeues": Removed(instead="hpcdist requeues a job until it has been restarted 50 times", default=50),

@@ -1,17 +1,28 @@
-"""The parent process of the ranks on one machine: it imports torch once and forks the ranks of all attempts.
+"""The parent process of ranks, which outlives the attempts: it imports torch once and forks each rank.
 
-    python -m hpcdist.rank.parent RUN_FOLDER                                started by the supervisor of a local run
-    python -m hpcdist.rank.parent RUN_FOLDER LIMIT_S NAME [EARLIER_NAME…]   on a node of a job, as a task of srun
+    python -m hpcdist.rank.parent RUN_FOLDER all|task fork|execute LIMIT_S COMMAND…
 
-It also imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
+On one machine a single parent starts all ranks. In a job it is a task of srun and starts the rank of this task, inside
+the task's container and with its processors and GPUs. With `execute` each rank executes COMMAND, as for scripts, which
+import torch themselves; so do ranks of a parent that cannot be forked safely after its imports. Imports that take more
+than LIMIT_S seconds print their stack.
+
+Requests are lines of JSON on standard input, reports are lines with `MARK` and JSON on standard output, which srun
+passes on in both directions (`supervisor/parents.py` is the other side):
+
+    {"start": 2, "rank": 0, "env": {…}}      start a rank of attempt 2; in a job without `rank`: each parent has one
+    {"signal": 15}                           send a signal to the ranks that run
+    {"end": 2}                               kill the ranks of attempt 2 and all their children
+
+    {"parent": 0, "ready": "n1", "problem": ""}        waits for requests on this host; why it does not fork, if so
+    {"parent": 0, "rank": 0, "attempt": 2, "pid": 9}   has started a rank
+    {"parent": 0, "rank": 0, "attempt": 2, "code": -9} a rank has ended; negative codes are signals
+    {"parent": 0, "rank": 0, "attempt": 2, "error": "…"}   a rank cannot be started
+    {"parent": 0, "over": 2}                           no process of attempt 2 is left
+
+The parent imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
 alone: it may start threads, use a GPU or read the rank's variables. The parent has no threads and no CUDA context, and
-never runs code of a rank. When it dies, the kernel kills the ranks.
-
-`rank/parent_client.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes connections on
-through the parent's standard output, a socket; the parent ends when the supervisor closes it. On a node, the tasks of
-ranks connect to a socket in the run folder, also during the imports. There, SIGALRM ends a parent whose
-imports take more than LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step
-with a lost node.
+never runs code of a rank. It ends after the end of its requests; when it dies, the kernel kills the ranks.
 """
 
 import ctypes
@@ -24,81 +35,102 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from hpcdist.config.loading import load_run_config
-from hpcdist.config.schema import Config
 from hpcdist.host import retry
-from hpcdist.rank import private_network
-from hpcdist.rank.parent_client import MESSAGE_BYTES, address, peer_uid
 from hpcdist.rank.processes import (
-    CANNOT_FORK,
     FILE_TIMEOUT_S,
     IGNORED,
+    KILL_S,
+    MARK,
     PARENT_MODULE,
     PR_SET_NAME,
     RANK_MODULE,
+    STOP_SIGNALS,
     fork_rank,
-    leave,
-    wait_for_end,
 )
-from hpcdist.run.folder import RunDir, require_same
+from hpcdist.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from hpcdist.config.schema import Config
 
 #: Modules that every rank with a trainer imports; `context` imports the others.
 TRAINER_MODULES = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check", "hpcdist.rank.context")
-#: Beginnings of the names of variables that may differ between steps, or between tasks of a step: none of the parent's.
-STEP_VARIABLES = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
+#: Interval of the checks whether the processes of an attempt have ended.
+_END_POLL_S = 0.01
+#: srun splits lines after 1,024 bytes.
+_MAX_TEXT = 500
+#: prctl(2): orphaned descendants become children of this process.
+_PR_SET_CHILD_SUBREAPER = 36
+#: Signals that a task of srun does not pass on to its rank: those of its own faults and children, and those that stop a
+#: process, which Slurm sends to all processes of a job.
+_NOT_PASSED_ON = {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
+    signal.SIGPIPE,
+}
 
 
 def main() -> None:
-    folder, *node = sys.argv[1:]
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    starter = os.getppid()
-    if node:
-        # Shows where an import hangs, and ends the process.
-        faulthandler.register(signal.SIGALRM, chain=True)
-        limit_s, name, *earlier = node
-        signal.setitimer(signal.ITIMER_REAL, float(limit_s))
-        source = _listen(folder, name, earlier)
-        for variable in [name for name in os.environ if name.startswith(STEP_VARIABLES)]:
-            del os.environ[variable]
-    else:
-        source = socket.socket(fileno=os.dup(1))
-        os.dup2(2, 1)  # the imports may print
-    env = dict(os.environ)
-    try:
-        with retry.patient(FILE_TIMEOUT_S):
-            config = _import_modules(RunDir(Path(folder)))
-    except BaseException:
-        leave(traceback.format_exc(), CANNOT_FORK)
-    # Threads do not exist in a forked process, and CUDA fails. Fork handlers end the threads of OpenBLAS, which NumPy
-    # starts at its import if OMP_NUM_THREADS > 1.
-    if (pid := os.fork()) == 0:
-        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
-    if os.waitpid(pid, 0)[1]:
-        leave("the imports have initialised CUDA", CANNOT_FORK)
-    if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
-        leave(f"the imports have started {num_threads - 1} threads", CANNOT_FORK)
-    if not node and private_network.is_wanted(config):
-        private_network.enter()
-    if node:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.unregister(signal.SIGALRM)
-    ForkServer(source, env, starter, listens=bool(node)).serve()
-    # `serve` returns in a forked rank only.
+    folder, scope, how, limit_s, *command = sys.argv[1:]
+    own_rank = int(os.environ["SLURM_PROCID"]) if scope == "task" else None
+    parent = Parent(RunDir(Path(folder)), own_rank)
+    problem = ""
+    if how == "fork":
+        problem = prepare_to_fork(parent.run, float(limit_s), is_local=own_rank is None)
+        parent.forks = not problem
+    own_env = parent.serve(problem)
+    # From here on, this process is a rank.
+    if not parent.forks:
+        os.execvpe(command[0], command, {**parent.env, **own_env})
+    os.environ.update(own_env)
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
     sys.orig_argv[:] = [*sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)], RANK_MODULE, folder]
     worker.main()
 
 
-def _import_modules(run: RunDir) -> Config:
+def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
+    """Import what the ranks need; returns why this process must not be forked into ranks, or ""."""
+    # Not above: the parent of a script stays small.
+    from hpcdist.rank import private_network
+
+    faulthandler.dump_traceback_later(limit_s)
+    try:
+        with retry.patient(FILE_TIMEOUT_S):
+            config = _import_modules(run)
+    except BaseException as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    # Threads do not exist in a forked process, and CUDA fails. Fork handlers end the threads of OpenBLAS, which NumPy
+    # starts at its import if OMP_NUM_THREADS > 1.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        return "the imports have initialised CUDA"
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads > 1:
+        return f"the imports have started {num_threads - 1} threads"
+    if is_local and private_network.is_wanted(config):
+        private_network.enter()
+    return ""
+
+
+def _import_modules(run: RunDir) -> "Config":
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.run.folder import require_same
+
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
@@ -114,213 +146,210 @@ def _import_modules(run: RunDir) -> Config:
     return config
 
 
-#: The message that ends a parent.
-_END = b"end"
-
-
-def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
-    """End earlier parents on this node, and return the socket of this one."""
-    for other in earlier:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
-            connection.settimeout(10.0)  # for its end: it may be importing torch; a full backlog is an error at once
-            with address(folder, other) as place:
-                connection.connect(place)
-                os.unlink(place)
-            connection.send(_END)
-            while connection.recv(MESSAGE_BYTES):  # until the other process has ended
-                pass
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with address(folder, name) as place:
-            listener.bind(place)
-    except OSError as error:  # a file system without sockets
-        leave(f"hpcdist: no socket can be created in {folder}/attempts: {error}", CANNOT_FORK)
-    listener.listen(1024)  # more connections at once than tasks on a node
-    return listener
-
-
-#: Interval of checks whether the process that started this one is alive: otherwise no process would end this one.
-_CHECK_EVERY_S = 5.0
-#: Time for the ranks of an earlier attempt to end after SIGKILL.
-KILL_S = 10.0
-#: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
-#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
-_SHARED_VARIABLES = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
-#: Descriptors of a request: the request itself, standard output, standard error; perhaps the pipe of a process guard.
-_NUM_DESCRIPTORS = 3
-
-
 @dataclass(eq=False)
 class _Rank:
-    connection: socket.socket
-    pid: int = 0  #: 0 before the rank is forked
-
-    @property
-    def is_open(self) -> bool:
-        return self.connection.fileno() >= 0
-
-    def end(self) -> None:
-        self.connection.close()
-        # The process group may outlive the rank, which need not lead it yet.
-        for kill in (os.killpg, os.kill) if self.pid else ():
-            with suppress(ProcessLookupError):
-                kill(self.pid, signal.SIGKILL)
+    number: int
+    attempt: int
+    pid: int
+    descriptor: int  #: of the process
+    has_ended: bool = False
 
 
-@dataclass(eq=False)
-class ForkServer:
-    """Forks a rank for each request until the process that started this one ends."""
+class Parent:
+    """Starts ranks on request, and reports how they end.
 
-    source: socket.socket  #: passes connections on, or accepts them if `listens`
-    env: Mapping[str, str]  #: environment before the imports, which may set variables
-    starter: int
-    listens: bool
+    Args:
+        own_rank: in a job, the rank that this process starts; None if it starts all ranks of a run.
+    """
 
-    def __post_init__(self) -> None:
-        self._ranks: list[_Rank] = []
+    def __init__(self, run: RunDir, own_rank: int | None) -> None:
+        self.run = run
+        self.own_rank = own_rank
+        self.forks = False  #: whether a rank is a fork of this process, or else a new interpreter
+        self.env = dict(os.environ)  #: before the imports, which may set variables
+        self._ranks: dict[int, _Rank] = {}
+        self._rest = b""
+        self._requests_have_ended = False  #: whether no request follows
+        self._waiting_signals: list[int] = []
         self._affinity = os.sched_getaffinity(0)
-
-    def serve(self) -> None:
-        while os.getppid() == self.starter:
-            poll = select.poll()
-            poll.register(self.source, select.POLLIN)
-            for rank in self._ranks:
-                if rank.is_open:
-                    poll.register(rank.connection, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll(_CHECK_EVERY_S * 1000)}
-            for rank in [rank for rank in self._ranks if rank.connection.fileno() in ready]:
-                if self._receive(rank):
-                    return
-            # Until they are reaped here, the process ids of ranks stay valid.
-            for rank in [rank for rank in self._ranks if not rank.is_open]:
-                if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
-                    self._ranks.remove(rank)
-            if self.source.fileno() in ready:
-                self._accept()
-        os._exit(0)
-
-    def _accept(self) -> None:
-        if self.listens:
-            try:
-                connection, _ = self.source.accept()
-            except OSError as error:
-                leave(f"the parent process of the ranks cannot accept a connection: {error.strerror}", CANNOT_FORK)
-            if peer_uid(connection) != os.getuid():
-                connection.close()
-                return
+        self._requests, self._reports = os.dup(0), os.dup(1)
+        # The imports may print, and ranks have no standard input.
+        os.dup2(2, 1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if own_rank is None:
+            # A terminal and a job send them to all processes; the supervisor stops the ranks.
+            for number in IGNORED:
+                signal.signal(number, signal.SIG_IGN)
         else:
-            data, descriptors, _, _ = socket.recv_fds(self.source, 1, 1)
-            if not data:
+            # For Slurm this process is the rank.
+            for number in signal.valid_signals() - _NOT_PASSED_ON:
+                signal.signal(number, self._pass_on)
+
+    def serve(self, problem: str) -> dict[str, str]:
+        """Obey requests until their end, which ends the process. Returns in a new rank only: its own variables."""
+        self._report(ready=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), problem=problem)
+        while True:
+            running = [rank for rank in self._ranks.values() if not rank.has_ended]
+            if self._requests_have_ended and not running:
                 os._exit(0)
-            if not descriptors:
-                if any(rank.pid for rank in self._ranks):
-                    return  # this connection is for the next rank, which may never be requested
-                leave("the parent process of the ranks has too many open files", CANNOT_FORK)
-            connection = socket.socket(fileno=descriptors[0])
-        self._ranks.append(_Rank(connection))
-        with suppress(OSError):  # closed by the other side
-            connection.send(b"{}")
+            poll = select.poll()
+            if not self._requests_have_ended:
+                poll.register(self._requests, select.POLLIN)
+            for rank in running:
+                poll.register(rank.descriptor, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            for rank in running:
+                if rank.descriptor in ready:
+                    self._note_end(rank)
+            if self._requests not in ready:
+                continue
+            for request in self._read_requests():
+                if "start" in request:
+                    env = self._start(request)
+                    if env is not None:
+                        return env
+                elif "signal" in request:
+                    self._signal(request["signal"])
+                elif "end" in request:
+                    self._end(request["end"])
 
-    def _receive(self, rank: _Rank) -> bool:
-        """Fork a rank, or end that of a connection that was closed. Returns whether this process is the rank."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(rank.connection, MESSAGE_BYTES, _NUM_DESCRIPTORS + 1)
-        except OSError:
-            data, descriptors = b"", []
-        if data == _END:
-            os._exit(0)
-        if not data or rank.pid:
-            rank.end()
-        elif not _is_closed(rank.connection):
-            if (answer := self._fork(rank, descriptors)) is None:
-                return True
-            with suppress(OSError):
-                rank.connection.send(json.dumps(answer).encode())
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return False
+    def _report(self, **report: Any) -> None:
+        line = f"{MARK}{json.dumps({'parent': self.own_rank, **report})}\n"
+        # Without a supervisor the end of the requests follows.
+        with suppress(OSError):
+            os.write(self._reports, line.encode())
 
-    def _fork(self, rank: _Rank, descriptors: list[int]) -> dict[str, Any] | None:
-        """Fork a rank. Returns the answer, None in the rank."""
-        if len(descriptors) < _NUM_DESCRIPTORS:
-            return {"error": "its parent process has too many open files"}
-        request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
-        for other in self._ranks:
-            if other.is_open and other.pid and _is_closed(other.connection):  # which has not been noticed yet
-                other.end()
-            if not other.is_open and other.pid and not wait_for_end(other.pid, KILL_S):
-                return {"failure": f"process {other.pid} of an earlier attempt survives SIGKILL on this node"}
-        env, own = request["env"], self.env
-        if differing := [
-            name
-            for name in sorted(env.keys() | own.keys())
-            if name.startswith(_SHARED_VARIABLES) and env.get(name) != own.get(name)
-        ]:
-            return {"error": f"{differing[0]} differs from that of its parent process"}
-        wanted = set(request["affinity"])
-        in_rank = False
+    def _read_requests(self) -> Iterator[dict[str, Any]]:
+        received = os.read(self._requests, 1 << 16)
+        if not received:
+            self._requests_have_ended = True
+            # On one machine the supervisor has ended. In a job, slurmstepd may have been killed: the rank continues,
+            # and the supervisor finds out from its files that it has ended.
+            if self.own_rank is None:
+                os._exit(0)
+            return
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+    def _start(self, request: Mapping[str, Any]) -> dict[str, str] | None:
+        """Start a rank. Returns None, and in the rank the variables that it has in addition to this process."""
+        number = request.get("rank", self.own_rank)
+        attempt = self.run.attempt(request["start"])
+        place = {"rank": number, "attempt": attempt.number}
+        left = next((rank for rank in self._ranks.values() if rank.attempt != attempt.number), None)
+        if left is not None:
+            error = f"process {left.pid} of attempt {left.attempt} survives SIGKILL on this node"
+            self._report(**place, error=error)
+            return None
+        # Slurm sends SIGUSR2 ahead of the time limit: a rank without a handler must not die of it.
+        ignored = [] if self.own_rank is None else [signal.SIGUSR2]
+        # A rank with a trainer unblocks these once it has handlers.
+        blocked = STOP_SIGNALS if self.forks else ()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
-            os.sched_setaffinity(0, wanted)
-            if os.sched_getaffinity(0) != wanted:
-                return {"error": "the step of its parent process has other processors"}
-            rank.pid = fork_rank(
-                lambda: self._become_rank(request, descriptors), request["ignored"], request["blocked"]
-            )
-            if in_rank := rank.pid == 0:
-                return None
+            with retry.patient(FILE_TIMEOUT_S):
+                log = retry.retry(lambda: os.open(attempt.log(number), flags, 0o666), attempt.path)
+            pid = fork_rank(lambda: self._become_rank(number, attempt.number, log), ignored, blocked)
         except OSError as error:
-            return {"error": f"its parent process cannot fork it: {error.strerror}"}
-        finally:
-            if not in_rank:
-                os.sched_setaffinity(0, self._affinity)
-        if self.listens:
-            place = f"task {env.get('SLURM_PROCID')} of attempt {env.get('HPCDIST_ATTEMPT')}"
-            with suppress(OSError):  # a full disk is no reason to end
-                os.write(1, f"process {os.getpid()} has forked process {rank.pid} for {place}\n".encode())
-        return {"pid": rank.pid}
+            self._report(**place, error=f"its parent process cannot start it: {error}"[:_MAX_TEXT])
+            return None
+        if pid == 0:
+            own = {} if self.own_rank is None else {"SLURM_TASK_PID": str(os.getpid())}
+            return {**request["env"], **own}
+        os.close(log)
+        rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid))
+        self._ranks[number] = rank
+        self._report(**place, pid=pid)
+        waiting, self._waiting_signals = self._waiting_signals, []
+        for one in waiting:
+            self._signal(one)
+        return None
 
-    def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """Give this forked process the environment, folder and outputs of a rank that is started by a command."""
-        _, output, errors, *guard = descriptors
-        for pipe in guard:  # first of all: the guard ends this process if the supervisor has died
-            with suppress(BrokenPipeError):
-                os.write(pipe, f"+{os.getpid()}\n".encode())
-        self.source.close()
-        for rank in self._ranks:
-            rank.connection.close()
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        for descriptor in descriptors:
+    def _become_rank(self, number: int, attempt: int, log: int) -> None:
+        """Give this forked process the output, name and signals of a rank, and nothing else of its parent."""
+        for descriptor in (self._requests, self._reports, *(rank.descriptor for rank in self._ranks.values())):
             os.close(descriptor)
-        # The environment of a task is complete. That of a local rank lacks what the start of an interpreter adds, as
-        # LC_CTYPE. Both lack the changes that the imports would make.
-        env = {**request["env"], "SLURM_TASK_PID": str(os.getpid())} if self.listens else {**self.env, **request["env"]}
-        for name in self.env.keys() | os.environ.keys():
-            before, after = self.env.get(name), os.environ.get(name)
-            if before != after and env.get(name) == before:
-                env.pop(name, None)
-                env |= {} if after is None else {name: after}
-        for name in os.environ.keys() - env.keys():
-            del os.environ[name]
-        os.environ.update(env)
-        os.chdir(request["cwd"])
-        rank_number = env["SLURM_PROCID" if self.listens else "HPCDIST_RANK"]
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        if self.own_rank is not None:
+            for signal_number in signal.valid_signals() - _NOT_PASSED_ON:
+                signal.signal(signal_number, signal.SIG_DFL)
+        os.sched_setaffinity(0, self._affinity)
         # As `ps` and `pkill` show it, and `shown_place` reads it: the kernel allows 15 characters.
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{rank_number}/{env['HPCDIST_ATTEMPT']}".encode())
-        if (numpy := sys.modules.get("numpy.random")) is not None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{number}/{attempt}".encode())
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
             numpy.seed()  # Python's `random` does this itself
 
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if any(not rank.has_ended for rank in self._ranks.values()):
+            self._signal(number)
+        else:
+            # For the next rank, such as a preemption between two attempts.
+            self._waiting_signals.append(number)
 
-def _is_closed(connection: socket.socket) -> bool:
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.descriptor, number)
+
+    def _note_end(self, rank: _Rank) -> None:
+        # The process is not reaped: its process group may outlive it, and keeps its number.
+        ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None, "the process has ended"
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        rank.has_ended = True
+        self._report(rank=rank.number, attempt=rank.attempt, code=code)
+
+    def _end(self, attempt: int) -> None:
+        """Kill the ranks and their descendants, and report when none is left; no report if one survives."""
+        until = time.monotonic() + KILL_S
+        while time.monotonic() < until:
+            for rank in self._ranks.values():
+                # Its children may live on without it, and it need not lead their group yet.
+                for kill in (os.killpg, os.kill):
+                    with suppress(ProcessLookupError):
+                        kill(rank.pid, signal.SIGKILL)
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            self._reap()
+            if not self._ranks and not _children():
+                self._report(over=attempt)
+                return
+            time.sleep(_END_POLL_S)
+
+    def _reap(self) -> None:
+        """Forget the ranks that have ended, and orphans of ranks, which are children of this process."""
+        for rank in list(self._ranks.values()):
+            if not rank.has_ended and _is_readable(rank.descriptor):
+                self._note_end(rank)
+            if rank.has_ended:
+                os.waitpid(rank.pid, 0)
+                os.close(rank.descriptor)
+                del self._ranks[rank.number]
+        pids = {rank.pid for rank in self._ranks.values()}
+        for orphan in _children():
+            if orphan not in pids:
+                os.waitpid(orphan, os.WNOHANG)
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _children() -> list[int]:
+    """Return the child processes of this process, which has a single thread; zombies included."""
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return []
 
 
 if __name__ == "__main__":

@@ -4,25 +4,21 @@ import ctypes
 import logging
 import os
 import re
-import select
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 #: Module of a rank's command.
 RANK_MODULE = "hpcdist.rank.worker"
 #: Forks the ranks, which have its command line and its first environment in /proc.
 PARENT_MODULE = "hpcdist.rank.parent"
-#: Task of srun that waits for its forked rank, and ends with it.
-TASK_MODULE = "hpcdist.rank.parent_client"
-#: Exit code of the process that forks ranks if it cannot fork.
-CANNOT_FORK = 69
+#: Begins the lines in which it reports to the supervisor.
+MARK = "hpcdist-parent "
+#: Time for the processes of an attempt to end after SIGKILL.
+KILL_S = 10.0
 #: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
 FILE_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -33,30 +29,6 @@ def shown_place(name: str) -> tuple[int, int] | None:
     """Return rank and attempt in the name of a forked rank's process; None for another name."""
     found = _PLACE.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]))
-
-
-def wait_for_end(pid: int, timeout_s: float | None = None) -> bool:
-    """Wait for the end of a process that need not be a child; return whether it has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
-    finally:
-        os.close(descriptor)
-
-
-def exit_code_of(pid: int) -> int:
-    """Return the exit code of a process that has ended, negative for a signal."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return -signal.SIGKILL  # by the kernel, at the death of the parent; another process has reaped it
-    # Field 52. The second one, the name in parentheses, may contain spaces.
-    return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[49]))
 
 
 log = logging.getLogger(__name__)
@@ -118,10 +90,3 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked
         return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def leave(problem: str, code: int) -> NoReturn:
-    # Not `sys.exit`, which waits for threads that an import has started.
-    with suppress(OSError):
-        print(problem.strip(), file=sys.stderr, flush=True)
-    os._exit(code)

@@ -22,8 +22,7 @@
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
-        attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
-        attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
+        attempts/rank-parent.log                 output of the parent process of the ranks, see rank/parent.py
         attempts/job-watchdog.log                output of the process that ends a job whose batch step has died
         attempts/001/                            one per start of the ranks
             key                                  32 random bytes, which authenticate ranks on several machines
@@ -36,7 +35,7 @@
             training.json                        first step, devices, datasets and model size
             phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
-            srun.log                             output of srun
+            srun.log                             output of srun, if the attempt has started the parents of the ranks
             hosts                                nodes of the attempt, for srun
             network.json  nccl.node-00000.log    result of the collective check, and the log of NCCL that it reads
             stacks.txt  rank-00000.flight.json   stack traces and collectives of a hang; the first line of stacks.txt

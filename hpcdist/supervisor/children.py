@@ -1,14 +1,10 @@
-"""Child processes of the supervisor: the guard, which kills the ranks if the supervisor dies, the parent of the ranks
-(`rank/parent.py`), and the shipper.
-"""
+"""Child processes of the supervisor: the guard, which kills the ranks if the supervisor dies, and the shipper."""
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,10 +12,7 @@ from pathlib import Path
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.host.log_files import say
-from hpcdist.rank.parent_client import NoParentError, receive, request_rank
-from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
-from hpcdist.supervisor.plan import parent_command
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
@@ -44,6 +37,8 @@ for group in groups:
 #: supervisor did this after the start, a supervisor killed in between would leave an orphan. The child then closes the
 #: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
 _REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
+#: For a child whose standard output is a socket in both directions.
+_REGISTER_AND_CONNECT = '(echo "+$$" >&0); exec "$@" <&1'
 
 
 @contextmanager
@@ -79,28 +74,38 @@ class Guard:
         env: Mapping[str, str],
         cwd: Path,
         output: Path,
-        stdout: socket.socket | None = None,
+        channel: socket.socket | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a child in a new session; `output` gets its standard output, unless `stdout` does, and its errors."""
+        """Start a child in a new session.
+
+        Args:
+            output: file for its standard output and errors.
+            channel: is its standard input and output instead, if given.
+        """
+        script = _REGISTER_AND_EXEC if channel is None else _REGISTER_AND_CONNECT
         with _output(output) as file:
             return subprocess.Popen(
-                ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
+                ["/bin/sh", "-c", script, "sh", *command],
                 env=env,
                 cwd=cwd,
                 stdin=self._pipe,
-                stdout=file if stdout is None else stdout.fileno(),
+                stdout=file if channel is None else channel.fileno(),
                 stderr=file,
                 start_new_session=True,
             )
 
-    def fileno(self) -> int:
-        return self._pipe.fileno()
+    def register(self, group: int) -> None:
+        """Let the guard kill a process group that a child of this process has created."""
+        self._write(f"+{group}\n")
 
     def forget(self, group: int) -> None:
         """Unregister the process group of an ended child, because the kernel may reuse its id."""
+        self._write(f"-{group}\n")
+
+    def _write(self, line: str) -> None:
         # A run continues without its guard.
         with suppress(BrokenPipeError):
-            self._pipe.write(f"-{group}\n")
+            self._pipe.write(line)
             self._pipe.flush()
 
     def close(self) -> None:
@@ -108,105 +113,6 @@ class Guard:
         with suppress(BrokenPipeError):
             self._pipe.close()
         self._process.wait()
-
-
-# The parent of the ranks of a local run.
-
-#: Time for the parent to end after its socket is closed.
-_LEAVE_S = 5.0
-
-
-class RankParent:
-    """A parent process of ranks, which is started at once and imports torch within `init_timeout_s`."""
-
-    def __init__(
-        self, run: Path, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path, init_timeout_s: float
-    ) -> None:
-        self._guard = guard
-        self._cwd = cwd
-        self.output = output
-        self.was_ready = False  #: whether the imports have succeeded
-        self.is_usable = True  #: whether later attempts may use it, or a successor
-        self._init_timeout_s = init_timeout_s
-        self._ready_by = time.monotonic() + init_timeout_s
-        self._to_parent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                self._process = guard.start(parent_command(run), env=env, cwd=cwd, output=output, stdout=theirs)
-            self._next = self._connect()  #: for the next rank
-        except BaseException:
-            self._to_parent.close()
-            raise
-
-    def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Wait until the parent has imported everything. Raises NoParentError if it cannot fork, or is too late."""
-        if self.was_ready:
-            return True
-        with suppress(TimeoutError):
-            receive(self._next, min(timeout_s, self._ready_by - time.monotonic()))
-            self.was_ready = True
-        if not self.was_ready and time.monotonic() >= self._ready_by:
-            self._process.kill()
-            raise NoParentError(f"it was not ready within launch.init_timeout_s={self._init_timeout_s:g} s")
-        return self.was_ready
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def fork(self, env: Mapping[str, str], log: int) -> "ForkedRank":
-        """Fork a rank with a complete environment. Raises NoParentError, or RankRefusedError if no rank may start."""
-        connection, self._next = self._next, self._connect()
-        try:
-            outputs = [log, log, self._guard.fileno()]
-            pid = request_rank(connection, env, str(self._cwd), outputs, self._init_timeout_s)
-        except BaseException:
-            connection.close()  # ends a rank that is forked later
-            raise
-        return ForkedRank(connection, pid)
-
-    def close(self) -> None:
-        self._to_parent.close()
-        self._next.close()
-        try:
-            self._process.wait(_LEAVE_S if self.was_ready else 0)
-        except subprocess.TimeoutExpired:  # it still imports, or is stopped
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._guard.forget(self._process.pid)
-
-    def _connect(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, suppress(OSError):  # without a parent, the request fails
-            socket.send_fds(self._to_parent, [b"{}"], [theirs.fileno()])
-        return ours
-
-
-class ForkedRank:
-    """A forked rank, like a `Popen`; its id stays valid until the connection closes and the parent reaps it."""
-
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._connection = connection
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-        if self._code is None and wait_for_end(self.pid, 0.0):
-            self._code = exit_code_of(self.pid)
-        return self._code
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process, which need not lead its process group yet."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        wait_for_end(self.pid)
-        code = self.poll()
-        assert code is not None, "the process has ended"
-        self._connection.close()
-        return code
 
 
 # The shipper process, which starts before the ranks and ends after them.

@@ -27,7 +27,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.errors import TopologyError, few
 from hpcdist.host.files import open_regular, read_json, write_atomic, write_json
 from hpcdist.host.machine import gpus
-from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
+from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
 from hpcdist.supervisor.protocols import Ranks
 
@@ -48,7 +48,7 @@ class RankProcess(NamedTuple):
     rank: int
 
 
-def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
+def find_ranks(run: Path, attempt: int | None, node: str = "", *, parents: bool = False) -> list[RankProcess]:
     """Return the processes of this user that are ranks of a run, by rank.
 
     Command line and environment identify a rank, and its name one that was forked. Its forked children share all of
@@ -56,7 +56,8 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
 
     Args:
         node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
-        with_tasks: include the tasks of forked ranks: a task without a rank may still become one.
+        parents: include the tasks of a job that are parents of ranks, in place of their ranks: one without a rank may
+            still start it.
     """
     ranks: dict[int, tuple[int, int]] = {}
     for process in psutil.process_iter():
@@ -65,10 +66,11 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
             if process.uids().real != os.getuid():
                 continue
             arguments = process.cmdline()[1:]
-            is_task = with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
             if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
                 place = shown_place(process.name())
-            elif is_task or arguments == ["-P", "-m", RANK_MODULE, str(run)]:
+                if place is None and parents:
+                    place = Topology.from_env(process.environ()).rank, attempt or 0
+            elif arguments == ["-P", "-m", RANK_MODULE, str(run)]:
                 topology = Topology.from_env(process.environ())
                 place = topology.rank, topology.attempt
             else:

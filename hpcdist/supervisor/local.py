@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,20 +17,19 @@ from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import OWN_PLACE, OWN_RENDEZVOUS
 from hpcdist.config.written import secrets_of
-from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.errors import RunFolderError
 from hpcdist.host import retry
 from hpcdist.host.commands import run_within
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
-from hpcdist.rank.parent_client import NoParentError, RankRefusedError
 from hpcdist.run import snapshot
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
-from hpcdist.supervisor.children import ForkedRank, Guard, RankParent
-from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
+from hpcdist.supervisor.children import Guard
+from hpcdist.supervisor.parents import ParentRanks, RankParents
+from hpcdist.supervisor.plan import Plan, code_env, free_port, parent_command, rank_command
 from hpcdist.supervisor.progress import Reporter
-from hpcdist.supervisor.restart_policy import error_text
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +111,7 @@ class LocalLauncher:
     env: Mapping[str, str]  #: of the ranks; variables of the plan take precedence
     import_path: Sequence[str]  #: folders that precede all others in the ranks' import path
     cwd: Path
-    fork: bool = False  #: whether a parent process forks the ranks, if it can
+    fork: bool = False  #: whether the parent process imports torch for the ranks and forks them, if it can
     init_timeout_s: float = LaunchConfig.init_timeout_s  #: of the imports of this parent
 
     def __post_init__(self) -> None:
@@ -121,15 +119,17 @@ class LocalLauncher:
         self._job_id = f"{self.run.experiment}/{self.run.name}"
         python_path = self.plan.env.get("PYTHONPATH") or self.env.get("PYTHONPATH")
         self._code = code_env(self.import_path, python_path)
-        self._parent: RankParent | None = None
+        envs = self._envs(0, 1)
+        #: Variables that all ranks have, and so their parent.
+        self._shared = {name: value for name, value in envs[0].items() if all(env.get(name) == value for env in envs)}
 
     def __enter__(self) -> Self:
         self._guard = Guard()
-        self._start_parent()
+        self._parent = self._start_parent()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_parent()
+        self._parent.close()
         self._guard.close()
 
     @property
@@ -146,156 +146,70 @@ class LocalLauncher:
         return ""  # ranks can always be restarted on this machine
 
     def start(self, attempt: Attempt) -> "LocalRanks":
-        if (ended := self._parent) is not None and not (ended.is_usable and ended.is_alive()):
-            self._close_parent()
-            if ended.is_usable and ended.was_ready:  # a parent that could not fork has no successor
-                log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
-                self._start_parent()
-        return LocalRanks(
-            rank_command(self.run.path),
-            self._envs(attempt.number, free_port(self._job_id, attempt.number)),
-            [attempt.log(rank) for rank in range(self.num_ranks)],
-            self._guard,
-            cwd=self.cwd,
-            parent=self._parent,
-        )
+        if not (self._parent.is_alive() and self._parent.is_usable):
+            log.warning("the parent process of the ranks is started again (see %s)", self._parent.output)
+            self._parent.close()
+            self._parent = self._start_parent()
+        # Before the start, because an interpreter imports from the run folder at once.
+        require_same(self.run.path, self.env)
+        envs = self._envs(attempt.number, free_port(self._job_id, attempt.number))
+        own = [{name: env[name] for name in env if env[name] != self._shared.get(name)} for env in envs]
+        return LocalRanks(self._parent, attempt, own, self._guard)
 
     def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
         topology: dict[str, Any] = {"job_id": self._job_id, "attempt": attempt, "master_port": port}
         envs = (self.plan.rank_env(rank, **topology) for rank in range(self.num_ranks))
         return [{**self.env, **env, **self._code} for env in envs]
 
-    def _start_parent(self) -> None:
-        """Start the parent process of the ranks, unless their environments differ in more than their topology."""
+    def _start_parent(self) -> RankParents:
         topology = {*OWN_PLACE, *OWN_RENDEZVOUS}
-        envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
+        envs = [{name: value for name, value in env.items() if name not in topology} for env in self._envs(0, 1)]
         # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
-        if not self.fork or any(env != envs[0] for env in envs):
-            return
-        try:
-            self._parent = RankParent(
-                self.run.path,
-                self._guard,
-                env=envs[0],
-                cwd=self.cwd,
-                output=self.run.path / "attempts" / "rank-parent.log",
-                init_timeout_s=self.init_timeout_s,
-            )
-        except OSError as error:  # ranks can do without it
-            log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
-
-    def _close_parent(self) -> None:
-        if self._parent is not None:
-            self._parent.close()
-            self._parent = None
+        can_fork = all(env == envs[0] for env in envs)
+        rank = rank_command(self.run.path)
+        return RankParents(
+            parent_command(self.run.path, "all", rank, fork=self.fork and can_fork, limit_s=self.init_timeout_s),
+            self._guard,
+            env=self._shared,
+            cwd=self.cwd,
+            output=self.run.path / "attempts" / "rank-parent.log",
+        )
 
 
-@dataclass(eq=False)
-class LocalRanks:
-    """The ranks of one attempt, forked as soon as their parent has imported torch, perhaps in a later call of `wait`.
+class LocalRanks(ParentRanks):
+    """The ranks of one attempt on this machine.
 
-    If the parent cannot fork, they are started by their command.
+    Args:
+        envs: variables that the parent does not have, by rank.
+        guard: ends the process groups of the ranks, which outlive them, if this process dies.
     """
 
-    command: Sequence[str]
-    envs: Sequence[Mapping[str, str]]  #: complete environments, by rank
-    logs: Sequence[Path]  #: files for standard output and error, by rank
-    guard: Guard
-    cwd: Path
-    parent: RankParent | None = None
-
-    def __post_init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes] | ForkedRank]
-        self._descriptors: list[int] = []
-        self._error = ""
-        self.exits: dict[int, int]
-        self._start()
-
-    @property
-    def remaining(self) -> list[int]:
-        return [rank for rank in range(len(self.envs)) if rank not in self.exits]
+    def __init__(self, parent: RankParents, attempt: Attempt, envs: Sequence[Mapping[str, str]], guard: Guard) -> None:
+        self._guard = guard
+        super().__init__(parent, attempt, len(envs), env={}, starts=envs)
 
     def host_of(self, rank: int) -> str:
         return socket.gethostname()
-
-    def wait(self, timeout_s: float) -> None:
-        if self.parent is not None and not self._processes and self.remaining:
-            try:
-                retry.retry(lambda: self._start(timeout_s), self.logs[0].parent)
-            except (HpcdistError, OSError) as error:  # there is nothing to return it to: all ranks count as ended
-                self._error = error_text(error)
-                self._processes = []
-                self.exits = dict.fromkeys(range(len(self.envs)), 1)
-            return
-        poll = select.poll()
-        for rank in self.remaining:
-            poll.register(self._descriptors[rank], select.POLLIN)
-        ended = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
-        for rank in self.remaining:
-            if self._descriptors[rank] in ended and (code := self._processes[rank].poll()) is not None:
-                self.exits[rank] = code
-
-    def absent(self) -> list[int]:
-        return list(range(len(self.envs))) if self._error else []
-
-    def last_message(self) -> str:
-        return self._error
-
-    def signal(self, number: signal.Signals) -> None:
-        if not self._processes and number == signal.SIGTERM:
-            self.exits = dict.fromkeys(range(len(self.envs)), -number)  # as if they had been starting
-        for rank in self.remaining if self._processes else ():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptors[rank], number)
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
         done = run_within(command, limit_s, is_enough=lambda _: interrupted())
         return done.stdout + done.stderr
 
     def close(self) -> None:
-        self._kill_groups()
-        if self.parent is not None and not self.parent.was_ready:
-            self.parent.is_usable = False  # the next attempt does not wait for it again
-        for rank in self.remaining:  # never started
-            self.exits[rank] = -signal.SIGKILL
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        super().close()
+        if not self.parents.is_usable:
+            self.parents.kill()
+        for group in self._pids.values():
+            if not self.parents.is_alive():
+                # The kernel has killed the ranks, but not their children.
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            self._guard.forget(group)
 
-    def _start(self, timeout_s: float = 0.0) -> None:
-        """Start the ranks, unless their parent is still importing after `timeout_s`."""
-        self._processes, self.exits = [], {}
-        try:
-            if self.parent is not None and not self.parent.is_ready(timeout_s):
-                return
-            # Checked before the start, because an interpreter imports from the run folder at once.
-            require_same(self.logs[0].parents[2], self.envs[0])
-            for env, path in zip(self.envs, self.logs, strict=True):
-                if self.parent is None:
-                    self._processes.append(self.guard.start(self.command, env=env, cwd=self.cwd, output=path))
-                else:
-                    with open(path, "ab") as file:
-                        self._processes.append(self.parent.fork(env, file.fileno()))
-            self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        except NoParentError as error:
-            assert self.parent is not None, "only a parent can end"
-            log.warning("each rank imports torch itself: %s (see %s)", error, self.parent.output)
-            self.parent.is_usable = False
-            self._kill_groups()
-            self.parent = None
-            self._start()
-        except RankRefusedError as error:
-            self._kill_groups()
-            raise HpcdistError(str(error)) from error
-        except BaseException:
-            self._kill_groups()
-            raise
+    def _note_start(self, pid: int) -> None:
+        self._guard.register(pid)
 
-    def _kill_groups(self) -> None:
-        for rank, process in enumerate(self._processes):
-            with suppress(ProcessLookupError):
-                # A group outlives its leader as long as a grandchild is alive.
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            code = process.wait()
-            self.exits.setdefault(rank, code)
-            self.guard.forget(process.pid)
+    def _note_end_of_parents(self) -> None:
+        # Those that had not started count as failed by themselves.
+        self._error = f"their parent process has ended (see {self.parents.output})"
+        self.exits |= {rank: -signal.SIGKILL if rank in self._pids else 1 for rank in self.remaining}

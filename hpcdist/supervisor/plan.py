@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from hpcdist.config.launch_schema import GPU_BACKENDS, MAX_PER_NODE, NVIDIA
 from hpcdist.config.schema import Config, role_device
@@ -16,13 +16,11 @@ from hpcdist.config.topology import DEFAULT_ROLE, Roles, port_for
 from hpcdist.errors import ConfigError
 from hpcdist.host.machine import count_gpus, num_cores, selected_gpus
 from hpcdist.rank.private_network import INTERFACE_VARIABLES
-from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE
+from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
 
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
 RANKS_WITHOUT_GPU = 2
-#: The parent of ranks ignores signals that end a job before its interpreter has started.
-IGNORE_SIGNALS = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec \"$@\"", "sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +141,17 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     return [python, "-P", "-m", RANK_MODULE, str(run_dir)]
 
 
-def parent_command(run_dir: Path, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the command of the process that forks ranks, with `LIMIT_S NAME…` on a node; see `rank/parent.py`."""
-    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), *arguments]
+def parent_command(
+    run_dir: Path, scope: Literal["all", "task"], rank: Sequence[str], *, fork: bool, limit_s: float
+) -> list[str]:
+    """Return the command of the parent process of ranks with the command `rank`; see `rank/parent.py`.
 
-
-def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:
-    """Return the command of a task whose rank that process forks; see `rank/parent_client.py`."""
-    limits = [f"{connect_s:g}", f"{limit_s:g}"]
-    return [python, "-P", "-m", TASK_MODULE, name, *limits, str(run_dir)]
+    Args:
+        fork: whether it forks the ranks after its imports, for which it has `limit_s` seconds.
+    """
+    how = "fork" if fork else "execute"
+    python = rank[0]
+    return [python, "-P", "-m", PARENT_MODULE, str(run_dir), scope, how, f"{limit_s:g}", *rank]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

@@ -131,14 +131,11 @@ def assert_series_complete(runs: SlurmRuns, name: str, control: str, cell: Cell)
     assert cell.mlflow == "FINISHED"
 
 
-@pytest.mark.parametrize(
-    "fork", [pytest.param("false", marks=pytest.mark.quick_fault), pytest.param("true", marks=pytest.mark.faults)]
-)
-def test_spare_node_takes_the_place_of_a_dead_node(runs: SlurmRuns, control: str, cell: Cell, fork: str) -> None:
-    """Slurm cannot end the step of the processes that fork ranks, either."""
-    cell.fault = "node dead, a spare one takes over" + ", forked ranks" * (fork == "true")
-    name, forked = f"spare-node-{fork}", f"cluster.fork={fork}"
-    job = submit(runs, name, "cluster.nodes=2", "cluster.spare_nodes=1", "params.pace_s=0.1", forked)
+@pytest.mark.quick_fault
+def test_spare_node_takes_the_place_of_a_dead_node(runs: SlurmRuns, control: str, cell: Cell) -> None:
+    cell.fault = "node dead, a spare one takes over"
+    name = "spare-node"
+    job = submit(runs, name, "cluster.nodes=2", "cluster.spare_nodes=1", "params.pace_s=0.1")
     wait_step(runs, name, 1, 6)
     kill(runs, "n2")
     assert_finished(runs, name, job, control, cell)

@@ -170,13 +170,13 @@ def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: 
     cluster.kill_node(scene.cluster.layout, victim)
     cluster.start_node(scene.cluster.layout, victim)
     if victim == "n2":
-        assert "attempt-001" in scene.steps(), "Slurm has noticed the reboot"
+        assert "ranks-001" in scene.steps(), "Slurm has noticed the reboot"
     scene.release()
     scene.wait_restarted()
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cell.attempts) == (2, 2)
     if victim == "n2":
-        message = " (attempt-001) does not end, although none of its ranks is left\n"
+        message = " (ranks-001) does not end, although none of its ranks is left\n"
         assert message in scene.runs.job_log(scene.name)
         assert scene.cluster.job(scene.job)["ExcNodeList"] == "(null)", "n2 is not excluded"
 
@@ -205,7 +205,7 @@ def test_orphaned_ranks_are_killed_before_the_job_restarts(scene: FaultScene) ->
     scene.wait_restarted()
     assert not any(psutil.pid_exists(pid) for pid in orphans)
     scene.assert_recovered_from_checkpoint()
-    assert " (attempt-001) does not end, although none of its ranks is left\n" in scene.runs.job_log(scene.name)
+    assert " (ranks-001) does not end, although none of its ranks is left\n" in scene.runs.job_log(scene.name)
 
 
 @pytest.mark.faults

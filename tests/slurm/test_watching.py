@@ -68,7 +68,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
     name = "followed"
-    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, "cluster.fork=true", WAITING, "--follow")
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")

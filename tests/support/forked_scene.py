@@ -1,13 +1,17 @@
-"""Ranks with a replacement of the worker, which imports no torch: forked by a parent process, or hung.
+"""Ranks with a replacement of the worker, which imports no torch, and their parent processes, local or in a step.
 
-A forked rank executes the file of its rank and attempt. Named pipes show which processes are alive.
+A rank executes the file of its rank and attempt. Named pipes show which processes are alive.
 """
 
+import json
 import os
+import signal
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 from supervisor_scene import NamedPipe
@@ -21,8 +25,10 @@ from hpcdist.rank.processes import PARENT_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.local import LocalLauncher, LocalRanks
-from hpcdist.supervisor.plan import Plan, rank_command
+from hpcdist.supervisor.parents import ParentRanks, RankParents
+from hpcdist.supervisor.plan import Plan, parent_command, rank_command
 
+FAKE_SRUN = Path(__file__).with_name("fake_srun.py")
 SOON_S = 20.0
 SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {real!r}]\n__version__ = '0'\n"
 TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: False)\n"
@@ -46,7 +52,7 @@ print(json.dumps({
     "env": dict(os.environ), "cwd": os.getcwd(), "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
     "input": os.read(0, 9).decode(), "files": sorted(os.listdir("/proc/self/fd")),
     "affinity": sorted(os.sched_getaffinity(0)), "threads": len(os.listdir("/proc/self/task")),
-    "handlers": {name: str(signal.getsignal(getattr(signal, name)))
+    "handlers": {name: repr(signal.getsignal(getattr(signal, name)))
                  for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")},
     "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
 }))
@@ -78,11 +84,16 @@ def new_run(runs_dir: Path) -> RunDir:
 
 
 def parents_of(run: RunDir) -> list[int]:
-    """Return the processes that fork the ranks of a run."""
+    """Return the parents of the ranks of a run; those of a step in the order of their ranks."""
     found = psutil.process_iter(["cmdline", "name"])
     words = [PARENT_MODULE, str(run.path)]
     parents = [process for process in found if (process.info["cmdline"] or [])[3:5] == words]
-    return [process.pid for process in parents if shown_place(process.info["name"]) is None]
+    parents = [process for process in parents if shown_place(process.info["name"]) is None]
+    by_rank: dict[int, int] = {}
+    for process in parents:
+        with suppress(psutil.NoSuchProcess):
+            by_rank[process.pid] = int(process.environ().get("SLURM_PROCID", "0"))
+    return sorted(by_rank, key=lambda pid: by_rank[pid])
 
 
 class Scene:
@@ -106,29 +117,142 @@ class Scene:
         )
 
     def start(self, *codes: str) -> tuple[Attempt, LocalRanks]:
-        """Start an attempt; returns at once, perhaps before the ranks are forked."""
-        attempt = self.run.new_attempt()
-        for rank, code in enumerate(codes):
-            (self.run.path / f"code-{attempt.number}.{rank}").write_text(code)
+        """Start an attempt; returns at once, perhaps before the ranks have started."""
+        attempt = new_attempt(self.run, *codes)
         return attempt, self.launcher.start(attempt)
 
     def finish(self, *codes: str) -> tuple[Attempt, dict[int, int]]:
         attempt, ranks = self.start(*codes)
-        try:
-            while ranks.remaining:
-                ranks.wait(SOON_S)
-        finally:
-            ranks.close()
-        return attempt, ranks.exits
+        return attempt, end_of(ranks)
 
     def parents(self) -> list[int]:
-        """Return the processes that fork the ranks of this run."""
         return parents_of(self.run)
 
 
-def wait_for_fork(ranks: LocalRanks, pipe: NamedPipe, count: int = 2) -> None:
+class StepScene:
+    """A run whose ranks are started by the tasks of a step, two on each node, with a fake srun.
+
+    Args:
+        command: of a rank whose parent does not fork it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        runs_dir: Path,
+        torch: str = TORCH,
+        *,
+        fork: bool = True,
+        limit_s: float = 600.0,
+        num_tasks: int = 2,
+        env: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        self.run = new_run(runs_dir)
+        self.num_tasks = num_tasks
+        self.folder = folder
+        self.limit_s = limit_s
+        self.env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.command = command or rank_command(self.run.path)
+        self.log = self.run.path / "attempts" / "rank-%5t.log"
+        self.log.parent.mkdir(exist_ok=True)
+        write_package(folder, torch)
+        self._guard = Guard()
+        self.parents = self.start_parents(fork=fork)
+
+    def start_parents(self, *, fork: bool) -> RankParents:
+        srun = [sys.executable, "-IS", str(FAKE_SRUN), f"--ntasks={self.num_tasks}", f"--nodes={self.num_tasks // 2}"]
+        return RankParents(
+            [*srun, f"--error={self.log}", *parent_of(self.run, "task", self.command, fork=fork, limit_s=self.limit_s)],
+            self._guard,
+            env=self.env,
+            cwd=self.folder,
+            output=self.run.path / "attempts" / "srun.log",
+            num_parents=self.num_tasks,
+        )
+
+    def execute_ranks(self) -> None:
+        """Replace the parents by others that do not fork."""
+        self.parents.close()
+        self.parents = self.start_parents(fork=False)
+
+    def start(self, *codes: str) -> tuple[Attempt, "StepRanks"]:
+        """Start an attempt; returns at once, perhaps before the ranks have started."""
+        attempt = new_attempt(self.run, *codes)
+        env = {"HPCDIST_ATTEMPT": str(attempt.number)}
+        return attempt, StepRanks(self.parents, attempt, self.num_tasks, env=env)
+
+    def finish(self, *codes: str) -> tuple[Attempt, dict[int, int]]:
+        attempt, ranks = self.start(*codes)
+        return attempt, end_of(ranks)
+
+    def pids(self) -> list[int]:
+        """Wait for the parents, and return them in the order of their ranks."""
+        while not self.parents.are_ready:
+            self.parents.receive(SOON_S)
+            assert not self.parents.have_ended, self.parents.output.read_text()
+        return parents_of(self.run)
+
+    def log_of(self, task: int) -> str:
+        """Return the standard error of a task."""
+        return Path(str(self.log).replace("%5t", f"{task:05d}")).read_text()
+
+    def close(self) -> None:
+        self.parents.close()
+        self._guard.close()
+        # As Slurm does: a parent that imports, or has a rank, continues.
+        for pid in parents_of(self.run):
+            os.kill(pid, signal.SIGKILL)
+
+
+class StepRanks(ParentRanks):
+    """The ranks of a step, without what Slurm reports."""
+
+    def _note_end_of_parents(self) -> None:
+        self.exits |= dict.fromkeys(self.remaining, -signal.SIGKILL)
+
+
+def parent_of(
+    run: RunDir, scope: Literal["all", "task"], rank: Sequence[str], *, fork: bool = False, limit_s: float = 600.0
+) -> list[str]:
+    """Return the command of a parent whose ranks need not execute Python."""
+    *parent, _ = parent_command(run.path, scope, [sys.executable], fork=fork, limit_s=limit_s)
+    return [*parent, *rank]
+
+
+def new_attempt(run: RunDir, *codes: str) -> Attempt:
+    """Create an attempt whose ranks execute the codes."""
+    attempt = run.new_attempt()
+    for rank, code in enumerate(codes):
+        (run.path / f"code-{attempt.number}.{rank}").write_text(code)
+    return attempt
+
+
+def end_of(ranks: ParentRanks) -> dict[int, int]:
+    """Wait for the end of all ranks; returns their exit codes."""
+    try:
+        while ranks.remaining:
+            ranks.wait(SOON_S)
+    finally:
+        ranks.close()
+    return ranks.exits
+
+
+def reports_of(scene: Scene | StepScene) -> list[dict[str, Any]]:
+    """Let the two ranks of an attempt report what they have."""
+    attempt, exits = scene.finish(REPORT, REPORT)
+    assert exits == {0: 0, 1: 0}
+    reports = []
+    for rank in range(2):
+        line, *others = attempt.log(rank).read_text().splitlines()
+        assert others == ["error"]
+        reports.append(json.loads(line))
+    return reports
+
+
+def wait_for_start(ranks: ParentRanks, pipe: NamedPipe, count: int = 2) -> None:
     """Let the ranks start, and wait for a line from each of them."""
-    while not ranks._processes:
+    while ranks.absent():
         ranks.wait(SOON_S)
     assert [pipe.line() for _ in range(count)] == ["up"] * count
 
@@ -195,14 +319,22 @@ def hung_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[Local
         place = {**meeting, "RANK": rank, "LOCAL_RANK": rank}
         own = {f"HPCDIST_{name}": str(value) for name, value in place.items()}
         envs.append({"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), **own})
-    logs = [attempt.log(rank) for rank in range(num_ranks)]
-    ranks = LocalRanks(rank_command(attempt.path.parent.parent), envs, logs, guard, cwd=folder)
+    run, logs = attempt.path.parent.parent, [attempt.log(rank) for rank in range(num_ranks)]
+    parents = RankParents(
+        parent_command(run, "all", rank_command(run), fork=False, limit_s=600.0),
+        guard,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)},
+        cwd=folder,
+        output=attempt.path.parent / "rank-parent.log",
+    )
+    ranks = LocalRanks(parents, attempt, envs, guard)
     try:
         end = time.monotonic() + 30
-        while not all("up\n" in log.read_text() for log in logs):
-            assert time.monotonic() < end, [log.read_text() for log in logs]
-            time.sleep(0.01)
+        while ranks.absent() or not all("up\n" in log.read_text() for log in logs):
+            ranks.wait(0.01)
+            assert time.monotonic() < end, parents.output.read_text()
         yield ranks
     finally:
         ranks.close()
+        parents.close()
         guard.close()

@@ -93,7 +93,7 @@ class FaultScene:
 
     def kill_stepd(self, node: str) -> None:
         """Kill the slurmstepd of the ranks on a node, but not the ranks."""
-        (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
+        (number,) = [line.split()[0] for line in self.steps().splitlines() if "ranks-001" in line]
         step = f"slurmstepd: [{number}]".encode()
         members = self.cluster.node_members()[node]
         (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]

@@ -46,7 +46,7 @@ NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor cli
 checks.doctor checks.machine checks.node_facts checks.node_links checks.node_probe checks.preflight checks.site
 trainers.comm.results
-rank.processes rank.parent_client rank.private_network
+rank.processes rank.parent rank.private_network
 """.split()  # noqa: SIM905
 
 ORDER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}

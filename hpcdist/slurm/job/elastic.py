@@ -15,11 +15,11 @@ from hpcdist.config.topology import port_for
 from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.folder import RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.job.node_steps import ranks_on_nodes
-from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
+from hpcdist.slurm.job.srun import PREFLIGHT_STEP
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, suspect
@@ -237,8 +237,8 @@ class FixedNodes(NodeChanges):
         """Continue without nodes that fail the preflight check; return whether enough others are left."""
         return False
 
-    def end_ranks(self, attempt: Attempt) -> bool:
-        """Kill the ranks without Slurm if a node may be lost; return whether Slurm cannot end the attempt's step."""
+    def end_ranks(self, step: str) -> bool:
+        """Kill the ranks without Slurm if a node may be lost; return whether Slurm cannot end their step."""
         return False
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ class ElasticNodes(FixedNodes):
         self._lost = tuple(lost)
         return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
 
-    def end_ranks(self, attempt: Attempt) -> bool:
+    def end_ranks(self, step: str) -> bool:
         # A step with nodes that Slurm has taken out of the job does not start on any node.
         allocated: tuple[str, ...] = ()
         with suppress(HpcdistError):
@@ -349,7 +349,7 @@ class ElasticNodes(FixedNodes):
         if not self._lost:
             return False
         if not any(answers.values()):
-            self.abandoned |= {step_name(attempt), NODES_STEP, CONTAINERS_STEP}
+            self.abandoned |= {step, NODES_STEP, CONTAINERS_STEP}
         return True
 
     def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:

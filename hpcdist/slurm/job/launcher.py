@@ -1,16 +1,14 @@
-"""The launcher of ranks inside an allocation of Slurm: one srun step per attempt, checks of the nodes, and the
-end of steps that were left running.
+"""The launcher of ranks inside an allocation of Slurm: a step of parents that start the ranks of all attempts, checks
+of the nodes, and the end of steps that were left running.
 """
 
 import logging
+import math
 import os
-import re
-import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -23,7 +21,6 @@ from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
 from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.files import read_json
 from hpcdist.host.log_files import LogTail, last_lines
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
@@ -31,12 +28,13 @@ from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
-from hpcdist.slurm.job.node_steps import ParentSteps, WatchdogStep, ranks_on_nodes
+from hpcdist.slurm.job.node_steps import WatchdogStep, ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name
+from hpcdist.slurm.job.srun import STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name, task_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
 from hpcdist.slurm.placement import hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
 from hpcdist.supervisor.children import Guard
+from hpcdist.supervisor.parents import ParentRanks, RankParents
 from hpcdist.supervisor.plan import code_env
 
 log = logging.getLogger(__name__)
@@ -44,10 +42,8 @@ log = logging.getLogger(__name__)
 #: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
 REPORTED_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
-#: Pause after a search through the attempt's folder, as a multiple of the search's duration.
-SEARCH_PAUSE = 50.0
-#: Coarsest resolution of a file system's time stamps.
-FOLDER_TICK_S = 2.0
+#: Time for a step to end after its tasks have been killed.
+STEP_END_S = 20.0
 
 
 @dataclass(eq=False)
@@ -70,6 +66,10 @@ class SlurmLauncher:
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._python = IMAGE_PYTHON if box else self.environment.python
+        self._parents: RankParents | None = None
+        self._parent_nodes: Sequence[str] = ()
+        self._step = ""  #: name of the parents' step
+        self.hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
         outlives_nodes = config.cluster.outlives_nodes
         allocated = JobNodes(self.job.nodes if outlives_nodes and self.job.nodes else job_nodes(config, env))
         #: The nodes of each attempt.
@@ -94,33 +94,42 @@ class SlurmLauncher:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
         # do not end.
         with suppress(HpcdistError):
-            self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
+            self._end_orphaned_steps(WATCHDOG_STEP)
         self.guard = Guard()
-        self._parents = ParentSteps(self.run, self.config, self.guard, env=self._env, python=self._python, box=self.box)
         output = self.run.path / "attempts" / "job-watchdog.log"
         self._watchdog = WatchdogStep(self.job.id, self.guard, env=self._env, cwd=self.cwd, output=output)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._watchdog.close()
-        self._parents.close()
+        self._close_parents()
         self.nodes.close()
         self.guard.close()
 
     def start(self, attempt: Attempt) -> "RankStep":
-        try:
-            return self._start(attempt)
-        except (UserMistake, PreflightError):  # of nodes that answer
-            raise
-        except HpcdistError:
-            # A node that has died meanwhile is no reason to requeue the job.
-            self.nodes.end_ranks(attempt)
-            raise
-
-    def _start(self, attempt: Attempt) -> "RankStep":
         self.nodes.begin()
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes.used.names[0]
         self._watchdog.move(batch_host, self.nodes.used.names, self.nodes.answering)
+        if not self.parents_are_idle or self._parent_nodes != self.nodes.used.names:
+            self._close_parents()
+            try:
+                self._parents = self._start_parents(attempt)
+            except (UserMistake, PreflightError):  # of nodes that answer
+                raise
+            except HpcdistError:
+                # A node that has died meanwhile is no reason to requeue the job.
+                self.nodes.end_ranks(step_name(attempt))
+                raise
+        assert self._parents is not None, "started above"
+        return RankStep(self._parents, attempt, self)
+
+    @property
+    def parents_are_idle(self) -> bool:
+        """Whether parents wait for the next attempt: all have reported that no process of the last one is left."""
+        parents = self._parents
+        return parents is not None and parents.are_ready and parents.is_usable and parents.is_alive()
+
+    def _start_parents(self, attempt: Attempt) -> RankParents:
         self.containers.prepare(self._end_orphaned_steps)
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
@@ -132,13 +141,13 @@ class SlurmLauncher:
         command = step_command(
             config,
             attempt,
-            self._parents.task_command(used.names),
+            task_command(self.run, self.config, self._python),
             self.box,
             used.names if used.chosen else (),
             overlap=bool(self.nodes.abandoned),
         )
         is_placed = len(parts) > 1
-        env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
+        env = {**self._env, "HPCDIST_ATTEMPT": str(attempt.number)}
         if is_placed:
             hostfile = attempt.path / "hosts"
             hostfile.write_text("".join(f"{host}\n" for host in hosts))
@@ -148,14 +157,33 @@ class SlurmLauncher:
             env.pop("SLURM_NTASKS_PER_NODE", None)
         env = dict(self.containers.env(env))
         require_same(self.run.path, env)
-        return RankStep(
-            command,
-            env,
-            attempt,
-            self,
-            # Without a hostfile the user may have set another --distribution.
-            hosts=hosts if is_placed or used.chosen else (),
+        # Without a hostfile the user may have set another --distribution.
+        self.hosts = hosts if is_placed or used.chosen else ()
+        self._parent_nodes = used.names
+        self._step = step_name(attempt)
+        return RankParents(
+            command, self.guard, env=env, cwd=self.cwd, output=attempt.path / "srun.log", num_parents=self.num_ranks
         )
+
+    def _close_parents(self) -> None:
+        if self._parents is not None:
+            self._parents.close()
+            self.containers.clean_up(failed=not self._parents.is_usable)
+            self._parents = None
+
+    def end_step(self) -> None:
+        """End a step whose parents may not have ended their ranks, on every node that answers."""
+        assert self._parents is not None, "the attempt has started"
+        process = self._parents.process
+        if self.nodes.end_ranks(self._step):  # Slurm cannot end the step
+            self._parents.kill()
+        # Killing srun alone would leave its tasks running.
+        elif process.poll() is None and not signal_named_steps(self._step, "KILL"):
+            process.terminate()  # the step has not been created, or the controller does not answer
+        try:
+            process.wait(STEP_END_S)
+        except subprocess.TimeoutExpired:
+            self._parents.kill()
 
     def _check_nodes(self, attempt: Attempt) -> None:
         """Run the preflight check; leave out the nodes that fail it if enough others remain."""
@@ -186,13 +214,15 @@ class SlurmLauncher:
             self.avoid = self._preflight.avoid
             return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
         try:
-            # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
-            running_steps(retry_s=client.JOB_RETRY_S)
-            if lost := self._lost_nodes():
-                # Without an idle replacement it is better to wait until this node is back.
-                return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
-            if (left := self._end_orphaned_steps()) is not None:
-                return left.reason + self._avoid(left.nodes)
+            # Parents that wait for the next attempt have just answered from all nodes.
+            if not self.parents_are_idle:
+                # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
+                running_steps(retry_s=client.JOB_RETRY_S)
+                if lost := self._lost_nodes():
+                    # Without an idle replacement it is better to wait until this node is back.
+                    return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
+                if (left := self._end_orphaned_steps()) is not None:
+                    return left.reason + self._avoid(left.nodes)
             blamed = failing_node(self.run, self.nodes.used.names)
             if blamed and self._avoid([blamed]):
                 return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
@@ -225,136 +255,66 @@ class SlurmLauncher:
         return [node for node in self.nodes.used.names if answers.get(node) != []]
 
 
-@dataclass(eq=False)
-class RankStep:
-    """The ranks of one attempt, as one srun process; outcome files are searched when the attempt's folder changes."""
+class RankStep(ParentRanks):
+    """The ranks of one attempt in a job. Their parents are the tasks of a step, which may outlive the attempt."""
 
-    command: Sequence[str]
-    env: Mapping[str, str]
-    attempt: Attempt
-    launcher: SlurmLauncher
-    _: KW_ONLY
-    hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
-
-    def __post_init__(self) -> None:
-        self._next_query: float | None = None
+    def __init__(self, parents: RankParents, attempt: Attempt, launcher: "SlurmLauncher") -> None:
+        self.launcher = launcher
+        self._next_query = math.inf
         self._query_interval_s = REPORTED_S
-        self._num_ranks = self.launcher.num_ranks  # those of the launcher may change for the next attempt
-        self.exits: dict[int, int] = {}
         self._seen_hosts: dict[int, str] = {}
-        self._folder_time: int | None = None
-        self._changed_at = 0.0
-        self._search_again = True
-        self._next_search = 0.0
-        self._reported: set[int] = set()
-        self._log = self.attempt.path / "srun.log"
-        self._messages = LogTail(self._log, max_news_bytes=sys.maxsize)
-        self._process = self.launcher.guard.start(self.command, env=self.env, cwd=self.launcher.cwd, output=self._log)
-        self._descriptor = os.pidfd_open(self._process.pid)
-
-    @property
-    def remaining(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if rank not in self.exits]
+        self._messages = LogTail(parents.output, max_news_bytes=sys.maxsize)
+        super().__init__(parents, attempt, launcher.num_ranks, env={"HPCDIST_ATTEMPT": str(attempt.number)})
 
     def host_of(self, rank: int) -> str:
-        """Return the host from srun's messages or the heartbeat; before these the planned host, or the allocation."""
-        planned = self.hosts[rank] if self.hosts else os.environ["SLURM_JOB_NODELIST"]
-        beat = read_json(self.attempt.beat(rank)) or {}
-        return str(self._seen_hosts.get(rank) or beat.get("host") or planned)
+        """Return the node of a rank; that of a task that has not started is known from srun's messages or the plan."""
+        planned = self.launcher.hosts[rank] if self.launcher.hosts else os.environ["SLURM_JOB_NODELIST"]
+        return self.parents.hosts.get(rank) or self._seen_hosts.get(rank) or planned
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the step, at most `timeout_s`, and note the ranks that have ended in `exits`."""
-        # srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        ended = bool(poll.poll(timeout_s * 1000))
-        if not ended:
-            with suppress(OSError):  # `Watch` logs an unavailable folder
-                self._poll(ended=False)
-            if self._next_query is not None and time.monotonic() > self._next_query:
-                # srun waits forever for the tasks of a killed slurmstepd.
-                if self.launcher.running_ranks() == set():
-                    log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
-                    self.exits |= dict.fromkeys(self.remaining, 0)
-                self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
-                self._next_query = time.monotonic() + self._query_interval_s
-        else:
-            retry(lambda: self._poll(ended=True), self.attempt.path)
-            code = self._process.wait()
-            if code != 0 and not any(self.exits.values()):
-                self.exits.setdefault(0, code)
-            self.exits |= dict.fromkeys(self.remaining, 0)
-
-    def absent(self) -> list[int]:
-        """Return the ranks without any file in the attempt's folder."""
-        # Listing the folder refreshes a network file system's cache; opening a single file does not.
-        names = retry(lambda: os.listdir(self.attempt.path), self.attempt.path)
-        # Its log, which Slurm opens when it starts the rank, or a file that the rank wrote.
-        matches = (re.match(r"\.?rank-(\d+)\.", name) for name in names)
-        started = {int(match[1]) for match in matches if match}
-        return [rank for rank in range(self._num_ranks) if rank not in started]
+        super().wait(timeout_s)
+        with suppress(OSError):  # `Watch` logs an unavailable folder
+            self._note_failed_tasks(self._messages.news())
+            self._query_ranks()
 
     def last_message(self) -> str:
-        lines = retry(lambda: last_lines(self._log, 10), self._log)  # the last ones may be empty
-        return last_line("\n".join(text for _, text in lines)) or "no output of srun"
-
-    def _poll(self, *, ended: bool) -> None:
-        for text in self._messages.news():
-            self._count_exits(text)
-        if ended:
-            self._count_exits(self.last_message())  # a killed srun may leave an incomplete line
-        self._find_failures(in_any_case=ended)
-
-    def _count_exits(self, text: str) -> None:
-        for rank, (host, code) in ended_tasks(text).items():
-            self._seen_hosts.setdefault(rank, host)
-            if rank not in self.exits:
-                self.exits[rank] = self.launcher.containers.exit_code(self.attempt, rank, host, code)
-
-    def _find_failures(self, *, in_any_case: bool) -> None:
-        began = time.monotonic()
-        changed = os.stat(self.attempt.path).st_mtime_ns
-        if changed != self._folder_time:
-            self._folder_time, self._changed_at, self._search_again = changed, began, True
-        if not in_any_case and (not self._search_again or began < self._next_search):
-            return
-        # A further change within the resolution of the folder's time stamp does not change the time stamp.
-        self._search_again = began < self._changed_at + FOLDER_TICK_S
-        outcomes = self.attempt.outcomes(skip=self._reported)
-        self._reported |= outcomes.keys()
-        for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
-            if outcome["outcome"] in ("failed", "rejected"):
-                self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
-            elif rank == 0:
-                self._next_query = began + self._query_interval_s
-        # While thousands of ranks create their files the folder changes all the time.
-        now = time.monotonic()
-        self._next_search = now + SEARCH_PAUSE * (now - began)
-
-    def signal(self, number: signal.Signals) -> None:
-        signal_named_steps(step_name(self.attempt), number.name.removeprefix("SIG"))
+        lines = retry(lambda: last_lines(self.parents.output, 10), self.parents.output)  # the last ones may be empty
+        return self._error or last_line("\n".join(text for _, text in lines)) or "no output of srun"
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
         return self.launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
-        """End the step on every node that answers, and srun with it."""
-        failed = self._process.poll() is None or any(self.exits.values())
-        left = failed and self.launcher.nodes.end_ranks(self.attempt)
-        if self._process.poll() is None:
-            if left:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            # Killing srun alone would leave its tasks running.
-            elif not signal_named_steps(step_name(self.attempt), "KILL"):
-                self._process.terminate()  # the step has not been created, or the controller does not answer
-            try:
-                self._process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self.launcher.containers.clean_up(failed=failed)
-        self.launcher.guard.forget(self._process.pid)
-        os.close(self._descriptor)
+        super().close()
+        if not self.launcher.parents_are_idle:
+            self.launcher.end_step()
+
+    def _note_failed_tasks(self, messages: Iterable[str]) -> None:
+        """Note the ranks whose parents have failed; a rank's own end, which its parent has reported, counts first."""
+        for text in messages:
+            for rank, (host, code) in ended_tasks(text).items():
+                self._seen_hosts.setdefault(rank, host)
+                if rank not in self.exits:
+                    self.exits[rank] = self.launcher.containers.exit_code(self.attempt, rank, host, code)
+
+    def _note_end_of_parents(self) -> None:
+        retry(lambda: self._note_failed_tasks(self._messages.news()), self.parents.output)
+        self._note_failed_tasks([self.last_message()])  # a killed srun may leave an incomplete line
+        code = self.parents.process.wait()
+        self.exits = {**self.exits, **dict.fromkeys(self.remaining, code or 1)}
+
+    def _query_ranks(self) -> None:
+        """Find out whether ranks run after rank 0 has reported its end: srun waits forever for a killed slurmstepd."""
+        now = time.monotonic()
+        if self._next_query == math.inf and self.attempt.outcome(0).exists():
+            self._next_query = now + self._query_interval_s
+        if now < self._next_query:
+            return
+        if self.launcher.running_ranks() == set():
+            log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
+            self.exits |= dict.fromkeys(self.remaining, 0)
+        self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
+        self._next_query = now + self._query_interval_s
 
 
 # The GPUs or cores that a job's ranks use, by node. Pure functions.

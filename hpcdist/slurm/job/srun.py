@@ -4,7 +4,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
@@ -13,19 +12,24 @@ from hpcdist.config.topology import expand
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_words
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.run.folder import Attempt
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
 from hpcdist.slurm.placement import requested_cluster, role_nodes
-from hpcdist.supervisor.plan import processor_env
+from hpcdist.supervisor.plan import parent_command, processor_env, rank_command
 
 PREFLIGHT_STEP = "preflight"
 WATCHDOG_STEP = "job-watchdog"
-#: The processes that fork the ranks of all attempts, one on each node.
-PARENTS_STEP = "rank-parents"
 #: The module of the watchdog and of the search for ranks.
 NODE_STEPS = "hpcdist.slurm.job.node_steps"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
-STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
+STEP_NAMES = ("ranks-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
+
+
+def task_command(run: RunDir, config: Config, python: str) -> list[str]:
+    """Return the command of a task, the parent of one rank."""
+    fork = config.launch.fork and not config.trainer.script
+    rank = rank_command(run.path, python)
+    return parent_command(run.path, "task", rank, fork=fork, limit_s=config.launch.init_timeout_s)
 
 
 def step_command(
@@ -37,9 +41,10 @@ def step_command(
     *,
     overlap: bool = False,
 ) -> list[str]:
-    """Return the step that runs all ranks of a run, on the `chosen` nodes if the allocation may have more.
+    """Return the step that runs the parents of all ranks, on the `chosen` nodes if the allocation may have more.
 
-    With `overlap` it may share their processors with an earlier step that Slurm cannot end.
+    srun passes requests and reports between the supervisor and the parents on. The attempt is the first of the ranks.
+    With `overlap` the step may share processors with an earlier one that Slurm cannot end.
     """
     parts = role_nodes(config)
     flags = _flags(requested_cluster(config), attempt)
@@ -67,17 +72,19 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "ntasks-per-node": cluster.tasks_per_node,
         "cpus-per-task": cluster.cpus_per_task,  # srun does not inherit it from sbatch since Slurm 22.05
         "gpus-per-node": cluster.gpu_request,
-        "kill-on-bad-exit": 1,
-        "input": "none",
+        # Without one of them, the supervisor ends the others.
+        "kill-on-bad-exit": 0,
+        "wait": 0,
         "open-mode": "append",
-        # One file per task, its number padded as in Attempt.log.
-        "output": str(attempt.path / "rank-%5t.log"),
+        # One file per task, its number padded as in Attempt.log: errors before the parent can start a rank.
+        "error": str(attempt.path / "rank-%5t.log"),
         **{name: option_value(value) for name, value in cluster.srun.items()},
     }
 
 
 def step_name(attempt: Attempt) -> str:
-    return f"attempt-{attempt.number:03d}"
+    """Return the name of the step whose parents start the ranks of this attempt, and perhaps of later ones."""
+    return f"ranks-{attempt.number:03d}"
 
 
 def rank_env(config: Config) -> dict[str, str]:
@@ -92,32 +99,6 @@ def rank_env(config: Config) -> dict[str, str]:
 def watchdog_command(job_id: str, node: str) -> list[str]:
     command = [sys.executable, "-P", "-m", NODE_STEPS, "watch", job_id]
     return ["srun", *task_words([node], command, WATCHDOG_STEP, {"nodelist": node})]
-
-
-def parents_command(
-    cluster: ClusterConfig, nodes: Sequence[str] | None, command: Sequence[str], *, output: Path
-) -> list[str]:
-    """Return the step of the parents, with all processors of the job on each node; the nodes may be unknown yet."""
-    num_nodes = cluster.nodes if nodes is None else len(nodes)
-    flags = {
-        "job-name": PARENTS_STEP,
-        "overlap": True,
-        "whole": True,
-        "nodes": num_nodes,
-        "ntasks": num_nodes,
-        "ntasks-per-node": 1,
-        "nodelist": "NODES" if nodes is None else ",".join(nodes),
-        "gpus-per-node": cluster.gpu_request,
-        "cpu-bind": "none",
-        "mpi": cluster.srun.get("mpi"),
-        # The other nodes keep their parents if one ends.
-        "kill-on-bad-exit": 0,
-        "wait": 0,
-        "input": "none",
-        "open-mode": "append",
-        "output": str(output),
-    }
-    return ["srun", *srun_words(flags), *command]
 
 
 def preflight_command(

@@ -20,12 +20,10 @@ from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
-from hpcdist.slurm.job.node_steps import obstacle_to_fork, planned_commands
-from hpcdist.slurm.job.srun import option_value, step_command
+from hpcdist.slurm.job.srun import option_value, step_command, task_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
-from hpcdist.supervisor.plan import rank_command
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
@@ -181,7 +179,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
-    """Return the batch script, and the commands that start the ranks of the first attempt; does not need Slurm."""
+    """Return the batch script, and the command that starts the parents of the ranks; does not need Slurm."""
     from submitit.slurm.slurm import _make_sbatch_string  # submitit has no public function for the text
 
     folder = run.path / "submitit"
@@ -190,15 +188,8 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
     python = IMAGE_PYTHON if box else python_of(config)
-    rank = rank_command(run.path, python)
-    lines = []
-    if config.cluster.fork and (obstacle := obstacle_to_fork(config, box, {})):
-        lines.append(f"cluster.fork has no effect: {obstacle}")
-    elif config.cluster.fork:
-        parents, rank = planned_commands(run, config, python)
-        lines.append(shlex.join(parents))
-    lines.append(shlex.join(step_command(config, run.attempt(1), rank, box)))
-    return script, "\n".join(lines)
+    step = step_command(config, run.attempt(1), task_command(run, config, python), box)
+    return script, shlex.join(step)
 
 
 def commented(text: str) -> str:

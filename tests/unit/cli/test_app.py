@@ -243,7 +243,7 @@ PRINTERS = {
 }
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
-checks.node_probe slurm.on_nodes rank.parent_client rank.processes
+checks.node_probe slurm.on_nodes
 rank.worker slurm.job.node_steps
 supervisor.hang
 """.split()  # noqa: SIM905

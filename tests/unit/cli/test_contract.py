@@ -92,7 +92,6 @@ VARIANTS = {
     "slurm_script": f"submit {ON_SITE} train.py --lr 0.1",
     "slurm_sweep": f"submit ddp_digits {ON_SITE} --sweep seed=1,2 --array-parallelism 1",
     "slurm_elastic": f"submit ddp_digits {ON_SITE} cluster.nodes=2-4 cluster.spare_nodes=1 data.global_batch_size=96",
-    "slurm_fork": f"submit ddp_digits {ON_SITE} cluster.fork=true",
     "slurm_environment": (
         f"submit ddp_digits {ON_SITE} cluster.environment.kind=venv cluster.environment.path=/envs/train"
     ),

@@ -13,8 +13,15 @@ import pytest
 from slurm_recordings import FakeCommands
 from submitit.core.utils import DelayedSubmission
 
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
-from hpcdist.config.schema import Config
+from hpcdist.config.launch_schema import (
+    ClusterConfig,
+    ContainerConfig,
+    EnvironmentConfig,
+    LaunchConfig,
+    RoleRequest,
+    TrackingConfig,
+)
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
@@ -60,11 +67,23 @@ def test_job_is_requeued_and_roles_share_one_allocation() -> None:
     assert script.count("--requeue") == script.count("#SBATCH --requeue=expedite\n") == 1
 
 
-def test_option_that_prevents_forks_is_named() -> None:
-    cluster = ClusterConfig(fork=True, sbatch={"gpus-per-task": "1"})
-    note, ranks = submit.render(Config(cluster=cluster), RUN)[1].splitlines()
-    assert note.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs")
-    assert shlex.split(ranks)[-2:] == ["hpcdist.rank.worker", str(RUN.path)]
+@pytest.mark.parametrize(
+    ("parts", "how"),
+    [
+        ({}, "fork"),
+        ({"launch": LaunchConfig(fork=False)}, "execute"),
+        ({"trainer": TrainerConfig(script=["train.py"])}, "execute"),
+    ],
+)
+def test_tasks_are_parents_with_the_command_of_a_rank(parts: dict[str, Any], how: str) -> None:
+    cluster = ClusterConfig(environment=EnvironmentConfig(kind="venv", path="/envs/train"))
+    _, step = submit.render(Config(cluster=cluster, **parts), RUN)
+    words = shlex.split(step)
+    python = "/envs/train/bin/python3"
+    command = words[words.index(python) :]
+    rank = [python, "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
+    assert command == [python, "-P", "-m", "hpcdist.rank.parent", str(RUN.path), "task", how, "120", *rank]
+    assert not any(word.startswith(("--input", "--output")) for word in words), "srun connects requests and reports"
 
 
 @pytest.mark.parametrize(

@@ -229,11 +229,11 @@ def test_array_task_has_the_arrays_id_and_its_index() -> None:
 
 def test_steps_are_those_of_the_current_job(of_job: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    of_job.add("squeue", "41.0 attempt-001\n  41.1 preflight\n")
+    of_job.add("squeue", "41.0 ranks-001\n  41.1 preflight\n")
     of_job.add("scancel")
-    assert client.running_steps() == {"41.0": "attempt-001", "41.1": "preflight"}
+    assert client.running_steps() == {"41.0": "ranks-001", "41.1": "preflight"}
     assert client.signal_named_steps("preflight", "KILL")
-    assert not client.signal_named_steps("attempt-002", "KILL")
+    assert not client.signal_named_steps("ranks-002", "KILL")
     query = "squeue --steps --jobs=41 --noheader --format=%i %j"
     assert of_job.calls() == [query, query, "scancel --signal=KILL 41.1", query]
 
@@ -246,7 +246,7 @@ def test_a_controller_that_hangs_costs_the_time_limit_once(
     monkeypatch.setenv("PATH", f"{of_job.folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
-    assert not client.signal_named_steps("attempt-001", "KILL")
+    assert not client.signal_named_steps("ranks-001", "KILL")
     client.signal_steps(["41.0"], "KILL")
     with pytest.raises(SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
         JOB.requeue()

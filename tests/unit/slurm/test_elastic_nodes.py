@@ -94,27 +94,26 @@ def save(nodes: ElasticNodes, step: int) -> None:
 def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.begin()
-    assert not nodes.end_ranks(nodes._run.new_attempt())
+    assert not nodes.end_ranks("ranks-001")
     assert (nodes.abandoned, nodes.replace_lost()) == (set(), ""), "all nodes answer: they do not explain a failure"
     slurm.alive()
-    assert not nodes.end_ranks(nodes._run.attempt(1))
+    assert not nodes.end_ranks("ranks-001")
     assert nodes.replace_lost() == "", "the controller does not answer"
     slurm.alive("n1", "n2", "n4")
-    attempt = nodes._run.new_attempt()
     (slurm.folder / "surviving").write_text("1")
-    assert nodes.end_ranks(attempt)
+    assert nodes.end_ranks("ranks-002")
     assert nodes.abandoned == set(), "a rank has survived"
     nodes.begin()
     (slurm.folder / "surviving").write_text("")
-    assert nodes.end_ranks(attempt)
-    assert nodes.abandoned == {"attempt-002", "hpcdist-nodes", "hpcdist-containers"}
+    assert nodes.end_ranks("ranks-002")
+    assert nodes.abandoned == {"ranks-002", "hpcdist-nodes", "hpcdist-containers"}
     assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
     assert nodes.replace_lost() == "no answer from n3: continuing on 3 of 4 nodes"
     assert nodes.pool.used == ("n1", "n2", "n4")
     assert nodes.replace_lost() == "", "the nodes do not explain another failure"
     slurm.alive("n1")
     nodes.begin()
-    assert nodes.end_ranks(attempt)
+    assert nodes.end_ranks("ranks-002")
     assert slurm.asked == ["n1,n2,n3,n4"] * 4 + ["n1,n2,n4"]
     assert nodes.replace_lost() == "", "too few nodes are left"
 
@@ -123,7 +122,7 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     """A step with such a node in its list starts on no node."""
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
     slurm.allocated("n[1-2]")
-    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert nodes.end_ranks("ranks-001")
     assert slurm.asked == ["n1,n2"]
     assert nodes.replace_lost() == "no answer from n3: continuing on 2 of 3 nodes"
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
@@ -155,7 +154,7 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert nodes.detect_returned() == "", "no node is missing"
     slurm.alive("n1", "n2", "n4")
-    nodes.end_ranks(nodes._run.new_attempt())
+    nodes.end_ranks("ranks-001")
     nodes.replace_lost()
     save(nodes, 5)
     nodes.begin()
@@ -233,7 +232,7 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     assert nodes.pool.idle == (), "it was lost twice"
     silent[:] = ["n2", "n4"]
     assert nodes.detect_lost() == (2, "n2")
-    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert nodes.end_ranks("ranks-001")
     assert slurm.asked == ["n1,n3"], "no time is lost with the silent node"
     assert nodes.replace_lost() == "no answer from n2: continuing on 2 of 3 nodes"
     silent[:] = ["n2", "n3", "n4"]

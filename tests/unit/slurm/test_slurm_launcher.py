@@ -1,4 +1,4 @@
-"""The step that runs the ranks: its exit codes, restarts, and steps of a killed supervisor."""
+"""The step of the parents of ranks: what it reports, its attempts, and steps of a killed supervisor."""
 
 import os
 import signal
@@ -6,12 +6,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from forked_scene import (
+    FAKE_SRUN,
+    HELD,
+    SOON_S,
+    TORCH,
+    StepScene,
+    end_of,
+    new_attempt,
+    new_run,
+    parents_of,
+    wait_for_start,
+    write_package,
+)  # fmt: skip
 from hpcdist_runs import wait_for
-from supervisor_scene import Recorder
+from supervisor_scene import NamedPipe, Recorder
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig
 from hpcdist.config.schema import Config
@@ -22,12 +34,12 @@ from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job import launcher
 from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.supervisor.children import Guard
+from hpcdist.supervisor.parents import RankParents
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 
@@ -38,38 +50,51 @@ pytestmark = pytest.mark.processes
 # --- the ranks of a step
 
 
+class Job:
+    """The launcher of a step of four ranks on two nodes, as far as its ranks use it."""
+
+    def __init__(self) -> None:
+        self.num_ranks = 4
+        self.hosts = ()
+        self.parents_are_idle = False
+        self.containers = NoContainers()
+        self.num_ended = 0  #: steps that were ended
+        #: The answers to queries for running ranks.
+        self.answers: list[set[int] | None] = []
+
+    def running_ranks(self) -> set[int] | None:
+        return self.answers.pop(0)
+
+    def end_step(self) -> None:
+        self.num_ended += 1
+
+
 class Step:
     """Four ranks under a fake srun, which prints the text that the test sends and then ends with exit code 1."""
 
     def __init__(self, attempt: Attempt, guard: Guard) -> None:
         self.attempt = attempt
+        self.job = Job()
         pipe = attempt.path.parent / "messages"
         os.mkfifo(pipe)
-        command = ["sh", "-c", f"cat '{pipe}'; exit 1"]
-        #: The answers to queries for running ranks.
-        self.answers: list[set[int] | None] = []
-        self.launcher = SimpleNamespace(
-            num_ranks=4,
-            guard=guard,
-            containers=NoContainers(),
+        self.parents = RankParents(
+            ["sh", "-c", f"cat '{pipe}' >&2; exit 1"],
+            guard,
+            env=os.environ,
             cwd=attempt.path,
-            nodes=SimpleNamespace(end_ranks=lambda _: False),
-            running_ranks=lambda: self.answers.pop(0),
+            output=attempt.path / "srun.log",
+            num_parents=4,
         )
-        self.ranks = RankStep(command, os.environ, attempt, cast(SlurmLauncher, self.launcher))
+        self.ranks = RankStep(self.parents, attempt, cast(SlurmLauncher, self.job))
         self._pipe: int | None = os.open(pipe, os.O_WRONLY)
 
     def print(self, text: str) -> None:
         """Let srun print a text and wait until it is in srun.log."""
         assert self._pipe is not None
         os.write(self._pipe, text.encode())
-        log = self.attempt.path / "srun.log"
-        while not log.read_text().endswith(text):
+        while not self.parents.output.read_text().endswith(text):
             self.ranks.wait(0.005)
         self.ranks.wait(0)
-
-    def report(self, rank: int, outcome: str, **details: Any) -> None:
-        write_json(self.attempt.outcome(rank), {"outcome": outcome, "time": 1000.0 + rank, **details})
 
     def end(self) -> None:
         """Let srun end and wait for the ranks."""
@@ -83,31 +108,13 @@ class Step:
 @pytest.fixture
 def step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(launcher, "SEARCH_PAUSE", 0.0)
     guard = Guard()
     step = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
     yield step
     step.end()
     step.ranks.close()
+    step.parents.close()
     guard.close()
-
-
-def test_failures_are_also_read_from_the_ranks_reports(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun prints nothing while it waits for tasks of a dead node."""
-    step.ranks.wait(0)
-    assert step.ranks.remaining == [0, 1, 2, 3]
-    before = step.attempt.path.stat()
-    for rank, outcome in ((2, "failed"), (1, "rejected"), (0, "done")):
-        step.report(rank, outcome)
-    os.utime(step.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))  # within one tick of the file system
-    step.ranks.wait(0)
-    assert (list(step.ranks.exits.items()), step.ranks.remaining) == ([(1, 2), (2, 1)], [0, 3])
-    monkeypatch.setattr(launcher, "FOLDER_TICK_S", 0.0)
-    step.ranks.wait(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Attempt, "outcomes", lambda *_, **__: pytest.fail("an unchanged folder is searched"))
-        for _ in range(20):
-            step.ranks.wait(0)
 
 
 def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:
@@ -119,40 +126,61 @@ def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:
     step.print("srun: error: n9: tasks 2-3: Terminated")
     assert 2 not in step.ranks.exits
     step.end()
-    assert list(step.ranks.exits.items()) == [(3, -9), (0, 7), (2, -15), (1, 0)]
+    assert list(step.ranks.exits.items()) == [(3, -9), (0, 7), (2, -15), (1, 1)]
     assert step.ranks.host_of(3) == "n2", "the first message counts"
 
 
-def test_rank_without_a_file_has_not_started(step: Step) -> None:
+def test_rank_whose_parent_has_not_reported_has_not_started(step: Step) -> None:
     assert step.ranks.absent() == [0, 1, 2, 3]
     assert step.ranks.last_message() == "no output of srun"
-    step.attempt.log(2).touch()
-    (step.attempt.path / ".rank-00001.reserve").touch()
-    (step.attempt.path / "rank-00003.beat.json").touch()
-    assert step.ranks.absent() == [0]
     step.print("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     assert step.ranks.last_message() == message
+    assert step.ranks.absent() == [0, 1, 2, 3]
 
 
 def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step.ranks, "_query_interval_s", 0.0)
-    answers = step.answers = [None, {2}, set()]
+    answers = step.job.answers = [None, {2}, set()]
     step.ranks.wait(0)
-    step.report(2, "done")
+    write_json(step.attempt.outcome(2), {"outcome": "done"})
     step.ranks.wait(0.01)
     assert (len(answers), step.ranks.remaining) == (3, [0, 1, 2, 3])
-    step.report(0, "done")
+    write_json(step.attempt.outcome(0), {"outcome": "done"})
     while len(answers) > 1:
         step.ranks.wait(0.01)
     # A node without an answer, then a running rank.
     assert step.ranks.remaining == [0, 1, 2, 3]
     step.ranks.wait(0.01)
     assert step.ranks.exits == dict.fromkeys(range(4), 0)
-    step.end()
-    step.ranks._process.wait()
+
+
+def test_messages_of_srun_count_only_for_lost_parents(
+    tmp_path: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    scene = StepScene(tmp_path / "code", runs_dir, num_tasks=4)
+    stay = "import signal; signal.pause()"
+    attempt = new_attempt(scene.run, "import sys; sys.exit(5)", stay, stay, stay)
+    job = Job()
+    try:
+        ranks = RankStep(scene.parents, attempt, cast(SlurmLauncher, job))
+        while ranks.absent() or 0 in ranks.remaining:
+            ranks.wait(SOON_S)
+        assert (ranks.exits, scene.parents.output.read_text()) == ({0: 5}, "")
+        assert [ranks.host_of(rank) for rank in range(4)] == ["n1", "n1", "n2", "n2"]
+        for pid in parents_of(scene.run)[:2]:
+            os.kill(pid, signal.SIGKILL)
+        while 1 in ranks.remaining or scene.parents.output.read_text().count("Killed") < 2:
+            ranks.wait(0.01)
+        ranks.wait(0.01)
+        assert (ranks.exits, ranks.remaining) == ({0: 5, 1: -9}, [2, 3])
+        ranks.close()
+        assert (ranks.exits, job.num_ended) == ({0: 5, 1: -9, 2: -9, 3: -9}, 1)
+    finally:
+        scene.close()
 
 
 # --- steps of a killed supervisor, and faulty nodes
@@ -188,6 +216,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 IF_KILL = 'case "$*" in *"node_steps kill"*)'
+OF_RANKS = "*--job-name=ranks-*"
 
 
 def fake(folder: Path, name: str, script: str) -> None:
@@ -199,7 +228,7 @@ def fake(folder: Path, name: str, script: str) -> None:
 def stay(slurm: Path) -> None:
     """Let a step of an attempt not end when it is cancelled."""
     (slurm / "stubborn").touch()
-    (slurm / "steps").write_text("7.0 attempt-001\n")
+    (slurm / "steps").write_text("7.0 ranks-001\n")
 
 
 @pytest.fixture
@@ -218,7 +247,7 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
     environment, job = RankEnvironment(python=sys.executable, env=env), cast(CurrentJob, FakeJob(spare))
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
-    return SlurmLauncher(run, config, job, environment, import_path=[], cwd=slurm)
+    return SlurmLauncher(run, config, job, environment, import_path=[str(slurm / "code")], cwd=slurm)
 
 
 def preflight(monkeypatch: pytest.MonkeyPatch, error: HpcdistError | None = None, **results: Any) -> None:
@@ -233,13 +262,13 @@ def preflight(monkeypatch: pytest.MonkeyPatch, error: HpcdistError | None = None
 
 
 def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path) -> None:
-    names = ("batch", "attempt-001", "job-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
+    names = ("batch", "ranks-001", "job-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
     listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
     (slurm / "steps").write_text(listing)
     with launcher_of(slurm, runs_dir) as launcher:
         assert (slurm / "cancelled").read_text() == "--signal=KILL 7.1 7.2 7.3 7.5 7.6\n"
         assert not (slurm / "asked").exists(), "the steps have ended: no search for their ranks"
-        (slurm / "steps").write_text("7.1 job-watchdog\n7.2 attempt-001\n")
+        (slurm / "steps").write_text("7.1 job-watchdog\n7.2 ranks-001\n")
         assert launcher.broken() == ""
         assert (slurm / "cancelled").read_text().endswith("\n--signal=KILL 7.2\n"), "not its own watchdog"
 
@@ -251,7 +280,7 @@ def test_no_ranks_start_while_an_old_step_remains(
     stay(slurm)
     launcher = launcher_of(slurm, runs_dir)
     attempt = RunDir(runs_dir / "exp" / "first").new_attempt()
-    error = r"^step 7\.0 \(attempt-001\) does not end, although none of its ranks is left$"
+    error = r"^step 7\.0 \(ranks-001\) does not end, although none of its ranks is left$"
     with launcher, pytest.raises(HpcdistError, match=error):
         launcher.start(attempt)
     fake(slurm, "squeue", "exit 1")
@@ -275,7 +304,7 @@ def test_step_that_does_not_end_is_a_reason_to_requeue(
     stay(slurm)
     (slurm / "ranks").write_text(ranks)
     launcher = launcher_of(slurm, runs_dir, spare)
-    assert launcher.broken() == f"step 7.0 (attempt-001) does not end{why}"
+    assert launcher.broken() == f"step 7.0 (ranks-001) does not end{why}"
     assert launcher.avoid == avoid
     run = runs_dir / "exp" / "first"
     assert f"-m hpcdist.slurm.job.node_steps kill {run}\n" in (slurm / "asked").read_text()
@@ -308,7 +337,7 @@ def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     preflight(monkeypatch)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     then = "exit 1" if refuses else "exec sleep 1000"
-    fake(slurm, "srun", f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac\ncat nodes")
+    fake(slurm, "srun", f"case \"$*\" in {OF_RANKS}) echo x >> starts; echo '{busy}' >&2; {then};; esac\ncat nodes")
     launcher = launcher_of(slurm, runs_dir)
     run = RunDir(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2), launch=LaunchConfig(init_timeout_s=0.5))
@@ -381,7 +410,7 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
 ) -> None:
     preflight(monkeypatch, FULL, failed=True, blamed=["n1"])
     (slurm / "ranks").write_text(surviving(n1=[]))
-    fake(slurm, "srun", f'{IF_KILL} cat ranks;; *) echo "$@";; esac')
+    fake(slurm, "srun", f'{IF_KILL} cat ranks;; *) echo "$@" >&2;; esac')
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
     cast(FakeJob, launcher.job).id = "5_2"
     with launcher:
@@ -424,6 +453,75 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
         ranks.close()
     options = "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1"
     assert output == f"{options} --input=none python -m look\n"
+
+
+# --- the parents of all attempts
+
+
+@pytest.fixture
+def parents(slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
+    """A launcher on two nodes, whose step consists of real parents. `starts` has the name of each step."""
+    preflight(monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    new_run(runs_dir)
+    write_package(slurm / "code", TORCH)
+    start = f"echo \"$1\" >> starts; echo '7.4 '${{1#*=}} >> steps; FAKE_SRUN_TASKS={slurm}/tasks"
+    start += f' exec {sys.executable} -IS {FAKE_SRUN} "$@";;'
+    fake(slurm, "srun", f'{IF_KILL} cat ranks;; {OF_RANKS}) {start} *) echo "$1" >> asked; cat nodes;; esac')
+    fake(slurm, "scancel", 'echo "$@" >> cancelled; echo "7.batch batch" > steps; kill -KILL $(cat tasks)')
+    launcher = launcher_of(slurm, runs_dir)
+    with launcher:
+        yield launcher
+    assert parents_of(launcher.run) == []
+
+
+def finish(launcher: SlurmLauncher, *codes: str) -> dict[int, int]:
+    return end_of(launcher.start(new_attempt(launcher.run, *codes)))
+
+
+def test_attempts_share_the_step_of_their_parents(slurm: Path, parents: SlurmLauncher) -> None:
+    assert finish(parents, "import sys; sys.exit(3)", "pass") == {0: 3, 1: 0}
+    before = parents_of(parents.run)
+    assert parents.broken() == ""
+    assert not (slurm / "asked").exists(), "the parents have just answered from all nodes"
+    assert finish(parents, "pass", "import os; os.kill(os.getpid(), 9)") == {0: 0, 1: -9}
+    assert parents_of(parents.run) == before
+    assert (slurm / "starts").read_text() == "--job-name=ranks-001\n"
+    assert not (slurm / "cancelled").exists()
+
+
+def test_lost_parent_is_replaced_by_a_new_step(slurm: Path, parents: SlurmLauncher, tmp_path: Path) -> None:
+    """The ranks on the other node end with the old step."""
+    with NamedPipe(tmp_path / "pipe") as pipe:
+        code = HELD.format(pipe=str(pipe.path))
+        ranks = parents.start(new_attempt(parents.run, code, code))
+        wait_for_start(ranks, pipe)
+        os.kill(parents_of(parents.run)[1], signal.SIGKILL)
+        while 1 in ranks.remaining:
+            ranks.wait(0.01)  # no report follows
+        assert ranks.exits == {1: -9}
+        ranks.close()
+        assert pipe.is_released(SOON_S)
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.4\n"
+    assert parents.broken() == ""
+    assert "--job-name=hpcdist-nodes" in (slurm / "asked").read_text(), "a node may be lost"
+    assert finish(parents, "import sys; sys.exit(3)", "pass") == {0: 3, 1: 0}
+    assert (slurm / "starts").read_text() == "--job-name=ranks-001\n--job-name=ranks-002\n"
+
+
+def test_tasks_of_a_killed_srun_end_before_the_next_attempt(
+    slurm: Path, parents: SlurmLauncher, tmp_path: Path
+) -> None:
+    with NamedPipe(tmp_path / "pipe") as pipe:
+        code = HELD.format(pipe=str(pipe.path))
+        ranks = parents.start(new_attempt(parents.run, code, code))
+        wait_for_start(ranks, pipe)
+        os.kill(ranks.parents.process.pid, signal.SIGKILL)
+        assert end_of(ranks) == {0: -9, 1: -9}
+        assert parents.broken() == ""
+        assert pipe.is_released(SOON_S)
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.4\n"
+    assert finish(parents, "pass", "pass") == {0: 0, 1: 0}
 
 
 # --- exit codes of tasks from the messages of srun

@@ -1,12 +1,8 @@
 """Command lines of steps, compared as a whole, and the environment of their ranks."""
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -14,16 +10,15 @@ from forked_scene import hung_ranks
 from hpcdist_runs import wait_for
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
-from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.config.schema import Config
+from hpcdist.run.folder import Attempt
 from hpcdist.slurm import on_nodes
 from hpcdist.slurm.job import node_steps
-from hpcdist.slurm.job.node_steps import CONNECT_S, ParentSteps, kill_ranks, main, obstacle_to_fork
+from hpcdist.slurm.job.node_steps import kill_ranks, main
 from hpcdist.slurm.job.srun import rank_env, step_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
-from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.hang import RankProcess
-from hpcdist.supervisor.plan import rank_command
+from hpcdist.supervisor.local import LocalRanks
 
 #: Many tests of this file start processes.
 pytestmark = pytest.mark.processes
@@ -49,133 +44,9 @@ def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     assert "--overlap" not in step_command(config, attempt, RANK, None, ("n1", "n3"))
 
 
-# --- The step of the processes that fork ranks, with a fake srun that prints what the test has written, and waits.
-
-
-NODES = ("n1", "n2")
-
-
-class Scene:
-    """Steps of parents, and the calls of srun."""
-
-    def __init__(self, folder: Path, run: RunDir, guard: Guard) -> None:
-        self.folder = folder
-        self.run = run
-        #: Names of steps that were killed by scancel.
-        self.killed: list[str] = []
-        (run.path / "attempts").mkdir(exist_ok=True)
-        srun = folder / "srun"
-        srun.write_text(
-            f'#!/bin/sh\ncd {folder}\necho "$SLURM_CPUS_PER_TASK" "$@" >> calls\n'
-            "trap 'echo TERM >> calls; exit' TERM\ntest -e refuses && exit 1\nsleep 600 & wait\n"
-        )
-        srun.chmod(0o755)
-        env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}
-        config = Config(cluster=ClusterConfig(fork=True, nodes=2), launch=LaunchConfig(init_timeout_s=50))
-        self.steps = ParentSteps(run, config, guard, env=env, python="/py")
-        #: The command of a rank that imports torch itself.
-        self.alone = rank_command(run.path, "/py")
-
-    def calls(self, count: int) -> list[str]:
-        def lines() -> list[str]:
-            path = self.folder / "calls"
-            return path.read_text().splitlines() if path.exists() else []
-
-        wait_for(lambda: len(lines()) >= count, "the call of srun")
-        return lines()
-
-    def say(self, message: str) -> None:
-        with open(self.run.path / "attempts" / "rank-parent.log", "a") as file:
-            file.write(message)
-
-
-@pytest.fixture
-def scene(tmp_path: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    guard = Guard()
-    scene = Scene(tmp_path, RunDir.create(runs_dir / "exp" / "run"), guard)
-    monkeypatch.setattr(node_steps, "signal_named_steps", lambda name, _: scene.killed.append(name))
-    yield scene
-    scene.steps.close()
-    guard.close()
-
-
-def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
-    first, second = scene.steps.task_command(NODES), scene.steps.task_command(NODES)
-    *begin, name, connect_s, limit_s, run = first
-    assert begin == ["/py", "-P", "-m", "hpcdist.rank.parent_client"]
-    assert name.startswith("7-")
-    assert (connect_s, limit_s, run) == (f"{CONNECT_S:g}", "25", str(scene.run.path))
-    assert second == [*begin, name, "0", limit_s, run], "its parents listen, or have ended"
-    (call,) = scene.calls(1)
-    assert call.startswith(" --job-name=rank-parents --overlap --whole --nodes=2 "), "not limited to a task's cores"
-    assert call.endswith(f" /py -P -m hpcdist.rank.parent {run} 50 {name}")
-    third = scene.steps.task_command(("n1", "n3"))
-    assert third[4] != name
-    assert third[5] == f"{CONNECT_S:g}"
-    assert scene.calls(2)[1].endswith(f" {run} 50 {third[4]} {name}"), "the new parents end the old ones"
-    assert scene.killed == []
-    scene.steps.close()
-    assert scene.calls(3)[2] == "TERM"
-    assert scene.killed == ["rank-parents"], "the step on the nodes of before may be left"
-
-
-def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    first = scene.steps.task_command(NODES)
-    scene.calls(1)
-    current = scene.steps._step
-    assert current is not None
-    os.killpg(current.process.pid, signal.SIGKILL)
-    current.process.wait()
-    again = scene.steps.task_command(NODES)
-    assert again[4] != first[4]
-    assert scene.killed == ["rank-parents"]
-    assert "the parent process of the ranks on n1, n2 has ended and is started again" in caplog.text
-
-
-def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    first = scene.steps.task_command(NODES)
-    scene.calls(1)
-    scene.say("srun: error: n1: task 0: Exited with exit code 69\n")
-    second = scene.steps.task_command(NODES)
-    assert second[4] == first[4], "the other node has a parent"
-    scene.say("srun: error: n2: task 1: Alarm clock\n")
-    assert scene.steps.task_command(NODES) == scene.alone
-    assert scene.steps.task_command(NODES) == scene.alone
-    assert "each rank imports torch itself, since their parent processes have ended" in caplog.text
-    assert scene.calls(2)[1:] == ["TERM"]
-
-
-def test_step_that_slurm_does_not_start_is_not_tried_again(scene: Scene) -> None:
-    (scene.folder / "refuses").touch()
-    assert scene.steps.task_command(NODES) != scene.alone
-    current = scene.steps._step
-    assert current is not None
-    current.process.wait()
-    assert scene.steps.task_command(NODES) == scene.alone
-
-
-def test_step_that_cannot_be_started_is_not_needed(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    (scene.run.path / "attempts" / "rank-parent.log").mkdir()
-    assert scene.steps.task_command(NODES) == scene.alone
-    assert "their parent process cannot be started: [Errno 21]" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("parts", "env", "expected"),
-    [
-        ({"cluster": ClusterConfig(srun={"cpu-bind": "cores", "mpi": "none"})}, {}, ""),
-        ({"cluster": ClusterConfig(srun={"gpu-bind": "closest"})}, {}, "the srun option --gpu-bind"),
-        ({"trainer": TrainerConfig(script=["train.py"])}, {}, "scripts import torch themselves"),
-        ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(roles={"a": RoleRequest()})}, {}, "nodes of their own"),
-        # From a batch script.
-        ({}, {"SLURM_GPUS_PER_TASK": "1"}, "--gpus-per-task=1 gives"),
-        ({}, {"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, "--tres-per-task=cpu=2,gres/gpu=1 gives"),
-        ({}, {"SLURM_TRES_PER_TASK": "cpu=2", "SLURM_GPU_BIND": "none"}, ""),
-    ],
-)
-def test_obstacles_to_forks(parts: dict[str, Any], env: dict[str, str], expected: str) -> None:
-    found = obstacle_to_fork(Config(**parts), None, env)
-    assert (bool(found), expected in found) == (bool(expected), True), found
+def test_loss_of_a_task_does_not_end_the_others() -> None:
+    words = step_command(Config(cluster=ClusterConfig(nodes=2)), Attempt(Path("/a/002")), RANK)
+    assert {"--job-name=ranks-002", "--kill-on-bad-exit=0", "--wait=0", "--error=/a/002/rank-%5t.log"} <= set(words)
 
 
 # --- A command on each node of a job: its step, the nodes' answers, and the search for ranks on a node.
@@ -238,8 +109,8 @@ def test_ranks_are_found_and_killed_with_their_children(
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     run = attempt.path.parent.parent
     with hung_ranks(attempt, tmp_path, 2) as ranks:
-        wait_for(lambda: len(rank_processes()) == 3, "two ranks and a child of rank 1")
-        processes = rank_processes()
+        wait_for(lambda: len(rank_processes(ranks)) == 3, "two ranks and a child of rank 1")
+        processes = rank_processes(ranks)
         main(["list", str(run)])
         main(["list", str(run.parent)])
         assert capsys.readouterr().out == answers([0, 1], [])
@@ -247,24 +118,20 @@ def test_ranks_are_found_and_killed_with_their_children(
         monkeypatch.setattr(node_steps, "KILL_S", 30.0)
         main(["kill", str(run)])
         assert capsys.readouterr().out == answers([])
-        ranks.wait(30)
+        while ranks.remaining:
+            ranks.wait(30)
         assert set(ranks.exits.values()) == {-9}
         assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in processes)
 
 
-def rank_processes() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if "-P" in child.cmdline():
-                found.append(child)
-    return found
+def rank_processes(ranks: LocalRanks) -> list[psutil.Process]:
+    return psutil.Process(ranks.parents.process.pid).children(recursive=True)
 
 
 def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that wait for a file system survive, for example."""
     monkeypatch.setattr(node_steps, "KILL_S", 0.1)
-    monkeypatch.setattr(node_steps, "find_ranks", lambda run, attempt, node, with_tasks: [RankProcess(pid=7, rank=3)])
+    monkeypatch.setattr(node_steps, "find_ranks", lambda run, attempt, node, parents: [RankProcess(pid=7, rank=3)])
     monkeypatch.setattr(node_steps, "family", lambda pid: [pid, pid + 1])
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))

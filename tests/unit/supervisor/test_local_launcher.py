@@ -1,9 +1,8 @@
-"""Ranks on this machine: started by their command or forked by a parent, and the guard of their processes.
+"""Ranks on this machine, the launcher that keeps their parent process, and the guard of their processes.
 
 Named pipes show which processes are alive.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -13,14 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked_scene import HELD, REPORT, TORCH, Scene, wait_for_fork
+from forked_scene import HELD, TORCH, Scene, end_of, parent_of, reports_of, wait_for_start
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
-from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE
+from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.local import LocalRanks
+from hpcdist.supervisor.parents import RankParents
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -43,13 +43,23 @@ class Shell:
     def __init__(self, folder: Path, guard: Guard) -> None:
         self.folder = folder
         self.guard = guard
+        run = RunDir.create(folder / "run")
+        self.attempt = run.new_attempt()
+        self.parents = RankParents(
+            parent_of(run, "all", ["sh", "-c", 'eval "$COMMAND"']),
+            guard,
+            env={"PATH": "/usr/bin:/bin"},
+            cwd=folder,
+            output=folder / "parent.log",
+        )
         self.started: list[LocalRanks] = []
 
     def start(self, *commands: str) -> LocalRanks:
-        envs = [{"PATH": "/usr/bin:/bin", "COMMAND": command} for command in commands]
-        logs = [self.folder / f"rank-{rank}.log" for rank in range(len(commands))]
-        ranks = LocalRanks(["sh", "-c", 'eval "$COMMAND"'], envs, logs, self.guard, cwd=self.folder)
+        envs = [{"COMMAND": command} for command in commands]
+        ranks = LocalRanks(self.parents, self.attempt, envs, self.guard)
         self.started.append(ranks)
+        while len(ranks.absent()) > len(ranks.exits):
+            ranks.wait(SOON_S)
         return ranks
 
     def close(self, ranks: LocalRanks) -> None:
@@ -57,7 +67,7 @@ class Shell:
         ranks.close()
 
     def log(self, rank: int) -> str:
-        return (self.folder / f"rank-{rank}.log").read_text()
+        return self.attempt.log(rank).read_text()
 
 
 @pytest.fixture
@@ -66,18 +76,13 @@ def shell(tmp_path: Path, guard: Guard) -> Iterator[Shell]:
     yield shell
     for ranks in shell.started:
         ranks.close()
+    shell.parents.close()
 
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
     with NamedPipe(tmp_path / "pipe") as pipe:
         yield pipe
-
-
-def wait_for_all(ranks: LocalRanks) -> dict[int, int]:
-    while ranks.remaining:
-        ranks.wait(SOON_S)
-    return ranks.exits
 
 
 # --- ranks
@@ -110,17 +115,17 @@ def test_close_kills_all_process_groups_with_grandchildren(shell: Shell, pipe: N
     assert list(ranks.exits.items()) == [(1, 0), (0, -9)]
 
 
-def test_no_rank_remains_if_one_cannot_be_started(tmp_path: Path, guard: Guard, pipe: NamedPipe) -> None:
-    logs = [tmp_path / "rank-0.log", tmp_path / "missing" / "rank-1.log"]
-    command = ["sh", "-c", f"exec 3> {pipe.path}; echo ready >&3; exec sleep 600"]
-    with pytest.raises(FileNotFoundError, match="missing"):
-        LocalRanks(command, [{}, {}], logs, guard, cwd=tmp_path)
-
-    def commands() -> list[str]:
-        return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-
-    # The shell's child that registers the rank is killed, too, but nobody waits for it.
-    wait_for(lambda: not [command for command in commands() if str(pipe.path) in command], "the end of the rank")
+def test_rank_that_cannot_be_started_fails_with_its_reason(shell: Shell, pipe: NamedPipe) -> None:
+    shell.attempt.log(1).mkdir()
+    ranks = shell.start(f"exec 3> {pipe.path}; echo ready >&3; exec sleep 600", "true")
+    assert pipe.line() == "ready"
+    while 1 in ranks.remaining:
+        ranks.wait(SOON_S)
+    assert (ranks.exits, ranks.absent()) == ({1: 1}, [1])
+    reason = f"its parent process cannot start it: [Errno 21] Is a directory: '{shell.attempt.log(1)}'"
+    assert ranks.last_message() == reason
+    shell.close(ranks)
+    assert pipe.is_released(SOON_S)
 
 
 # --- descriptors
@@ -131,7 +136,9 @@ def test_rank_inherits_only_its_log(shell: Shell) -> None:
     held = os.open(os.devnull, os.O_RDONLY)
     os.set_inheritable(held, True)
     try:
-        wait_for_all(shell.start("ls /proc/self/fd", "ls /proc/self/fd"))
+        ranks = shell.start("ls /proc/self/fd", "ls /proc/self/fd")
+        while ranks.remaining:
+            ranks.wait(SOON_S)
     finally:
         os.close(held)
     for rank in range(2):
@@ -166,7 +173,7 @@ def test_guard_kills_registered_groups_only(tmp_path: Path) -> None:
     assert processes[1].wait() == -9
 
 
-# --- Ranks that a parent forks, and parents that end, hang or cannot fork.
+# --- the parent that the launcher keeps
 
 
 @pytest.fixture
@@ -180,102 +187,49 @@ def scene(tmp_path: Path, runs_dir: Path) -> Iterator[Scene]:
 def test_ranks_end_with_their_parent_which_is_replaced(
     scene: Scene, pipe: NamedPipe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code = HELD.format(pipe=str(pipe.path))
+    """Their children end as well."""
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HELD.format(pipe=str(pipe.path))!r}]);"
+    code = child + HELD.format(pipe=str(pipe.path))
     _, ranks = scene.start(code, code)
-    wait_for_fork(ranks, pipe)
+    wait_for_start(ranks, pipe, 4)
     (parent,) = scene.parents()
     os.kill(parent, signal.SIGKILL)
-    while ranks.remaining:
-        ranks.wait(SOON_S)
-    ranks.close()
-    assert ranks.exits == {0: -9, 1: -9}
+    assert end_of(ranks) == {0: -9, 1: -9}
     assert pipe.is_released(SOON_S)
     assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
     assert scene.parents() not in ([], [parent])
-    assert "the parent process of the ranks has ended and is started again" in caplog.text
+    output = scene.run.path / "attempts" / "rank-parent.log"
+    assert f"the parent process of the ranks is started again (see {output})" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("torch", "reason"),
-    [
-        (TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
-         "started 1 threads"),
-        ("raise ImportError('no such library')", "ImportError: no such library"),
-        ("from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: True)", "initialised CUDA"),
-        ("print('at import')\nimport os; os._exit(0)", "at import"),
-    ],
-    ids=["thread", "error", "cuda", "exit"],
-)  # fmt: skip
-def test_ranks_are_started_by_their_command_if_the_parent_cannot_fork(
-    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture, torch: str, reason: str
-) -> None:
-    scene = Scene(tmp_path / "code", runs_dir, torch)
+def test_ranks_fail_if_the_imports_end_their_parent(tmp_path: Path, runs_dir: Path) -> None:
+    """They would end a rank, too. Each attempt has a new parent."""
+    scene = Scene(tmp_path / "code", runs_dir, "print('at import', flush=True)\nimport os; os._exit(0)")
     with scene.launcher:
-        code = "import os, sys; sys.exit(os.getppid() % 100)"
-        for _ in range(2):
-            assert scene.finish(code, code)[1] == dict.fromkeys(range(2), os.getpid() % 100)
-            assert scene.parents() == []
-    output = runs_dir / "exp" / "first" / "attempts" / "rank-parent.log"
-    assert f"each rank imports torch itself: its parent process has ended (see {output})" in caplog.text
-    assert reason in output.read_text()
-    assert "is started again" not in caplog.text
+        for number in (1, 2):
+            _, ranks = scene.start("pass", "pass")
+            assert end_of(ranks) == {0: 1, 1: 1}
+            assert ranks.absent() == [0, 1]
+            output = scene.run.path / "attempts" / "rank-parent.log"
+            assert ranks.last_message() == f"their parent process has ended (see {output})"
+            assert output.read_text() == "at import\n" * number
 
 
-def test_parent_that_is_never_ready_is_given_up(
-    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = Scene(tmp_path / "code", runs_dir, "import time\ntime.sleep(600)", init_timeout_s=0.5)
+def test_attempt_that_ends_during_the_imports_starts_no_rank(tmp_path: Path, runs_dir: Path) -> None:
+    """The parent continues with its imports, and starts the ranks of the next attempt."""
+    os.mkfifo(begin := tmp_path / "begin")
+    scene = Scene(tmp_path / "code", runs_dir, f"open({str(begin)!r}).read()\n{TORCH}")
     with scene.launcher:
-        for _ in range(2):
-            assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
-            assert scene.parents() == []
-    assert "it was not ready within launch.init_timeout_s=0.5 s" in caplog.text
-
-
-REFUSES = """
-import json, socket
-control = socket.socket(fileno=1)
-while True:
-    message, descriptors, _, _ = socket.recv_fds(control, 99, 1)
-    if not message:
-        break
-    with socket.socket(fileno=descriptors[0]) as connection:
-        connection.send(b"{}")
-        if connection.recv(99):
-            connection.send(json.dumps({"failure": "process 7 survives"}).encode())
-"""
-
-
-def test_no_rank_starts_if_the_parent_refuses_all(
-    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = Scene(tmp_path / "code", runs_dir)
-    (tmp_path / "code" / "hpcdist" / "rank" / "parent.py").write_text(REFUSES)
-    with scene.launcher:
-        _, ranks = scene.start("pass", "pass")
-        while ranks.remaining:
-            ranks.wait(SOON_S)
+        first, ranks = scene.start("pass", "pass")
+        (parent,) = scene.parents()
+        ranks.wait(0.01)
         ranks.close()
-        assert (ranks.exits, ranks.absent(), ranks.last_message()) == ({0: 1, 1: 1}, [0, 1], "process 7 survives")
-        with pytest.raises(HpcdistError, match="process 7 survives"):
-            scene.start("pass", "pass")
-    assert "imports torch itself" not in caplog.text
-
-
-def test_signals_do_not_end_a_parent_that_is_starting(tmp_path: Path, runs_dir: Path) -> None:
-    """Its interpreter has not reached the code that ignores them."""
-    with NamedPipe(tmp_path / "starts", reopened=True) as starts:
-        folder = tmp_path / "code"
-        scene = Scene(folder, runs_dir)
-        tell = f"open({str(starts.path)!r}, 'w').write(f'{{os.getpid()}}\\n')"
-        hook = f"import os, sys\nif {PARENT_MODULE!r} in sys.orig_argv:\n    {tell}\n"
-        (folder / "sitecustomize.py").write_text(hook)
-        with scene.launcher:
-            parent = int(starts.line())
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-                os.kill(parent, number)
-            code = f"import os, sys; sys.exit(3 if os.getppid() == {parent} else 4)"
-            assert scene.finish(code, "pass")[1] == {0: 3, 1: 0}
+        assert (ranks.exits, ranks.absent()) == ({0: -9, 1: -9}, [0, 1])
+        begin.write_text("")
+        second, exits = scene.finish("import os, sys; print(os.getppid())", "pass")
+        assert exits == {0: 0, 1: 0}
+        assert second.log(0).read_text() == f"{parent}\n"
+        assert not first.log(0).exists()
 
 
 FORKING_SUPERVISOR = """
@@ -311,37 +265,29 @@ def test_ranks_and_parent_end_with_a_killed_supervisor(
     assert psutil.wait_procs([parent], SOON_S)[1] == []
 
 
-# --- forked ranks have what started ranks have
-
-
-def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
-    """Environment, folder, log, session, signals and descriptors equal those of ranks that a command starts."""
-    forked_attempt, exits = scene.finish(REPORT, REPORT)
-    assert exits == {0: 0, 1: 0}
+def test_forked_rank_has_what_an_executed_one_has(scene: Scene) -> None:
+    """Environment, folder, log, session, signals and descriptors."""
+    forked = reports_of(scene)
     scene.launcher.fork = False
-    scene.launcher._close_parent()
-    started_attempt, exits = scene.finish(REPORT, REPORT)
-    assert exits == {0: 0, 1: 0}
+    scene.launcher._parent.is_usable = False  # so another one is started
+    executed = reports_of(scene)
     for rank in range(2):
-        reports = []
-        for attempt in (forked_attempt, started_attempt):
-            line, *others = attempt.log(rank).read_text().splitlines()
-            assert others == ["error"]
-            report = json.loads(line)
+        for number, report in ((1, forked[rank]), (2, executed[rank])):
             assert report["env"].pop("HPCDIST_RANK") == str(rank)
-            assert report["env"].pop("HPCDIST_ATTEMPT") == str(attempt.number)
+            assert report["env"].pop("HPCDIST_ATTEMPT") == str(number)
             report["env"].pop("HPCDIST_MASTER_PORT")
             assert report["is_leader"]
             del report["pid"], report["parent"]
-            reports.append(report)
-        assert reports[0] == reports[1]
-        assert reports[0]["env"]["INHERITED"] == "as it was"
+        assert (forked[rank].pop("mask"), executed[rank].pop("mask")) == (2, 0), "a forked one waits for its handlers"
+        assert forked[rank] == executed[rank]
+        assert forked[rank]["env"]["INHERITED"] == "as it was"
+        assert forked[rank]["files"] == ["0", "1", "2", "3"], "the folder itself is 3"
 
 
-def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
+def test_stop_before_the_ranks_are_started(scene: Scene) -> None:
     """A signal ends ranks that are being started, whatever their parent is doing."""
     _, ranks = scene.start("pass", "pass")
-    assert (ranks.remaining, ranks.absent(), ranks._processes) == ([0, 1], [], [])
+    assert (ranks.remaining, ranks.absent()) == ([0, 1], [0, 1])
     ranks.signal(signal.SIGUSR1)
     assert ranks.remaining == [0, 1]
     ranks.signal(signal.SIGTERM)

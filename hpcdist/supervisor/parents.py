@@ -1,0 +1,228 @@
+"""The ranks of an attempt, started by parent processes that outlive it (`rank/parent.py` has the protocol)."""
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.redaction import redact_text
+from hpcdist.rank.processes import KILL_S, MARK
+from hpcdist.run.folder import Attempt
+from hpcdist.supervisor.children import Guard
+
+log = logging.getLogger(__name__)
+
+#: Time for parents to end after their requests have ended.
+_LEAVE_S = 5.0
+#: Time for a report from another node. A node without power never reports.
+_ANSWER_S = 2.0
+
+
+class RankParents:
+    """The parents of a run's ranks: one process of this machine, or all tasks of a step, which srun connects.
+
+    Args:
+        command: of the parent, or of srun.
+        output: file for the process's errors.
+        num_parents: number of the parents that report.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        guard: Guard,
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        num_parents: int = 1,
+    ) -> None:
+        self.output = output
+        self.num_parents = num_parents
+        self.hosts: dict[int | None, str] = {}  #: of the parents that are ready, by their rank
+        self.is_usable = True  #: whether another attempt may use them
+        self.have_ended = False  #: whether the process has ended, and all its reports have been received
+        self._guard = guard
+        self._unread = b""
+        self._channel, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = guard.start(command, env=env, cwd=cwd, output=output, channel=theirs)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._descriptor = os.pidfd_open(self.process.pid)
+
+    @property
+    def are_ready(self) -> bool:
+        return len(self.hosts) == self.num_parents
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, **request: Any) -> None:
+        with suppress(OSError):  # after the end of the process, which `have_ended` shows
+            self._channel.sendall(f"{json.dumps(request)}\n".encode())
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Wait for reports, or for the end of the process; returns the reports about ranks."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        poll.register(self._descriptor, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+        have_ended = not self.is_alive()
+        self._unread += self._read()
+        self.have_ended = have_ended
+        *lines, self._unread = self._unread.split(b"\n")
+        return [report for line in lines for report in self._parse(line.decode(errors="replace"))]
+
+    def _read(self) -> bytes:
+        received = b""
+        with suppress(BlockingIOError, ConnectionResetError):
+            while data := self._channel.recv(1 << 16, socket.MSG_DONTWAIT):
+                received += data
+        return received
+
+    def _parse(self, line: str) -> Iterator[dict[str, Any]]:
+        _, mark, content = line.partition(MARK)
+        if not mark:
+            return  # a message of the container or of srun
+        try:
+            report = json.loads(content)
+        except ValueError:
+            log.warning("a report of a parent process of ranks cannot be read: %s", redact_text(line)[:200])
+            return
+        if "ready" not in report:
+            yield report
+            return
+        self.hosts[report["parent"]] = report["ready"]
+        if report["problem"]:
+            log.warning("each rank imports torch itself: %s (see %s)", report["problem"], self.output)
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            # One that still imports, or is stopped, does not read the end of its requests.
+            self.process.wait(_LEAVE_S if self.are_ready else 0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._guard.forget(self.process.pid)
+        os.close(self._descriptor)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class ParentRanks:
+    """The ranks of one attempt, which start when all parents are ready, perhaps in a later call of `wait`.
+
+    Args:
+        starts: the variables of each rank, by rank; None if each parent starts its own rank, with `env`.
+    """
+
+    def __init__(
+        self,
+        parents: RankParents,
+        attempt: Attempt,
+        num_ranks: int,
+        *,
+        env: Mapping[str, str],
+        starts: Sequence[Mapping[str, str]] | None = None,
+    ) -> None:
+        self.parents = parents
+        self.attempt = attempt
+        self.exits: dict[int, int] = {}
+        self._num_ranks = num_ranks
+        self._env, self._starts = env, starts
+        self._pids: dict[int, int] = {}
+        self._are_requested = False
+        self._error = ""
+        #: Parents without processes of this attempt.
+        self._over: set[int | None] = set()
+        self._start()
+
+    @property
+    def remaining(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank not in self.exits]
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not started."""
+        return [rank for rank in range(self._num_ranks) if rank not in self._pids]
+
+    def last_message(self) -> str:
+        return self._error or "their parent process has not finished its imports"
+
+    def wait(self, timeout_s: float) -> None:
+        self._receive(timeout_s)
+        self._start()
+        if self.parents.have_ended and self.remaining:
+            self._note_end_of_parents()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._are_requested:
+            self.parents.send(signal=int(number))
+        elif number == signal.SIGTERM:
+            # As if they had been starting.
+            self.exits = dict.fromkeys(range(self._num_ranks), -number)
+
+    def close(self) -> None:
+        """Kill the ranks and their children. If some may survive, the parents are not usable any more."""
+        if self._are_requested:
+            self.parents.send(end=self.attempt.number)
+            until = time.monotonic() + KILL_S + _ANSWER_S
+            while not (self._are_over() or self.parents.have_ended or time.monotonic() > until):
+                self._receive(until - time.monotonic())
+                if self._over:
+                    until = min(until, time.monotonic() + _ANSWER_S)
+            self.parents.is_usable = self._are_over()
+        for rank in self.remaining:
+            self.exits[rank] = -signal.SIGKILL
+
+    def _are_over(self) -> bool:
+        return len(self._over) == self.parents.num_parents
+
+    def _start(self) -> None:
+        if self._are_requested or not self.parents.are_ready or not self.remaining:
+            return
+        self._are_requested = True
+        number = self.attempt.number
+        if self._starts is None:
+            self.parents.send(start=number, env=dict(self._env))
+            return
+        for rank, own in enumerate(self._starts):
+            self.parents.send(start=number, rank=rank, env={**self._env, **own})
+
+    def _receive(self, timeout_s: float) -> None:
+        for report in self.parents.receive(max(0.0, timeout_s)):
+            if report.get("over") == self.attempt.number:
+                self._over.add(report["parent"])
+            elif report.get("attempt") == self.attempt.number:
+                self._note(report)
+
+    def _note(self, report: Mapping[str, Any]) -> None:
+        rank = report["rank"]
+        if "pid" in report:
+            self._pids[rank] = report["pid"]
+            self._note_start(report["pid"])
+        elif "code" in report:
+            self.exits.setdefault(rank, report["code"])
+        else:
+            self._error = report["error"]
+            self.exits.setdefault(rank, 1)
+
+    def _note_start(self, pid: int) -> None:
+        """Called when a rank has started; its process id is valid on the node of its parent."""
+
+    def _note_end_of_parents(self) -> None:
+        """Called if ranks remain whose parents have ended. Afterwards none does."""
+        raise NotImplementedError
