@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -21,6 +21,7 @@ import hpcdist
 from hpcdist.checks import node_facts
 from hpcdist.checks.site import GIB, version_of
 from hpcdist.config.launch_schema import GPU_BACKENDS
+from hpcdist.host import cgroups
 from hpcdist.host import machine as host_machine
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.machine import Check, Gpu, failure, note, ok, warning
@@ -116,16 +117,14 @@ class ResourceLimits:
     def inspect(cls, root: Path = Path("/")) -> Self:
         memory = psutil.virtual_memory().total
         quotas, limits = [], [memory]
-        for folder in _cgroups(root):
+        for folder in cgroups.folders(root):
             # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
             version_1 = (host_machine.text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
             quota = (host_machine.text_of(folder / "cpu.max") or " ".join(version_1)).split()
             if len(quota) == 2 and quota[0] not in ("max", "-1"):
                 quotas.append(int(quota[0]) / int(quota[1]))
-            limit = host_machine.text_of(folder / "memory.max") or host_machine.text_of(
-                folder / "memory.limit_in_bytes"
-            )
-            limits += [int(limit)] if limit.strip().isdigit() else []
+            limit = cgroups.memory_limit_bytes(folder)
+            limits += [] if limit is None else [limit]
         shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"
         size = os.statvfs(shm) if shm.is_dir() else None
         return cls(
@@ -145,16 +144,6 @@ class ResourceLimits:
 def _soft(limit: int) -> int:
     value = resource.getrlimit(limit)[0]
     return _NO_LIMIT if value == resource.RLIM_INFINITY else value
-
-
-def _cgroups(root: Path) -> Iterator[Path]:
-    """Yield this process's cgroup folders and their parents, of both versions: the lowest limit of all applies."""
-    for line in host_machine.text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        top = root / "sys/fs/cgroup" / controllers
-        own = top / path.lstrip("/")
-        # In a container the path is often the host's, and its folder does not exist.
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
 
 
 def _size(num_bytes: int) -> str:

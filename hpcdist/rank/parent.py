@@ -16,7 +16,8 @@ passes on in both directions (`supervisor/parents.py` is the other side):
 
     {"parent": 0, "ready": "n1", "problem": ""}        waits for requests on this host; why it does not fork, if so
     {"parent": 0, "rank": 0, "attempt": 2, "pid": 9}   has started a rank
-    {"parent": 0, "rank": 0, "attempt": 2, "code": -9} a rank has ended; negative codes are signals
+    {"parent": 0, "rank": 0, "attempt": 2, "code": -9, "memory_limit": null}   a rank has ended; negative codes are
+                                                       signals; the limit in bytes for which the kernel has killed it
     {"parent": 0, "rank": 0, "attempt": 2, "error": "…"}   a rank cannot be started
     {"parent": 0, "over": 2}                           no process of attempt 2 is left
 
@@ -45,6 +46,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.host import retry
+from hpcdist.host.cgroups import exceeded_limit_bytes, memory_kills
 from hpcdist.rank.processes import (
     FILE_TIMEOUT_S,
     IGNORED,
@@ -65,6 +67,9 @@ if TYPE_CHECKING:
 TRAINER_MODULES = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check", "hpcdist.rank.context")
 #: Interval of the checks whether the processes of an attempt have ended.
 _END_POLL_S = 0.01
+#: At a lack of memory the kernel kills processes with a higher score first: a rank, not its parent.
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_RANK_OOM_SCORE = 300
 #: srun splits lines after 1,024 bytes.
 _MAX_TEXT = 500
 #: prctl(2): orphaned descendants become children of this process.
@@ -152,6 +157,7 @@ class _Rank:
     attempt: int
     pid: int
     descriptor: int  #: of the process
+    kills_before: Mapping[Path, int]  #: for a memory limit, before the start of the rank; see `memory_kills`
     has_ended: bool = False
 
 
@@ -249,6 +255,7 @@ class Parent:
         ignored = [] if self.own_rank is None else [signal.SIGUSR2]
         # A rank with a trainer unblocks these once it has handlers.
         blocked = STOP_SIGNALS if self.forks else ()
+        kills_before = memory_kills()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
             with retry.patient(FILE_TIMEOUT_S):
@@ -261,7 +268,7 @@ class Parent:
             own = {} if self.own_rank is None else {"SLURM_TASK_PID": str(os.getpid())}
             return {**request["env"], **own}
         os.close(log)
-        rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid))
+        rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), kills_before)
         self._ranks[number] = rank
         self._report(**place, pid=pid)
         waiting, self._waiting_signals = self._waiting_signals, []
@@ -280,6 +287,8 @@ class Parent:
             for signal_number in signal.valid_signals() - _NOT_PASSED_ON:
                 signal.signal(signal_number, signal.SIG_DFL)
         os.sched_setaffinity(0, self._affinity)
+        with suppress(OSError):
+            _OOM_SCORE.write_text(str(min(1000, int(_OOM_SCORE.read_text()) + _RANK_OOM_SCORE)))
         # As `ps` and `pkill` show it, and `shown_place` reads it: the kernel allows 15 characters.
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{number}/{attempt}".encode())
         numpy = sys.modules.get("numpy.random")
@@ -304,7 +313,8 @@ class Parent:
         assert ended is not None, "the process has ended"
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         rank.has_ended = True
-        self._report(rank=rank.number, attempt=rank.attempt, code=code)
+        limit = exceeded_limit_bytes(rank.kills_before) if code == -signal.SIGKILL else None
+        self._report(rank=rank.number, attempt=rank.attempt, code=code, memory_limit=limit)
 
     def _end(self, attempt: int) -> None:
         """Kill the ranks and their descendants, and report when none is left; no report if one survives."""

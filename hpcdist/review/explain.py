@@ -45,8 +45,9 @@ PATTERNS = (
     ),
     Pattern(
         "out-of-memory",
-        r"oom[-_]kill|Out Of Memory|Out of memory: Killed process|exceeded (?:step|job) memory limit"
-        r"|can't allocate memory|Cannot allocate memory|^MemoryError|: MemoryError|OUT_OF_MEMORY",
+        r"oom[-_]kill|killed by the kernel: out of memory|Out Of Memory|Out of memory: Killed process"
+        r"|exceeded (?:step|job) memory limit|can't allocate memory|Cannot allocate memory|^MemoryError|: MemoryError"
+        r"|OUT_OF_MEMORY",
         "the host's memory, or the job's share of it, is exhausted",
         HOST_MEMORY_FIX,
     ),
@@ -408,7 +409,7 @@ def read_faults(run: RunDir) -> list[Fault]:
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
         if where and isinstance(step, int) and step:
-            is_reported = kind not in ("killed", "vanished", "lost")
+            is_reported = kind not in ("killed", "out_of_memory", "vanished", "lost")
             where += f" after step {step}" if is_reported else f", last heartbeat at step {step}"
         is_last = attempt is attempts[-1]  # whose are the logs that all attempts share
         finding = explain_attempt(run, attempt, error, read_logs=is_last) or Finding(cause=error)

@@ -142,6 +142,7 @@ class ParentRanks:
         self.parents = parents
         self.attempt = attempt
         self.exits: dict[int, int] = {}
+        self.memory_limits: dict[int, int] = {}
         self._num_ranks = num_ranks
         self._env, self._starts = env, starts
         self._pids: dict[int, int] = {}
@@ -216,6 +217,8 @@ class ParentRanks:
             self._note_start(report["pid"])
         elif "code" in report:
             self.exits.setdefault(rank, report["code"])
+            if report["memory_limit"] is not None:
+                self.memory_limits[rank] = report["memory_limit"]
         else:
             self._error = report["error"]
             self.exits.setdefault(rank, 1)

@@ -13,6 +13,8 @@ class Ranks(Protocol):
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
+    #: Limits in bytes of the memory of ranks that the kernel has killed for it.
+    memory_limits: dict[int, int]
 
     @property
     def remaining(self) -> list[int]: ...  # those that have not ended; a local one may not be started yet

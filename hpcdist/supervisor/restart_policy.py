@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
 
-Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"]
+Kind = Literal[
+    "error", "killed", "out_of_memory", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"
+]
 #: Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
 
@@ -29,9 +31,9 @@ class Failure:
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         # A rank that could not report its end may have done more steps: a heartbeat is due once a second.
-        is_reported = self.kind not in ("killed", "vanished", "lost")
+        is_reported = self.kind not in ("killed", "out_of_memory", "vanished", "lost")
         at = (f" after step {self.step}" if is_reported else f", last heartbeat at step {self.step}") * bool(self.step)
-        failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
+        failed = "failed with " if self.kind in ("error", "rejected", "unfit", "interrupted") else ""
         # To errors of CUDA, torch adds lines of advice.
         error = self.error.partition("\n")[0] if self.kind == "error" else self.error
         return f"{where} {failed}{error}{at}" + (f"; {self.detail}" if self.detail else "")
@@ -48,6 +50,7 @@ def first_failure(
     *,
     sent_sigterm: bool = False,
     num_ranks: int = 0,
+    memory_limits: Mapping[int, int] | None = None,
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
 
@@ -60,6 +63,7 @@ def first_failure(
         last_step: the last known step of a rank without an outcome.
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
         num_ranks: number of all ranks, for the number of those that raised the same error.
+        memory_limits: limits in bytes for which the kernel has killed ranks.
     """
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
@@ -82,9 +86,7 @@ def first_failure(
             )
             (consequences if outcome["peer_lost"] else causes).append(failure)
         elif code != 0:
-            name = _NAMES.get(-code, f"signal {-code}")
-            error = f"was killed by {name}" if code < 0 else f"exited with code {code} without a report"
-            kind: Kind = "killed" if code < 0 else "vanished"
+            kind, error = _unreported_end(code, (memory_limits or {}).get(rank))
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     left = next(iter(exits), None)
     if left is not None and exits[left] == 0 and consequences and not causes:
@@ -98,6 +100,18 @@ def first_failure(
     same = sum((cause.kind, cause.error) == ("error", first.error) for cause in causes)
     number = "both" if same == num_ranks == 2 else f"all {same}" if same == num_ranks else str(same)
     return replace(first, only_there=hosts <= {first.host}, detail=f"{number} ranks raised it" if same > 1 else "")
+
+
+def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:
+    """Return kind and error of a rank that has ended without an outcome; see `first_failure`."""
+    if code > 0:
+        return "vanished", f"exited with code {code} without a report"
+    if memory_limit is not None:
+        return (
+            "out_of_memory",
+            f"was killed by the kernel: out of memory, with a limit of {memory_limit / 2**20:,.0f} MiB",
+        )
+    return "killed", f"was killed by {_NAMES.get(-code, f'signal {-code}')}"
 
 
 def error_text(error: Exception) -> str:

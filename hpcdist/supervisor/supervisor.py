@@ -222,7 +222,13 @@ class Supervisor:
         last_step = watch.progress.last_step
         num_ranks = self.launcher.num_ranks
         failure = found or first_failure(
-            exits, outcomes, last_step, ranks.host_of, sent_sigterm=sent_sigterm, num_ranks=num_ranks
+            exits,
+            outcomes,
+            last_step,
+            ranks.host_of,
+            sent_sigterm=sent_sigterm,
+            num_ranks=num_ranks,
+            memory_limits=ranks.memory_limits,
         )
         if failure is not None:
             return failure

@@ -57,6 +57,19 @@ def test_first_failure_is_the_cause_of_the_others(
     assert values == expected
 
 
+def test_rank_killed_for_memory_names_the_limit_and_no_node() -> None:
+    exits, outcomes, limits = {1: -9, 0: 1}, {0: peer_lost(0)}, {1: 300 * 2**20}
+    found = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1", memory_limits=limits)
+    assert found is not None
+    sentence = (
+        "rank 1 on n1 was killed by the kernel: out of memory, with a limit of 300 MiB, last heartbeat at step 31"
+    )
+    assert (found.kind, found.sentence()) == ("out_of_memory", sentence)
+    assert suspect([found, found]) is None
+    killed = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1")
+    assert suspect([killed, killed]) == "n1", "the control, without a limit"
+
+
 @pytest.mark.parametrize(
     ("exits", "outcomes", "error"),
     [
