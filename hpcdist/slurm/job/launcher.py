@@ -5,6 +5,7 @@ of the nodes, and the end of steps that were left running.
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_steps import WatchdogStep, ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.srun import STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name, task_command
-from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
+from hpcdist.slurm.on_nodes import Answers, JobNodes, announced, ask, nodes_command
 from hpcdist.slurm.placement import hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.parents import ParentRanks, RankParents
@@ -42,6 +43,14 @@ log = logging.getLogger(__name__)
 #: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
 REPORTED_S = 20.0
 MAX_QUERY_INTERVAL_S = 600.0
+#: Time until a restarted controller has reached its nodes: before that, it starts no step.
+CONTROLLER_S = 120.0
+#: A node that does not answer within this time counts as lost: Slurm's messages time out after 10 s.
+NODE_ANSWER_S = 20.0
+#: Refusals of srun that pass, such as those of a restarted controller.
+_MAY_PASS = re.compile(
+    "contact slurm controller|not available|temporarily disabled|timed out|are busy|connect|zero bytes", re.IGNORECASE
+)
 #: Time for a step to end after its tasks have been killed.
 STEP_END_S = 20.0
 
@@ -223,7 +232,9 @@ class SlurmLauncher:
                     return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
                 if (left := self._end_orphaned_steps()) is not None:
                     return left.reason + self._avoid(left.nodes)
-            blamed = failing_node(self.run, self.nodes.used.names)
+            names = self.nodes.used.names
+            # A crash on the only node may be that of the code.
+            blamed = failing_node(self.run, names) if len(names) > 1 else ""
             if blamed and self._avoid([blamed]):
                 return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         except HpcdistError as error:
@@ -231,13 +242,26 @@ class SlurmLauncher:
         return ""
 
     def _lost_nodes(self) -> list[str]:
-        names, step = self.nodes.used.names, nodes_command(self.nodes.used, announced(["true"]))
-        until = time.monotonic() + 120.0  # until a restarted controller has reached its nodes, it starts no step there
-        # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
-        # A node that does not answer within 20 s counts as failed: Slurm's messages time out after 10 s.
-        while not (alive := ask(step, names, 20.0, env=self._env).started) and time.monotonic() < until:
+        """Return the nodes that do not answer; none if this host does not either, which is not the fault of nodes."""
+        names = self.nodes.used.names
+        here = self._env.get("SLURMD_NODENAME", "")
+        until = time.monotonic() + CONTROLLER_S
+        while True:
+            found = self._ask_nodes(self.nodes.used)
+            if not found.started and here:
+                # A step with a lost node may start on none.
+                found = self._ask_nodes(JobNodes([here], chosen=True))
+            if found.started:
+                return [node for node in names if node not in found.started]
+            why = last_line(found.errors)
+            may_pass = found.was_killed or not why or _MAY_PASS.search(why) is not None
+            if not may_pass or time.monotonic() > until:
+                log.warning("Slurm starts no step on any node: %s", why or "no message of srun")
+                return []
             time.sleep(1.0)
-        return [node for node in names if node not in alive]
+
+    def _ask_nodes(self, nodes: JobNodes) -> Answers:
+        return ask(nodes_command(nodes, announced(["true"])), nodes.names, NODE_ANSWER_S, env=self._env)
 
     def _avoid(self, nodes: Sequence[str], *, idle_only: bool = False) -> str:
         """Set `avoid` if the partition can replace the nodes; return the end of a sentence about it, or ""."""

@@ -239,12 +239,13 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
 
 
-def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> SlurmLauncher:
+def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", host: str = "", **cluster: Any) -> SlurmLauncher:
     """Return the launcher of a run on two nodes, in a partition that can replace the nodes in `spare`."""
     run = RunDir(runs_dir / "exp" / "first")
     if not run.path.exists():
         RunDir.create(run.path)
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
+    env["SLURMD_NODENAME"] = host
     environment, job = RankEnvironment(python=sys.executable, env=env), cast(CurrentJob, FakeJob(spare))
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
     return SlurmLauncher(run, config, job, environment, import_path=[str(slurm / "code")], cwd=slurm)
@@ -327,6 +328,27 @@ def test_unreachable_controller_does_not_make_nodes_lost(slurm: Path, runs_dir: 
         fake(slurm, name, f"echo {name} >> tries\ntest $(wc -l < tries) -gt {tries} && cat {output}")
     assert launcher_of(slurm, runs_dir).broken() == ""
     assert (slurm / "tries").read_text().split()[:5] == ["squeue"] * 3 + ["srun"] * 2
+
+
+def test_refusal_of_srun_does_not_make_nodes_lost(
+    slurm: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node can cure it, and waiting does not either."""
+    refusal = "srun: fatal: --gpus-per-node and --gres=gpu are mutually exclusive"
+    fake(slurm, "srun", f"echo x >> tries; echo '{refusal}' >&2; exit 1")
+    launcher = launcher_of(slurm, runs_dir, "n1 n2")
+    assert launcher.broken() == ""
+    assert launcher.avoid == []
+    assert (slurm / "tries").read_text() == "x\n"
+    assert f"Slurm starts no step on any node: {refusal}" in caplog.text
+
+
+def test_nodes_are_lost_if_a_step_starts_on_this_host_only(slurm: Path, runs_dir: Path) -> None:
+    """A step with a lost node may start on none."""
+    fake(slurm, "srun", f"case \"$*\" in *--nodelist=n1*) echo '{alive('n1').strip()}';; *) exit 1;; esac")
+    launcher = launcher_of(slurm, runs_dir, "n1 n2", host="n1")
+    assert launcher.broken() == "lost n2, avoided from now on"
+    assert launcher.avoid == ["n2"]
 
 
 @pytest.mark.parametrize(("refuses", "why"), [(False, "within launch.init_timeout_s=0.5 s"), (True, "at all")])
