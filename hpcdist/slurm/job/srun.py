@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
@@ -77,9 +78,14 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "wait": 0,
         "open-mode": "append",
         # One file per task, its number padded as in Attempt.log: errors before the parent can start a rank.
-        "error": str(attempt.path / "rank-%5t.log"),
+        "error": f"{pattern_of(attempt.path)}/rank-%5t.log",
         **{name: option_value(value) for name, value in cluster.srun.items()},
     }
+
+
+def pattern_of(path: Path) -> str:
+    """Return a path as srun and sbatch read it in names of output files, in which `%` begins a replacement."""
+    return str(path).replace("%", "%%")
 
 
 def step_name(attempt: Attempt) -> str:

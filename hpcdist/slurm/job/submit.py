@@ -20,7 +20,7 @@ from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
-from hpcdist.slurm.job.srun import option_value, step_command, task_command
+from hpcdist.slurm.job.srun import option_value, pattern_of, step_command, task_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
@@ -55,7 +55,7 @@ def _submit(
     from submitit import SlurmExecutor
 
     executor = SlurmExecutor(owner.path / "submitit", python=SUPERVISOR)
-    executor.update_parameters(**sbatch_parameters(config, owner, flags), **array)
+    executor.update_parameters(**sbatch_parameters(config, owner, flags, is_array=bool(array)), **array)
     paths = [str(run.path) for run in runs]
     with _queued(runs, kind):
         jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
@@ -135,7 +135,9 @@ _PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.submitit_entry
 SUPERVISOR = "supervise"
 
 
-def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
+def sbatch_parameters(
+    config: Config, run: RunDir, flags: Mapping[str, str] | None = None, *, is_array: bool = False
+) -> dict[str, Any]:
     """Return the parameters of submitit's executor; `flags` are sbatch flags of one submission only."""
     cluster = requested_cluster(config)
     names = ("partition", "account", "qos", "mem", "constraint", "exclude")
@@ -145,6 +147,9 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     # The supervisor goes on without a failed node.
     more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
     more["requeue"] = True
+    if "%" in str(run.path):
+        # submitit's own pattern has the folder as it is.
+        more["output"] = f"{pattern_of(run.path / 'submitit')}/{'%A_%a' if is_array else '%j'}_0_log.out"
     if least == most:
         size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
     else:
@@ -184,7 +189,9 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
 
     folder = run.path / "submitit"
     command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
+    script = _make_sbatch_string(
+        command=command, folder=folder, **sbatch_parameters(config, run, flags, is_array=bool(array)), **array
+    )
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
     python = IMAGE_PYTHON if box else python_of(config)
