@@ -118,7 +118,19 @@ def job_record(job_id: str, *, retry_s: float = 0.0) -> dict[str, str]:
 
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
     """Cancel a job, a running one only without `pending_only`. A job that has ended is not changed."""
-    run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
+    try:
+        run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
+    except SlurmError:
+        # Only the answer may have been lost.
+        job = query_job(job_id)
+        if job is not None and job.alive:
+            raise
+
+
+def jobs_named(name: str, *, retry_s: float) -> list[str]:
+    """Return the ids of this user's jobs with a name that are in the queue or run; those of an array have one id."""
+    text = run("squeue", "--me", "-h", f"--name={name}", "--format=%A", retry_s=retry_s)
+    return sorted(set(text.split()))
 
 
 def requeue_job(job_id: str) -> None:
@@ -292,7 +304,12 @@ class CurrentJob:
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
         """Requeue the job, without some nodes. SIGTERM is ignored from now on, so that the state gets written."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scontrol inherits it
-        requeue_job(self.id)
+        try:
+            requeue_job(self.id)
+        except SlurmError:
+            # Only the answer may have been lost.
+            if not self.is_requeued():
+                raise
         if exclude:
             # Slurm 22.05 changes the excluded nodes of pending jobs only.
             nodes = ",".join([*self.excluded, *exclude])

@@ -1,6 +1,7 @@
 """Submission of runs to Slurm with submitit, from a login node: the batch script and its parameters."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,7 +15,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
 from hpcdist.environments.rank_environment import python_of
-from hpcdist.errors import UserMistake
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
@@ -24,6 +25,11 @@ from hpcdist.slurm.job.srun import option_value, pattern_of, step_command, task_
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
+
+#: Errors of sbatch after which Slurm may have accepted the job.
+_UNANSWERED = re.compile(r"timed out|timeout|zero bytes|connection (?:reset|closed)|unexpected message", re.IGNORECASE)
+#: Time in which the controller is asked for such a job.
+FIND_S = 60.0
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
@@ -57,22 +63,28 @@ def _submit(
     executor = SlurmExecutor(owner.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, owner, flags, is_array=bool(array)), **array)
     paths = [str(run.path) for run in runs]
-    with _queued(runs, kind):
+    name = f"{owner.experiment}/{owner.name}"
+    with _queued(runs, kind, name):
         jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
     try:
         cluster = client.cluster_name()
     except SlurmError:
         cluster = ""
     # With name and cluster, because ids are not unique over time and clusters.
-    record = {"job_name": f"{owner.experiment}/{owner.name}", "cluster": cluster}
+    record = {"job_name": name, "cluster": cluster}
     for run, job in zip(runs, jobs, strict=True):
         write_json(run.slurm, {"job_id": str(job.job_id), **record})
     return list(jobs)
 
 
 @contextmanager
-def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
-    """Record runs as queued before their submission in the block; restore their records if there is no job then."""
+def _queued(runs: Sequence[RunDir], job: str, name: str) -> Iterator[None]:
+    """Record runs as queued before their submission in the block; restore their records if there is no job then.
+
+    Args:
+        job: what is submitted, for the error.
+        name: of the job in Slurm.
+    """
     from submitit.core.utils import FailedJobError
 
     before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
@@ -91,7 +103,24 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
             write_json(run.slurm, record or {"job_id": None})
         if isinstance(error, OSError):
             raise
-        raise UserMistake(f"Slurm rejected the {job}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        if _UNANSWERED.search(text):
+            raise HpcdistError(f"sbatch got no answer: {text}; {_withdraw(name)}") from error
+        raise UserMistake(f"Slurm rejected the {job}: {text}") from error
+
+
+def _withdraw(name: str) -> str:
+    """Cancel the jobs with a name, of which one was submitted without an answer; returns a sentence about them."""
+    try:
+        found = client.jobs_named(name, retry_s=FIND_S)
+        for job in found:
+            client.cancel_job(job)
+    except SlurmError as error:
+        look, cancel = f"squeue --me --name={name}", f"scancel --user=$USER --name={name}"
+        return f"the job may be queued nevertheless ({error}): `{look}` shows it, `{cancel}` cancels it"
+    if not found:
+        return "no job has been queued: submit again"
+    return f"job {', '.join(found)} was queued nevertheless and has been cancelled: submit again"
 
 
 def require_sbatch() -> None:

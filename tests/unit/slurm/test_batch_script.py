@@ -22,7 +22,7 @@ from hpcdist.config.launch_schema import (
     TrackingConfig,
 )
 from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.errors import UserMistake
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
@@ -197,3 +197,43 @@ def test_rejected_submission_does_not_change_the_run(
         submit.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
     assert read_json(run.path / "slurm.json") == {"job_id": "40"}
+
+
+@pytest.mark.parametrize(
+    ("squeue", "scancel", "message"),
+    [
+        ("echo 41", "", r"job 41 was queued nevertheless and has been cancelled: submit again$"),
+        ("true", "", r"no job has been queued: submit again$"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "", r"`squeue --me --name=exp/first` shows it"),
+        ("echo 41", "echo 'Unable to contact slurm controller' >&2; exit 1", r"the job may be queued nevertheless"),
+    ],
+    ids=["queued", "not-queued", "no-answer", "not-cancelled"],
+)
+def test_submission_without_an_answer_is_no_rejection(
+    commands: FakeCommands, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, scancel: str, message: str
+) -> None:
+    """sbatch may time out after the controller has queued the job."""
+    monkeypatch.setattr(submit, "FIND_S", 0.1)
+    run = RunDir.create(runs_dir / "exp" / "first")
+    before = run.read_state()
+    late = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    commands.add_script("sbatch", f"echo '{late}' >&2; exit 1")
+    commands.add_script("squeue", squeue)
+    commands.add_script("scancel", scancel)
+    commands.add("scontrol", "JobId=41 JobState=PENDING Reason=None\n")
+    with pytest.raises(HpcdistError, match=message) as caught:
+        submit.submit(Config(runs_dir=str(runs_dir)), run)
+    assert not isinstance(caught.value, UserMistake)
+    assert run.read_state() == before
+    assert ("scancel 41" in commands.calls()) == (squeue == "echo 41")
+
+
+def test_percent_signs_of_folders_are_no_patterns(tmp_path: Path) -> None:
+    """Slurm would replace `%d` and the like, and could not create the file."""
+    run = RunDir(tmp_path / "50%done" / "exp" / "first")
+    script, step = submit.render(Config(), run)
+    folder = f"{tmp_path}/50%%done/exp/first"
+    assert f"#SBATCH --output={folder}/submitit/%j_0_log.out" in script
+    assert f"--error={folder}/attempts/001/rank-%5t.log" in step
+    array, _ = submit.render(Config(), run, map_count=2, array_parallelism=2)
+    assert f"#SBATCH --output={folder}/submitit/%A_%a_0_log.out" in array
