@@ -267,7 +267,7 @@ class Parent:
         if pid == 0:
             own = {} if self.own_rank is None else {"SLURM_TASK_PID": str(os.getpid())}
             return {**request["env"], **own}
-        os.close(log)
+        _close(log)
         rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), kills_before)
         self._ranks[number] = rank
         self._report(**place, pid=pid)
@@ -282,7 +282,7 @@ class Parent:
             os.close(descriptor)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.close(log)
+        _close(log)
         if self.own_rank is not None:
             for signal_number in signal.valid_signals() - _NOT_PASSED_ON:
                 signal.signal(signal_number, signal.SIG_DFL)
@@ -346,6 +346,12 @@ class Parent:
         for orphan in _children():
             if orphan not in pids:
                 os.waitpid(orphan, os.WNOHANG)
+
+
+def _close(log: int) -> None:
+    """Close a file to which nothing was written here: an error, as of a network file system, does not matter."""
+    with suppress(OSError):
+        os.close(log)
 
 
 def _is_readable(descriptor: int) -> bool:

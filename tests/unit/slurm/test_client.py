@@ -238,7 +238,7 @@ def test_steps_are_those_of_the_current_job(of_job: FakeCommands, monkeypatch: p
     assert of_job.calls() == [query, query, "scancel --signal=KILL 41.1", query]
 
 
-def test_a_controller_that_hangs_costs_the_time_limit_once(
+def test_controller_that_hangs_costs_the_limit_of_each_question(
     of_job: FakeCommands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("squeue", "scancel", "scontrol"):
@@ -250,7 +250,8 @@ def test_a_controller_that_hangs_costs_the_time_limit_once(
     client.signal_steps(["41.0"], "KILL")
     with pytest.raises(SlurmError, match=r"^scontrol did not answer within 0\.2 s$"):
         JOB.requeue()
-    assert of_job.programs() == ["squeue", "scancel", "scontrol"]
+    # The last question is whether the job has been requeued nevertheless.
+    assert of_job.programs() == ["squeue", "scancel", "scontrol", "scontrol"]
 
 
 # --- requeue

@@ -129,8 +129,8 @@ def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(playe
     assert re.search(r"run-\d+/state\.json is available again after 0\.\d s\n", played.messages)
 
 
-def test_error_at_the_close_of_a_log_does_not_start_its_rank_twice(player: Player) -> None:
-    closed = Fault(operation="close", path="attempts/001/rank-00000.log", error=errno.ESTALE)
+def test_error_at_the_close_of_a_log_starts_no_rank_twice(player: Player) -> None:
+    closed = Fault(operation="close", path="attempts/rank-parent.log", error=errno.ESTALE)
     assert_unchanged(player, [{"scene": "done", "fault": asdict(closed)}])
     assert (player.folder / "run-0000" / "attempts" / "001" / "rank-00000.log").read_text() == "started\n"
 
