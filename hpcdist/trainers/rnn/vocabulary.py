@@ -333,7 +333,8 @@ class VocabularyServer:
                 index: {name: select([part["state"][index][name] for part in parts]) for name in state}
                 for index, state in parts[0]["state"].items()
             }
-            optimizer.load_state_dict({"state": states})
+            # The options stay those of the config, also of a sparse optimizer, which torch makes.
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
 
 
 def check_vocab_size(saved: Restored, vocab_size: int) -> None:
