@@ -215,13 +215,23 @@ class Context:
         if (save is None) == (model is None):
             raise TrainerError("ctx.steps: pass either the model, model=…, or a function that saves, save=…")
         check = None
-        if save is None:
-            assert model is not None
+        if model is not None:
             state = LoopState(self, self._loop_ranks, model, states, local)
             self._load_loop(state)
             save, check = state.save, state.check
         elif not self._has_restored:
             raise TrainerError("ctx.steps: with save=… call ctx.restore() before, and load what it returns")
+        assert save is not None
+        self._steps = self._begin_steps(total_steps, save, check)
+        return self._steps
+
+    def _begin_steps(
+        self,
+        total_steps: int,
+        save: Callable[[int, Mapping[str, float]], None],
+        check: Callable[[], None] | None,
+    ) -> Steps:
+        """Return the steps from that of the checkpoint on, which is not needed any more."""
         step = self._restored.step if self._restored is not None else 0
         if total_steps < step:
             raise TrainerError(
@@ -229,7 +239,7 @@ class Context:
                 " start a new run"
             )
         self._restored, self._rank_states = None, []  # frees the memory
-        self._steps = Steps(
+        return Steps(
             self,
             step=step,
             total_steps=total_steps,
@@ -238,7 +248,6 @@ class Context:
             after_first_step=check,
             save_is_due=lambda: self._stop.agreed or self._commands.save_is_due,
         )
-        return self._steps
 
     def _load_loop(self, state: LoopState) -> None:
         """Load the checkpoint, which a trainer may have restored before, into the state of a loop."""
