@@ -29,7 +29,7 @@ def main() -> None:
     marks.add("built")
     step, path = 0, Path(task.folder) / "checkpoint.pt"
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]

@@ -46,7 +46,7 @@ def train(index: int, server: rpc.RRef) -> None:
     newest = hpcdist.checkpoint_dir() / "newest.pt"
     step = 0
     if newest.exists():
-        saved = torch.load(newest)
+        saved = torch.load(newest, weights_only=True)
         step = saved["step"]
         server.rpc_sync().load(saved["weights"])
     torch.manual_seed(1000 * index + step)

@@ -89,6 +89,8 @@ def random_resized_box(image: "Image", sample_hash: int) -> tuple[int, int, int,
 # `sample_hashes`) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
 # transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
 
+#: PIL's decoders for these files. PIL chooses one by the content: for an EPS file of any name it starts Ghostscript.
+_IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
 
@@ -178,7 +180,7 @@ class FolderImages:
         path = self.files[index]
         size = self.shape[1]
         try:
-            with Image.open(path) as opened:
+            with Image.open(path, formats=_IMAGE_FORMATS) as opened:
                 rgb = opened.convert("RGB")
         except Exception as error:  # PIL's decoders document no exceptions for damaged content
             raise DataError(f"{path} cannot be read as an image ({error}): repair or remove it") from error

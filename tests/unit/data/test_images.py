@@ -16,6 +16,7 @@ from hpcdist.data import images as data_images
 from hpcdist.data import loading as batches_module
 from hpcdist.data.images import (
     CROP_PADDING,
+    IMAGE_SUFFIXES,
     FolderImages,
     SyntheticImages,
     TensorImages,
@@ -338,6 +339,40 @@ def test_damaged_image_is_read_or_raises_data_error(tmp_path: Path, suffix: str)
         path.write_bytes(data)
         with suppress(DataError):
             assert source.image(0, None).shape == (3, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) run\n", "EPS"),
+        (
+            b"GIF87a\x01\x00\x01\x00\x80\x01\x00\x00\x00\x00\xff\xff\xff,\x00\x00\x00\x00\x01\x00\x01\x00\x00\x02\x02D\x01\x00;",
+            "GIF",
+        ),
+    ],
+)
+def test_file_of_another_format_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str
+) -> None:
+    """PIL starts Ghostscript for an EPS file, whatever its name is."""
+    path = tmp_path / "image.jpg"
+    path.write_bytes(content)
+    with Image.open(path) as opened:
+        assert opened.format == kind
+    started: list[object] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **_: started.append(args))
+    source = FolderImages([path], torch.tensor([0]), image_size=8, num_threads=1)
+    with pytest.raises(DataError, match=r"image\.jpg cannot be read as an image"):
+        source.image(0, None)
+    assert not started
+
+
+@pytest.mark.parametrize("suffix", IMAGE_SUFFIXES)
+def test_each_listed_suffix_has_its_decoder(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"image{suffix}"
+    Image.new("RGB" if suffix != ".pgm" else "L", (9, 9), 128).save(path)
+    source = FolderImages([path], torch.tensor([0]), image_size=8, num_threads=1)
+    assert source.image(0, None).shape == (3, 8, 8)
 
 
 def test_folders_without_images_of_the_classes_raise_data_error(tmp_path: Path) -> None:
