@@ -347,14 +347,13 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     times, record = read_times(attempt), read_json(attempt.failure) or {}
     reason = reason or (times.reason if times is not None else "") or str(record.get("error", ""))
     if record.get("kind") == "unfit":
-        for check in (read_json(attempt.preflight) or {}).get("checks", ()):
-            if check["level"] == "failure":
-                where = f"{check['node']} is" if check["node"] else "the nodes are"
-                return Finding(
-                    cause=f"{where} unfit for a run: {check['name']}: {check['text']}",
-                    evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before the ranks started",
-                    fix=check["fix"],
-                )
+        for check in _preflight_failures(attempt):
+            where = f"{check['node']} is" if check["node"] else "the nodes are"
+            return Finding(
+                cause=f"{where} unfit for a run: {check['name']}: {check['text']}",
+                evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before the ranks started",
+                fix=check["fix"],
+            )
     failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
@@ -425,10 +424,24 @@ def first_failed_rank(attempt: Attempt) -> int | None:
     return next((rank for rank, _ in _failed_ranks(attempt, first=None)), None)  # of a rejected config, for example
 
 
+def _preflight_failures(attempt: Attempt) -> list[dict[str, str]]:
+    """Return the failed checks of an attempt's nodes, without what is no check."""
+    found = (read_json(attempt.preflight) or {}).get("checks")
+    checks = [check for check in found if isinstance(check, dict)] if isinstance(found, list) else []
+    texts = ("level", "node", "name", "text", "fix")
+    complete = [check for check in checks if all(isinstance(check.get(key), str) for key in texts)]
+    return [check for check in complete if check["level"] == "failure"]
+
+
 def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, Any]]]:
     """Return the outcomes of the ranks that failed: those that failed by themselves first, rank `first` before all."""
-    failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
-    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[0] != first, item[1]["time"]))
+
+    def ended(outcome: Mapping[str, Any]) -> float:
+        time_s = outcome.get("time")
+        return time_s if isinstance(time_s, int | float) else 0.0
+
+    failed = [item for item in attempt.outcomes().items() if item[1].get("outcome") in ("failed", "rejected")]
+    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[0] != first, ended(item[1])))
 
 
 def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, Any]) -> Finding:

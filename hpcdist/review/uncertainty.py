@@ -38,12 +38,12 @@ def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) 
 
 
 def share_error(share: float, num: int | None) -> float | None:
-    """Return the standard error of a proportion of `num` samples; None if `num` is unknown.
+    """Return the standard error of a proportion of `num` samples; None if `num` is unknown, or it is no proportion.
 
     It is half the width of Wilson's interval at one standard error, as in `scipy.stats.binomtest`. SciPy is not used:
     its import takes longer than a second, and the process that uploads a run needs this error for each run.
     """
-    if num is None:
+    if num is None or num < 1 or not 0 <= share <= 1:
         return None
     return math.sqrt(share * (1 - share) / num + 1 / (4 * num * num)) / (1 + 1 / num)
 

@@ -153,10 +153,13 @@ class Attempt:
         """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
         found = (read_json(self.beat(rank)) if self.beat(rank).is_file() else None) or {}
         metrics, total = found.get("metrics"), found.get("total_steps", 0)
+        steps = found.get("metric_steps", {})
         is_valid = (
             isinstance(metrics, dict)
             and all(type(value) is float or _is_count(value) for value in metrics.values())
             and _is_count(found.get("step"))
+            and isinstance(steps, dict)
+            and all(_is_count(step) for step in steps.values())
             and (total is None or _is_count(total))
             and type(found.get("time")) in (int, float)
             and 0 <= found["time"] <= files.LARGEST

@@ -16,7 +16,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.host import retry
 from hpcdist.host.files import stays_inside
 from hpcdist.review.facts import CheckpointFacts, best_checkpoint, finite_number, read_checkpoints
-from hpcdist.review.text import PATCH
+from hpcdist.review.text import PATCH, escaped
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.tracking.journal import clean_metric_name
@@ -201,7 +201,7 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
 MODEL_TYPE = "checkpoint"
 #: Markdown for the page of the logged model of a checkpoint.
 _CHECKPOINT = """\
-Checkpoint of step {step}, in the run folder: `{path}`
+Checkpoint of step {step}, in the run folder: {shown_path}
 
 ```python
 from hpcdist.checkpoint.state import load_weights
@@ -315,7 +315,7 @@ class CheckpointModels:
 
     def _create(self, kept: CheckpointFacts) -> entities.LoggedModel:
         step, path, name = str(kept.step), clean_text(str(kept.path)), clean_text(kept.path.parents[1].name)
-        note = _CHECKPOINT.format(step=step, path=path, name=name)
+        note = _CHECKPOINT.format(step=step, path=path, shown_path=escaped(path, 1000), name=name)
         model = self._mlflow_run.client.create_logged_model(
             self._mlflow_run.experiment_id,
             name=re.sub(r"[/:.%'\"]", "_", f"{name} step-{step}"),  # without the characters that MLflow rejects

@@ -4,6 +4,7 @@ Each run carries its result as the tag `hpcdist.result`, and one search finds al
 """
 
 import json
+import logging
 import shlex
 from bisect import bisect_left
 from collections import Counter
@@ -14,11 +15,11 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
-from hpcdist.host.files import fill, read_json
+from hpcdist.host.files import fill, parse_json, read_json
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.text import clock, escaped, link, plural, run_page, table, with_code
+from hpcdist.review.text import clock, escaped, link, one_line, plural, run_page, table, with_code
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.review.verdict import Measured, judge
@@ -27,6 +28,7 @@ from hpcdist.run.records import is_generated
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, as_tracking_error, below_text_of_user
 
+log = logging.getLogger(__name__)
 RESULT_TAG = "hpcdist.result"
 #: Only the newest runs of a larger experiment are compared.
 MAX_RUNS = 2000
@@ -203,7 +205,7 @@ def _result_of(run: RunDir, state: State) -> Result:
 
 
 def _read(run: entities.Run) -> Result | None:
-    """Return the result of a run; None if its tag is of another program, or cut off."""
+    """Return the result of a run; None, with a line in the log, if its tag is of another program, or cut off."""
     info, tags = run.info, run.data.tags
     setting = tags.get("hpcdist.setting", "")
     if setting == tags.get("hpcdist.run.sweep", ""):
@@ -217,10 +219,32 @@ def _read(run: entities.Run) -> Result | None:
         "setting": setting,
     }
     try:
-        found = fill(Result, {"data": "", "metric": "", **json.loads(tags[RESULT_TAG]), **known}, Path(RESULT_TAG))
-    except (ValueError, TypeError, RecursionError, RunFolderError):
+        content = parse_json(tags[RESULT_TAG])
+        if not isinstance(content, dict):
+            raise RunFolderError(f"{RESULT_TAG} is damaged: it holds no keys and values")
+        found = fill(Result, {"data": "", "metric": "", **content, **known}, Path(RESULT_TAG))
+        _check(found)
+    except (ValueError, RecursionError, RunFolderError) as error:
+        _note_left_out(info.run_id, one_line(str(error), 200))
         return None
     return found if abs(found.value) <= LARGEST_VALUE else replace(found, metric="")
+
+
+def _check(result: Result) -> None:
+    """Raise RunFolderError for values that no run has: whoever may write to an experiment may set its tags."""
+    if result.mode not in ("max", "min"):
+        raise RunFolderError(f"{RESULT_TAG} is damaged: mode cannot be {result.mode[:40]!r}")
+    if result.num_samples is None:
+        return
+    if result.num_samples < 1:
+        raise RunFolderError(f"{RESULT_TAG} is damaged: num_samples cannot be {result.num_samples}")
+    if not 0 <= result.value <= 1:
+        raise RunFolderError(f"{RESULT_TAG} is damaged: value cannot be {result.value}, which is no proportion")
+
+
+@cache  # each run that ends would repeat the warning
+def _note_left_out(run_id: str, reason: str) -> None:
+    log.warning("the MLflow run %s is left out of the experiment's table: %s", run_id, reason)
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:
@@ -296,7 +320,7 @@ def _headline(rows: Sequence[Row], experiment_id: str, verdict: str) -> str:
     words = f"**Best {escaped(best.best.metric)}: {escaped(best.cells[0])}, "
     words += f"{link(best.short_name, run_page(experiment_id, best.run_id))}**"
     if best.state not in ("", "finished"):
-        words += f" ({best.state})"
+        words += f" ({escaped(best.state)})"
     if verdict:
         words += f", {escaped(verdict)}"
     return f"{words} · {plural(len(rows), 'result')}"

@@ -367,3 +367,32 @@ def test_causes_precede_their_consequences_and_contain_the_name_in_the_line(run:
         finding = explain_attempt(run, run.attempt(1), line)
         assert finding is not None
         assert finding.cause.startswith(cause)
+
+
+@pytest.mark.parametrize(
+    "outcome", [{}, {"outcome": 1, "time": "x"}, {"outcome": "failed"}, {"outcome": "failed", "time": "x"}]
+)
+def test_damaged_records_of_an_attempt_are_passed_over(run: RunDir, outcome: dict[str, Any]) -> None:
+    attempt = run.attempt(1)
+    write_outcome(run, 1, "ValueError: loss is nan", at=2.0)
+    write_json(attempt.outcome(0), outcome)
+    for checks in (
+        7,
+        [1],
+        [{"level": "failure"}],
+        [{"level": "failure", "node": 1, "name": "", "text": "", "fix": ""}],
+    ):
+        write_json(attempt.preflight, {"checks": checks})
+        write_json(attempt.failure, {"kind": "unfit", "rank": 1, "error": "ValueError: loss is nan"})
+        found = explain_attempt(run, attempt)
+        assert found is not None
+        assert "loss is nan" in found.evidence
+
+
+def test_heartbeat_with_other_values_than_numbers_is_none(run: RunDir) -> None:
+    beat = {"time": 1.0, "step": 7, "metrics": {}, "metric_steps": {"loss": 7}}
+    write_json(run.attempt(1).beat(0), beat)
+    assert run.attempt(1).read_beat(0) is not None
+    for steps in (7, {"loss": "x"}):
+        write_json(run.attempt(1).beat(0), beat | {"metric_steps": steps})
+        assert run.attempt(1).read_beat(0) is None

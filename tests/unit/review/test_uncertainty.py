@@ -44,6 +44,8 @@ def test_error_of_a_proportion_is_half_of_wilsons_interval(num_correct: int, num
     interval = binomtest(num_correct, num).proportion_ci(one_standard_error, method="wilson")
     assert share_error(num_correct / num, num) == pytest.approx((interval.high - interval.low) / 2)
     assert share_error(0.5, None) is None
+    assert share_error(0.5, 0) is None
+    assert share_error(3.0, 10) is None
 
 
 def test_values_are_rounded_by_their_errors() -> None:

@@ -1,5 +1,6 @@
 """The table of ended runs in the description of an MLflow experiment."""
 
+import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,45 @@ def test_damaged_results_of_others_are_left_out(scene: Scene, end: End) -> None:
         scene.client.set_tag(scene.client.create_run(experiment).info.run_id, "hpcdist.result", text)
     end("b", 0.9, 2.0)
     assert " · 2 results\n" in note_of_experiment(scene)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_samples": 0}, "num_samples cannot be 0"),
+        ({"num_samples": 10, "value": 3.0}, "value cannot be 3.0, which is no proportion"),
+        ({"num_samples": 10, "value": -0.5}, "value cannot be -0.5, which is no proportion"),
+        ({"mode": "best"}, "mode cannot be 'best'"),
+        ({"ended": "now"}, "ended cannot be 'now'"),
+    ],
+)
+def test_impossible_results_of_others_are_left_out_with_a_line(
+    scene: Scene, end: End, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
+) -> None:
+    end("a", 0.9, 1.0)
+    other = scene.client.create_run(scene.client.get_experiment_by_name("exp").experiment_id).info.run_id
+    valid = {"metric": "eval/accuracy", "mode": "max", "value": 0.5, "data": "", "num_samples": None}
+    valid |= {"ended": 1.0, "allocated_s": 1.0, "unit": "core"}
+    scene.client.set_tag(other, "hpcdist.result", json.dumps(valid | change))
+    end("b", 0.9, 2.0)
+    end("c", 0.9, 3.0)
+    assert " · 3 results\n" in note_of_experiment(scene)
+    line = f"the MLflow run {other} is left out of the experiment's table: hpcdist.result is damaged: {reason}"
+    assert [message for message in caplog.messages if other in message] == [line]
+
+
+def test_words_of_others_are_shown_as_they_are(scene: Scene, end: End) -> None:
+    end("a", 0.5, 1.0)
+    experiment = scene.client.get_experiment_by_name("exp").experiment_id
+    result = {"metric": "eval/accuracy", "mode": "max", "value": 0.9, "data": "digits test", "num_samples": None}
+    result |= {"ended": 1.0, "allocated_s": 1.0, "unit": "core", "status": "<b>[y](http://b)"}
+    for _ in range(3):  # the first line is about the results of the largest group
+        run = scene.client.create_run(experiment, run_name="[x](http://a)")
+        scene.client.set_tag(run.info.run_id, "hpcdist.result", json.dumps(result))
+    end("b", 0.5, 2.0)
+    note = str(scene.client.get_experiment_by_name("exp").tags[NOTE_TAG])
+    assert "(http" not in note.replace("\\(http", "")
+    assert "<b>" not in note
 
 
 def test_failed_run_begins_with_cause_and_fix(scene: Scene, end: End) -> None:
