@@ -45,6 +45,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.cgroups import exceeded_limit_bytes, memory_kills
 from hpcdist.rank.processes import (
@@ -58,7 +59,7 @@ from hpcdist.rank.processes import (
     STOP_SIGNALS,
     fork_rank,
 )
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, require_same
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -134,7 +135,6 @@ def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
 
 def _import_modules(run: RunDir) -> "Config":
     from hpcdist.config.loading import load_run_config
-    from hpcdist.run.folder import require_same
 
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
@@ -258,10 +258,12 @@ class Parent:
         kills_before = memory_kills()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
+            # An interpreter would import from another folder in its place.
+            require_same(self.run.path, self.env)
             with retry.patient(FILE_TIMEOUT_S):
                 log = retry.retry(lambda: os.open(attempt.log(number), flags, 0o666), attempt.path)
             pid = fork_rank(lambda: self._become_rank(number, attempt.number, log), ignored, blocked)
-        except OSError as error:
+        except (OSError, HpcdistError) as error:
             self._report(**place, error=f"its parent process cannot start it: {error}"[:_MAX_TEXT])
             return None
         if pid == 0:

@@ -117,7 +117,7 @@ SWAP = "import os\nos.rename({run!r}, {old!r})\nos.rename({planted!r}, {run!r})\
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("module", "code"), [("rank.worker", 2), ("rank.parent", 69), ("tracking.shipper", 2)])
+@pytest.mark.parametrize(("module", "code"), [("rank.worker", 2), ("rank.parent", 0), ("tracking.shipper", 2)])
 def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path, module: str, code: int) -> None:
     """The folder is swapped before the process starts; that of the parent of ranks while it imports torch."""
     env = {
@@ -134,11 +134,14 @@ def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path
     (tmp_path / "torch.py").write_text(swap)
     if module != "rank.parent":
         exec(swap)
-    command = [sys.executable, "-m", f"hpcdist.{module}", str(run.path)]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        done = subprocess.run(command, env=env, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, REPLACED in done.stderr) == (code, True), done.stderr
+    command, request = [sys.executable, "-m", f"hpcdist.{module}", str(run.path)], ""
+    if module == "rank.parent":
+        command += ["all", "fork", "60", sys.executable, "-c", "print('planted')"]
+        request = '{"start": 1, "rank": 0, "env": {}}\n'
+    done = subprocess.run(command, env=env, input=request, capture_output=True, text=True, check=False)
+    # The parent starts no rank, and reports why.
+    errors = done.stdout if module == "rank.parent" else done.stderr
+    assert (done.returncode, REPLACED in errors) == (code, True), done.stderr
     assert "planted" not in done.stderr
     assert {path.name for path in run.path.iterdir()} == {
         "attempts", "checkpoints", "config.yaml", "journal", "state.json",
