@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -138,8 +139,20 @@ def find_config(source: str | Path, folder: str = "") -> Path:
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
-    hint = suggestion(str(source), shipped, f"shipped configs are {', '.join(shipped)}")
+    beside = _yaml_files_beside(path)
+    same_stem = [file for file in beside if Path(file).stem == path.stem]
+    if same_stem:
+        hint = f"did you mean {same_stem[0]!r}?"
+    else:
+        hint = suggestion(str(source), [*shipped, *beside], f"shipped configs are {', '.join(shipped)}")
     raise ConfigError(f"no such config file: {hint}", source=str(source))
+
+
+def _yaml_files_beside(path: Path) -> list[str]:
+    """Return the YAML files in the folder of a path; none if the folder cannot be read."""
+    with suppress(OSError):
+        return [str(file) for file in sorted(path.parent.iterdir()) if file.suffix in (".yaml", ".yml")]
+    return []
 
 
 def shipped_configs(folder: str = "") -> dict[str, Path]:

@@ -311,6 +311,18 @@ def test_missing_file_suggests_a_shipped_config(source: str, hint: str) -> None:
         load_run_config(Path(source, "config.yaml"), [], {})
 
 
+@pytest.mark.parametrize("source", ["tiny.yml", "tiny", "Tiny.yaml", "tinny.yaml", "./tiny.yml", "~/tiny.yml"])
+def test_missing_file_suggests_the_file_beside_it(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tiny.yaml").touch()
+    expected = f"{tmp_path}/tiny.yaml" if source.startswith("~") else "tiny.yaml"
+    for options in ({}, {"cluster": source}):
+        with pytest.raises(ConfigError) as caught:
+            load_config("ddp_digits" if options else source, **options)
+        assert str(caught.value).endswith(f"no such config file: did you mean {expected!r}?")
+
+
 # --- Malformed YAML ends in a ConfigError of bounded length.
 
 
