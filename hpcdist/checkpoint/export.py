@@ -86,6 +86,18 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
 
 Format = Literal["safetensors", "torch"]
 SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt"}
+_FORMATS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+
+
+def format_of(requested: Format | None, output: Path | None) -> Format:
+    """Return the format that is requested by name, or by the ending of the file to write; both must agree."""
+    by_ending = _FORMATS.get(output.suffix) if output is not None else None
+    if requested is not None and by_ending is not None and requested != by_ending:
+        raise ExportError(f"--format {requested} contradicts the ending of --output {output}: leave out --format")
+    chosen = requested or by_ending
+    if chosen is None:
+        raise ExportError("no format: add --format safetensors or --format torch, or an --output that ends with .pt")
+    return chosen
 
 
 def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Manifest:

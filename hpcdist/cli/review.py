@@ -248,9 +248,9 @@ def _print_results(title: str, kind: str, base: str, results: Sequence["Compared
 
 @app.command()
 def cost(
-    name: Annotated[
-        str | None,
-        argument("RUN|EXPERIMENT", "Name of a run, a sweep or an experiment; by default the newest run.", options.runs),
+    names: Annotated[
+        list[str] | None,
+        argument("RUN|EXPERIMENT", "Names of runs, sweeps or experiments; by default the newest run.", options.runs),
     ] = None,
 ) -> None:
     """Show the allocated GPU-hours, or core-hours of runs without GPUs: of one run by cause, of several run by run.
@@ -258,6 +258,7 @@ def cost(
     Examples:
         hpcdist cost
         hpcdist cost digits
+        hpcdist cost first second
     """
     from hpcdist.review.ledger import read_ledger
     from hpcdist.run.lookup import list_runs, resolve
@@ -265,20 +266,29 @@ def cost(
     from hpcdist.run.sweeps import SweepDir
 
     runs_dir = options.runs_dir()
-    name = named(name)
     own, note = list_runs(runs_dir)
-    runs = [run for run in own if run.experiment == name]
-    notes = [note] if note and runs else []
-    if not runs:  # not the name of an experiment
-        other = resolve(name, runs_dir)
-        runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]
+    runs: dict[Path, RunDir] = {}
+    notes: list[str] = []
+    for name in names or [named(None)]:
+        of_experiment = [run for run in own if run.experiment == name]
+        if of_experiment:
+            notes = [note] if note else []
+            chosen = of_experiment
+        else:
+            other = resolve(name, runs_dir)
+            cells = other.cells() if isinstance(other, SweepDir) else [other]
+            chosen = [run for run in cells if run is other or run.config.is_file()]
+        runs |= {run.path.resolve(): run for run in chosen}
     ledgers: dict[str, Ledger] = {}
     problems: list[str] = []
-    for run in runs:
+    for run in runs.values():
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
+        title = f"{run.experiment}/{run.name}"
+        if title in ledgers:  # of another folder of runs
+            title = str(run.path)
         try:
-            ledgers[f"{run.experiment}/{run.name}"] = read_ledger(run)
+            ledgers[title] = read_ledger(run)
         except (RunFolderError, OSError) as error:
             problems.append(f"run {run.name} is left out: {error}")
     found = {title: one for title, one in ledgers.items() if one.entries}
@@ -291,8 +301,9 @@ def cost(
     else:
         say("no runs with a ledger")
     if without := [title.rpartition("/")[2] for title in ledgers if not ledgers[title].entries]:
-        names = ", ".join(without[:3]) + ", …" * (len(without) > 3)
-        notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
+        left_out = ", ".join(without[:3]) + ", …" * (len(without) > 3)
+        why = "such as runs that have not started"
+        notes.append(f"{len(without)} runs without a ledger are left out, {why}: {left_out}")
     for line in (*notes, *problems):
         say(line, error=True)
 
@@ -330,7 +341,10 @@ def _print_costs(found: Mapping[str, "Ledger"]) -> None:
 def export(
     run: options.OptionalRunName = None,
     *,
-    file_format: Annotated[Literal["safetensors", "torch"], option("--format", "FORMAT", "safetensors or torch.")],
+    file_format: Annotated[
+        Literal["safetensors", "torch"] | None,
+        option("--format", "FORMAT", "safetensors or torch; by default that of the ending of --output."),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         option(
@@ -350,7 +364,7 @@ def export(
 
     Examples:
         hpcdist export --format safetensors
-        hpcdist export first --format torch --checkpoint final --output digits.pt
+        hpcdist export first --checkpoint final --output digits.pt
     """
     from hpcdist.config.written import read_stored
     from hpcdist.run.lookup import resolve_run
@@ -363,12 +377,13 @@ def export(
     except ModuleNotFoundError as error:
         raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
 
-    checkpoint_export.require_package(file_format)
+    chosen_format = checkpoint_export.format_of(file_format, output)
+    checkpoint_export.require_package(chosen_format)
     chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitored)
     if checkpoint is None and monitored.monitor not in chosen.metrics:
         reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
         say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
-    name = f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[file_format]}"
+    name = f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}"
     path = (output or Path(name)).expanduser()
-    checkpoint_export.write_model(found, chosen, file_format, path)
+    checkpoint_export.write_model(found, chosen, chosen_format, path)
     say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

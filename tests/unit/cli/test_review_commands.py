@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from command_line import Cli, Make, Result, make_sweep, one_line
 from hpcdist_runs import unused_port
@@ -69,6 +70,15 @@ def test_cost_of_one_run_has_a_line_for_each_cause_and_of_several_for_each_run(
     make_sweep(runs[0].path.parent, "first", "gpu")
     assert "together: 5 core-hours, 2 GPU-hours\n" in hpcdist("cost", "grid").out, "of its cells"
     assert hpcdist("cost", "old").out == "no runs with a ledger\n"
+
+
+def test_cost_of_several_runs_counts_each_once(hpcdist: Cli, runs: list[RunDir], tmp_path: Path) -> None:
+    shutil.copytree(runs[0].path.parent.parent, tmp_path / "other")
+    result = hpcdist("cost", "first", "second", "exp/first", str(tmp_path / "other" / "exp" / "first"))
+    assert (result.code, result.err) == (0, "")
+    assert "together: 20 core-hours\n" in result.out, "5 + 10 + 5"
+    assert [name in result.out for name in ("exp/first", "exp/second", "/gpu")] == [True, True, False]
+    assert "no run 'nope'" in one_line(hpcdist("cost", "first", "nope"))
 
 
 def test_cost_shows_money_by_the_price_of_the_site_and_names_a_short_run(hpcdist: Cli, make: Make) -> None:
@@ -200,6 +210,18 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
     )
     message = one_line(hpcdist("export", "own", "--format", "torch", "--checkpoint", "best"))
     assert message.startswith("no checkpoint of own has the metric of checkpoint.monitor (empty): choose --checkpoint")
+
+
+def test_format_of_an_export_follows_from_the_ending(hpcdist: Cli, run: RunDir, tmp_path: Path) -> None:
+    assert hpcdist("export", run.name, "--output", "a.pt").code == 0
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["w"].tolist() == [10, 10]
+    assert hpcdist("export", run.name, "--output", "b.safetensors").code == 0
+    assert safetensors.torch.load_file(tmp_path / "b.safetensors")["w"].tolist() == [10, 10]
+    for words in ((), ("--output", "weights.bin")):
+        message = one_line(hpcdist("export", run.name, *words))
+        assert message.startswith("no format: add --format safetensors or --format torch, or an --output ")
+    message = one_line(hpcdist("export", run.name, "--format", "torch", "--output", "c.safetensors"))
+    assert message == "--format torch contradicts the ending of --output c.safetensors: leave out --format"
 
 
 def test_mistakes_of_an_export_are_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
