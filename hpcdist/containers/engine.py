@@ -35,19 +35,33 @@ class Engine:
 
 
 def find_engine(requested: str | None) -> Engine:
+    """Return an engine that works here: the requested one, by default the first."""
     problems = []
-    for name in (name for name in get_args(EngineName) if requested in (None, name)):
-        if shutil.which(name) is None:
-            problems.append(f"{name} is not installed")
+    for name in get_args(EngineName):
+        if requested not in (None, name):
             continue
-        # docker's client answers without its daemon, so the server's version is requested. podman has no daemon,
-        # and commands on its store would block for minutes while a build writes a large layer.
-        asked = ["version", "--format", "{{.Server.Version}}"] if name == "docker" else ["--version"]
-        done = run_within([name, *asked], ANSWER_S)
-        if done.returncode == 0:
+        problem = _problem(name)
+        if not problem:
             return Engine(name)
-        problems.append(f"{name} is installed, but fails: {error_line(done.stderr)}")
+        problems.append(problem)
+    if requested is not None:
+        for other in get_args(EngineName):
+            if other != requested and not _problem(other):
+                raise UserMistake(f"{problems[0]}: choose {other} instead, which works here")
     raise UserMistake(f"no container engine to use here: {'; '.join(problems)}")
+
+
+def _problem(name: EngineName) -> str:
+    """Return why an engine cannot be used here; empty if it can."""
+    if shutil.which(name) is None:
+        return f"{name} is not installed"
+    # docker's client answers without its daemon, so the server's version is requested. podman has no daemon, and
+    # commands on its store would block for minutes while a build writes a large layer.
+    asked = ["version", "--format", "{{.Server.Version}}"] if name == "docker" else ["--version"]
+    done = run_within([name, *asked], ANSWER_S)
+    if done.returncode:
+        return f"{name} is installed, but fails: {error_line(done.stderr)}"
+    return ""
 
 
 def error_line(stderr: str) -> str:

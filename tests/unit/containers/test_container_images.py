@@ -137,6 +137,26 @@ def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
 
 
 @pytest.mark.processes
+def test_error_of_an_engine_names_the_other_one_that_works(
+    programs: FakeCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(programs.folder))
+    programs.add_script("docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    programs.add_script("podman", "exit 0")
+    with pytest.raises(UserMistake) as raised:
+        find_engine("docker")
+    assert str(raised.value) == (
+        "docker is installed, but fails: Cannot connect to the Docker daemon: choose podman instead, which works here"
+    )
+    (programs.folder / "docker").unlink()
+    with pytest.raises(UserMistake, match=r"^docker is not installed: choose podman instead, which works here$"):
+        find_engine("docker")
+    programs.add_script("podman", "exit 1")
+    with pytest.raises(UserMistake, match=r"^no container engine to use here: docker is not installed$"):
+        find_engine("docker")
+
+
+@pytest.mark.processes
 def test_daemon_says_whether_it_is_rootless(programs: FakeCommands) -> None:
     programs.add_script("podman", "echo name=rootless")
     assert not Engine("podman").is_rootless_daemon()
