@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import shlex
 import shutil
 import time
 import warnings
@@ -46,12 +47,24 @@ def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> Non
     check_code(config, cwd, own_python=own_python)
 
 
+#: Endings of programs that are no Python: what they are, and what to do.
+_NO_PYTHON = {
+    ".ipynb": "is a notebook, and ranks run Python files: `jupyter nbconvert --to script {path}` writes one",
+    ".sh": "is a shell script, and ranks run Python files: name the Python file that it starts, with its arguments",
+}
+
+
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
     module, colon, _ = config.trainer.target.partition(":")
     if file := config.trainer.script_file:
         if not file.is_file():
-            raise ConfigError(f"trainer.script: no such file: {file}")
+            hint = suggestion(file.name, [path.name for path in file.parent.glob("*.py")], "")
+            raise ConfigError(f"trainer.script: no such file: {file}{hint and ': '}{hint}")
+        if file.suffix in _NO_PYTHON:
+            raise ConfigError(
+                f"trainer.script: {file.name} {_NO_PYTHON[file.suffix].format(path=shlex.quote(str(file)))}"
+            )
         if not own_python:
             _check_syntax("trainer.script", file)
     elif config.trainer.script:

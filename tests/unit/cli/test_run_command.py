@@ -243,7 +243,7 @@ def test_secret_override_is_passed_in_the_environment() -> None:
     ("arguments", "message"),
     [
         (("run", "ddp_digits", "--in", "slurm"), "--in must be docker or podman, got 'slurm'"),
-        (("run", "ddp_digits", "--in", "docker"), "no container engine to use here: docker is not installed"),
+        (("run", "ddp_digits", "--in", "docker"), "docker is not installed: choose podman instead, which works here"),
         (("run", "ddp_digits", "--in", "podman", "--detach"), "--detach and --in exclude each other"),
         (("image", "build", "--target", "tiny"), "Invalid value for '--target': 'tiny' is not one of "),
         (("image", "check", "x"), "podman has no image 'x'"),
@@ -329,8 +329,24 @@ def test_module_instead_of_a_script(
     assert one_line(hpcdist("run", "-m", "__main__")).startswith("trainer.script: no module '__main__' in ")
 
 
+@pytest.mark.parametrize(
+    "words", [("run",), ("submit", "--dry-run"), ("run", "--sweep", "seed=1,2"), ("run", "ddp_digits")]
+)
+def test_program_that_is_no_python_is_refused(hpcdist: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "x.ipynb").write_text('{"cells": []}')
+    (tmp_path / "train.sh").write_text("python train.py\n")
+    assert one_line(hpcdist(*words, "x.ipynb")).removeprefix("--sweep: ") == (
+        "trainer.script: x.ipynb is a notebook, and ranks run Python files:"
+        f" `jupyter nbconvert --to script {tmp_path}/x.ipynb` writes one"
+    )
+    assert "trainer.script: train.sh is a shell script" in one_line(hpcdist(*words, "train.sh", "--lr", "1"))
+    assert sorted(os.listdir()) == ["train.sh", "x.ipynb"]
+
+
 def test_sweep_of_a_script(hpcdist: Cli, script: Path) -> None:
     assert one_line(hpcdist("run", "nope.py", "--lr", "1")) == f"trainer.script: no such file: {script.parent}/nope.py"
+    message = one_line(hpcdist("run", "trian.py"))
+    assert message == f"trainer.script: no such file: {script.parent}/trian.py: did you mean 'train.py'?"
     result = hpcdist("run", "--dry-run", "--sweep", "params.lr=0.1,0.2", "train.py", "--lr", "${params.lr}")
     assert (result.code, result.err) == (0, "")
     assert "lr=0.2" in result.out
