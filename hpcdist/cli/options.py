@@ -208,8 +208,12 @@ class ScriptCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+#: Endings of programs. One that is no Python is refused with the name of the script, and not read as a config.
+_PROGRAMS = (".py", ".ipynb", ".sh")
+
+
 def _is_script(word: str) -> bool:
-    return word == "-m" or (word.endswith(".py") and not re.match(r"[\w.]+=", word))
+    return word == "-m" or (word.endswith(_PROGRAMS) and not re.match(r"[\w.]+=", word))
 
 
 def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -245,7 +249,9 @@ def console() -> Console:
                 yield part if part.control else Segment(terminal_text(part.text), part.style)
 
     found = Clean()
-    return found if found.is_terminal else Clean(width=160)
+    # rich obeys COLUMNS, but assumes 80 columns without it.
+    is_width_known = found.is_terminal or (os.environ.get("COLUMNS") or "").isdigit()
+    return found if is_width_known else Clean(width=160)
 
 
 def print_table(

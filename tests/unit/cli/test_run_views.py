@@ -17,7 +17,7 @@ from command_line import Make, SetJob, job
 from report_scene import BEGAN, account, add_attempt
 from rich.console import Console
 
-from hpcdist.cli import run_views
+from hpcdist.cli import options, run_views
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
@@ -267,6 +267,16 @@ def test_table_of_runs_has_the_best_value_the_cost_and_the_times_in_80_columns(m
     assert lines[-3].split() == ["three", "finished", "min", "0.25", "5", *started.split(), "1", "h"]
     assert lines[-2].endswith("stopped: paused")
     assert lines[-1] == "best run by eval/max: exp/one, too few seeds to tell from exp/two, +0.25"
+
+
+def test_tables_in_a_pipe_have_the_width_of_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for columns, width in (("", 160), ("100", 100), ("wide", 160), ("60", 60)):
+        monkeypatch.setenv("COLUMNS", columns)
+        options.print_table(options.console(), ("run", "reason"), [("first", "word " * 40)])
+        table = capsys.readouterr().out.splitlines()
+        assert max(map(len, table)) == width
 
 
 def test_status_of_a_running_run(console: Console, make: Make) -> None:
