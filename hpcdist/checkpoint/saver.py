@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -190,6 +191,16 @@ class HostBuffers:
         return host, events
 
 
+def plain_state(state: Any, name: str) -> Any:
+    """Return a state as a checkpoint can contain it, with the same tensors. Raises CheckpointError with its name."""
+    return _Walk({}).visit(state, (name,))
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a number or text of NumPy as that of Python, and any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 class _Walk:
     """One pass over a state: assigns a buffer to each tensor, and copies the containers."""
 
@@ -201,6 +212,7 @@ class _Walk:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def visit(self, value: Any, path: _Path) -> Any:
+        value = _without_numpy(value)
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -212,9 +224,11 @@ class _Walk:
         if isinstance(value, list | tuple):
             visited = [self.visit(item, (*path, index)) for index, item in enumerate(value)]
             return visited if isinstance(value, list) else tuple(visited)
-        if isinstance(value, set) and all(type(item) in _PLAIN for item in value):
-            return set(value)
-        for plain in (int, float, str):  # numpy.float64, IntEnum and the like
+        if isinstance(value, set):
+            items_of_set = set(map(_without_numpy, value))
+            if all(type(item) in _PLAIN for item in items_of_set):
+                return items_of_set
+        for plain in (int, float, str):  # IntEnum and the like
             if isinstance(value, plain):
                 return plain(value)
         raise CheckpointError(
@@ -223,6 +237,7 @@ class _Walk:
         )
 
     def _key(self, key: Any, path: _Path) -> Any:
+        key = tuple(map(_without_numpy, key)) if type(key) is tuple else _without_numpy(key)
         if type(key) in _PLAIN or (type(key) is tuple and all(type(part) in _PLAIN for part in key)):
             return key
         raise CheckpointError(f"{_name(path)} has the key {key!r}, but keys in a checkpoint are strings or numbers")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
+from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
 from hpcdist.config.schema import Config, find_trainer
@@ -408,6 +408,7 @@ class Context:
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         self._refuse_in_loop("save", "ctx.steps saves; for the metrics of an evaluation call steps.save(metrics)")
+        step = int(step)  # a number of NumPy does not fit into the manifest
         with self.timer.account.phase("checkpoint"):
             report_saved = self._commands.begin_save(step)
             is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
@@ -445,7 +446,10 @@ class Context:
         return {
             "rng": rng_state(self.device),
             "local": local
-            and {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in local.items()},
+            and {
+                key: value.cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in plain_state(local, "local").items()
+            },
             "role": self.roles.name_of(self.rank),
             **self.elastic.saved_state(),
         }

@@ -156,15 +156,15 @@ class Heartbeat:
 
     def _write(self) -> None:
         noted, step = self._noted, self.step
+        # Numbers may be NumPy or torch scalars, which JSON does not support.
         text = json.dumps(
             {
                 "time": noted,
                 "host": self._host,
                 "regular": self.is_regular,
-                "step": step,
-                "total_steps": self.total_steps,
+                "step": int(step),
+                "total_steps": None if self.total_steps is None else int(self.total_steps),
                 "doing": self.doing,
-                # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key: float(value) for key, value in self.metrics.copy().items()},
                 "metric_steps": {key: int(step) for key, step in self.metric_steps.copy().items()},
                 "diverged": self._losses.finding,

@@ -22,7 +22,7 @@ from context_scene import SINGLE_RANK, new_run, open_context
 from torch import nn
 
 from hpcdist.checkpoint import store as checkpoint_store
-from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers
+from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers, plain_state
 from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verified
 from hpcdist.config.launch_schema import CheckpointConfig
@@ -400,9 +400,26 @@ def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage(
 
 
 @pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float16(0.5), 0.5), (np.float32(0.5), 0.5), (np.float64(0.5), 0.5), (np.int8(3), 3), (np.int64(3), 3),
+        (np.uint8(3), 3), (np.bool_(True), True), (np.complex64(1j), 1j), (np.complex128(1j), 1j), (np.str_("a"), "a"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_number_of_numpy_becomes_one_of_python(value: Any, expected: Any) -> None:
+    for convert in (lambda state: HostBuffers().copy(state)[0], lambda state: plain_state(state, "local")):
+        found = convert({"value": value, "list": [value], value: 1, ("a", value): 2, "set": {value}})
+        assert found == {"value": expected, "list": [expected], expected: 1, ("a", expected): 2, "set": {expected}}
+        parts = [found["value"], *found["list"], *found["set"], list(found)[2], list(found)[3][1]]
+        assert {type(part) for part in parts} == {type(expected)}
+
+
+@pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"trainer": {"best": np.zeros(2)}}, r"trainer\['best'\] is a numpy.ndarray, which a checkpoint cannot"),
+        ({"trainer": {"day": np.datetime64("2026-11-28")}}, r"trainer\['day'\] is a datetime.date, which a checkpoint"),
         ({"trainer": [0, lambda: 0]}, r"trainer\[1\] is a builtins.function"),
         ({"trainer": {frozenset(): 1}}, r"the key frozenset\(\), but keys in a checkpoint are strings or numbers"),
         ({"model": {"w": torch.eye(2).to_sparse()}}, r"model\['w'\] is a Tensor of layout torch.sparse_coo on cpu"),
@@ -412,6 +429,23 @@ def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage(
 def test_value_that_could_not_be_loaded_is_refused_with_its_path(state: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         HostBuffers().copy(state)
+
+
+def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with open_context(SINGLE_RANK, run, Config()) as ctx:
+        ctx.should_stop(np.int64(3), np.int64(5))  # type: ignore[arg-type]
+        ctx.save(
+            np.int64(3), model=nn.Linear(1, 1), trainer={}, local={"best": np.float32(0.5)}  # type: ignore[arg-type]
+        )
+        ctx.close()
+        beat = run.attempt(1).read_beat(0)
+    assert beat is not None
+    assert (beat["step"], beat["total_steps"]) == (3, 5)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    states = CheckpointStore(run.checkpoints).load(newest.path).rank_states
+    assert (newest.step, states[0]["local"]) == (3, {"best": 0.5})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
