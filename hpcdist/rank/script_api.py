@@ -147,7 +147,12 @@ class RunningScript:
 
     def last_step(self) -> int | None:
         """Return the newest step that the script has reported, if any."""
-        return self._heartbeat.step if self._heartbeat is not None else None
+        return int(self._heartbeat.step) if self._heartbeat is not None else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps of the whole training, if the script has reported it."""
+        return self._heartbeat.total_steps if self._heartbeat is not None else None
 
     @property
     def stop_agreed(self) -> bool:

@@ -117,6 +117,8 @@ def _run_script_or_trainer(
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
         how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
         reason = f"{config.trainer.script_name} {how}"
+        if ended == "done":
+            reason += at_step(script.last_step(), script.total_steps)
     else:
         try:
             ended, reason = _run_trainer(config, run, attempt, topology, outcome, records)
@@ -164,7 +166,7 @@ def _run_trainer(
     from hpcdist.rank.system_metrics import EnergyMeter, monitored_node
 
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s, config.stop.nan_losses)
-    outcome.step = lambda: heartbeat.step
+    outcome.step = lambda: int(heartbeat.step)
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params, config.param_texts)
     # No collection, nor the search for open files at the end, looks at the imported objects: it would copy the memory
@@ -199,7 +201,17 @@ def _run_trainer(
         with exit_as_return(config.trainer.target):
             train(ctx, config, *params)
         ended = close(ctx)
-    return ended, ctx.end_reason
+    reason = ctx.end_reason
+    if ended == "done" and not reason:
+        reason = f"the trainer has finished{at_step(heartbeat.step, heartbeat.total_steps)}"
+    return ended, reason
+
+
+def at_step(step: int | None, total_steps: int | None) -> str:
+    """Return ` at step 200 of 200` as the end of a sentence; empty if no step is known."""
+    if not step:
+        return ""
+    return f" at step {step}" + ("" if total_steps is None else f" of {total_steps}")
 
 
 @contextmanager
@@ -313,12 +325,21 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
 
 @contextmanager
 def exit_as_return(name: str) -> Iterator[None]:
-    """Let `sys.exit` end the block. Raises RuntimeError after an exit with a non-zero status."""
+    """Let `sys.exit` end the block. Raises RuntimeError, with its traceback, after an exit with another status than 0.
+
+    As in Python, a code that is no number is a message, and the status is then 1.
+    """
     try:
         yield
     except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise RuntimeError(f"{name} ended with exit status {ended.code}") from ended
+        code = 0 if ended.code is None else ended.code
+        if not isinstance(code, int):
+            error = RuntimeError(f"{name} ended with exit status 1: {code}")
+        elif code:
+            error = RuntimeError(f"{name} ended with exit status {code}")
+        else:
+            return
+        raise error.with_traceback(ended.__traceback__) from None
 
 
 # The outcome file of a rank, from which the supervisor learns how the rank ended.

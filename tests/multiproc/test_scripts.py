@@ -132,7 +132,7 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
 
     code, output = scripts.command("resume", str(scripts.run_dir("loop").path))
     assert code == 0, output
-    assert "finished: loop.py ended with exit status 0" in output
+    assert "finished: loop.py ended with exit status 0 at step 1000" in output
     saved = torch.load(newest)
     assert saved["step"] == 1000
     assert {int(state["step"]) for state in saved["optimizer"]["state"].values()} == {1000}, "each step was done once"
@@ -312,7 +312,7 @@ def examples(request: pytest.FixtureRequest, tmp_path: Path, empty_database: Pat
 def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     code, output = examples.command("run", "regression.yaml", "name=whole", *tracked(examples))
     assert code == 0, output
-    assert "finished: the trainer has finished" in output
+    assert "finished: the trainer has finished at step 400 of 400" in output
     found = examples.params("whole")
     assert (found["params.hidden"], found["params.total_steps"], found["optim.lr"]) == ("32", "400", "0.01")
     assert "model.name" not in found, "a section that the trainer does not read"

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hpcdist.errors import TopologyError, TrainerError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.rank import private_network
 from hpcdist.rank.private_network import INTERFACE_VARIABLES, interface_env
-from hpcdist.rank.worker import Outcome, load_trainer
+from hpcdist.rank.worker import Outcome, at_step, exit_as_return, load_trainer
 from hpcdist.run.folder import RunDir
 
 PROGRAM = """\
@@ -142,6 +143,44 @@ def test_traceback_and_log_name_the_original_of_a_copied_file(runs_dir: Path, ca
     for shown in ("".join(found["traceback"]), caplog.text):
         assert 'File "/me/project/pkg/train.py", line 2, in train' in shown
         assert str(run.code) not in shown
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("'no data in /data'", "exit status 1: no data in /data"),
+        ("3", "exit status 3"),
+        ("''", "exit status 1: "),
+        ("2.5", "exit status 1: 2.5"),
+    ],
+)
+def test_exit_of_a_script_shows_its_message_and_its_line(
+    runs_dir: Path, tmp_path: Path, code: str, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n\n\ndef main():\n    sys.exit({code})\n\n\nmain()\n")
+    attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
+    with pytest.raises(RuntimeError) as raised, exit_as_return("train.py"):
+        runpy.run_path(str(script))
+    Outcome(attempt, 0).write_error(raised.value)
+    found = read_json(attempt.outcome(0)) or {}
+    assert found["error"] == f"RuntimeError: train.py ended with {message}"
+    *_, frame, line, error = "".join(found["traceback"]).splitlines()
+    assert (frame, line) == (f'  File "{script}", line 5, in main', f"    sys.exit({code})")
+    assert error == f"RuntimeError: train.py ended with {message}"
+
+
+@pytest.mark.parametrize("code", ["", "None", "0", "False"])
+def test_exit_with_status_0_ends_a_script_without_an_error(tmp_path: Path, code: str) -> None:
+    (tmp_path / "train.py").write_text(f"raise SystemExit({code})\n")
+    with exit_as_return("train.py"):
+        runpy.run_path(str(tmp_path / "train.py"))
+
+
+def test_end_of_a_trainer_names_its_step() -> None:
+    assert [at_step(*steps) for steps in ((200, 200), (7, None), (0, 9), (None, None))] == [
+        " at step 200 of 200", " at step 7", "", "",
+    ]  # fmt: skip
 
 
 def test_errors_during_the_import_of_a_trainer_keep_their_traceback(
