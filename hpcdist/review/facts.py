@@ -260,6 +260,7 @@ class RunFacts:
     rank_python: RankPython = ""
     rank_versions: Mapping[str, str] = field(default_factory=dict)  #: by package, of `rank_python`; empty if unknown
     git_commit: str = ""
+    no_commit: str = ""  #: why it is empty, if this is known
     code_copied: bool = False
     code_digest: str = ""  #: of the names and contents of the copied files
     git_dirty: bool = False  #: whether there were uncommitted changes
@@ -399,7 +400,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
             (environment, ("user", "host", "launcher", "command", "git_commit", "code_digest")),
             (image, ("image", "image_digest", "image_build")),
             (mlflow, ("run_id", "experiment_id")),
-            (code, ("cwd",)),
+            (code, ("cwd", "no_commit")),
         )
         for name in names
     }

@@ -164,6 +164,7 @@ class CodeState:
     num_untracked: int = 0
     sources: list[str] = field(default_factory=list)  #: folders of the copy, such as `src`, that ranks import from
     live: list[str] = field(default_factory=list)  #: folders of code that ranks import without a copy
+    no_commit: str = ""  #: why `git_commit` is None, if it is known
 
 
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
@@ -206,8 +207,19 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         untracked=untracked[:MAX_UNTRACKED],
         num_untracked=len(untracked),
         sources=import_roots(top, kept),
+        no_commit="" if commit else _why_no_commit(top, root),
     )
     return replace(code, live=_live(config, run, code)) if is_own(config) else code
+
+
+def _why_no_commit(top: Path, root: Path | None) -> str:
+    if root is not None:
+        return "its git repository had no commit yet"
+    if not any(os.path.lexists(folder / ".git") for folder in (top, *top.parents)):
+        return "it was not in a git repository"
+    if shutil.which("git") is None:
+        return "git is not installed"
+    return "git could not read its repository"  # it belongs to another user, for example
 
 
 def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeState:
@@ -219,9 +231,12 @@ def take_from(original: RunDir, config: Config, run: RunDir, cwd: Path) -> CodeS
     if not code.copied:
         return take(config, run, cwd)
     if not original.code.is_dir():
+        back = f"restore the code in {code.root}"
+        if code.git_commit:
+            back = f"`git checkout {code.git_commit}` in {code.root}"
         raise UserMistake(
-            f"the copy of the code of run {original.name} is gone: {original.code} does not exist; `git checkout"
-            f" {code.git_commit or 'COMMIT'}` in {code.root}, then `hpcdist run {original.config} name=NEW`"
+            f"the copy of the code of run {original.name} is gone: {original.code} does not exist; {back}, then"
+            f" `hpcdist run {original.config} name=NEW`"
         )
     shutil.copytree(original.code, run.code, symlinks=True)
     if original.patch.is_file():

@@ -206,6 +206,20 @@ def test_symbolic_links_are_copied_as_links(project: Path, run: RunDir, in_git: 
     assert os.readlink(run.code / "dangling") == "no/such/file"
 
 
+def test_reason_of_a_missing_commit_is_recorded(
+    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, train="1")
+    code = take(config(run), run, project)
+    assert (code.git_commit, code.no_commit) == (None, "its git repository had no commit yet")
+    shutil.rmtree(run.code)
+    (project / ".git" / "HEAD").write_text("damaged")
+    assert take(config(run), run, project).no_commit == "git could not read its repository"
+    shutil.rmtree(run.code)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert take(config(run), run, project).no_commit == "git is not installed"
+
+
 # --- plain folders
 
 
@@ -218,8 +232,9 @@ def test_plain_folder_is_copied_without_hidden_files_and_environments(project: P
     os.mkfifo(project / "fifo")
     code = take(config(run), run, project)
     assert code == CodeState(
-        cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True, num_untracked=0
-    )
+        cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True, num_untracked=0,
+        no_commit="it was not in a git repository",
+    )  # fmt: skip
     assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
     assert not (run.path / "code.patch").exists()
     assert import_path(code, run) == [str(run.code)]
