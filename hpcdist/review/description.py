@@ -117,7 +117,8 @@ def _code(facts: RunFacts) -> str:
             commit += f" of {few(facts.changed_files, _MAX_CHANGED)}"
         parts = [", ".join([*(f"{shipped} from a git work tree" for shipped in parts), commit])]
     elif facts.code_copied:
-        parts.append("no commit, since it was not in a git repository; the run folder has a copy in code/")
+        why = f", since {facts.no_commit}" if facts.no_commit else ""
+        parts.append(f"no commit{why}; the run folder has a copy in code/")
     if facts.code_digest:
         parts.append(f"digest {facts.code_digest} of the copied files")
     if facts.git_commit and (number := facts.num_untracked):
@@ -422,7 +423,7 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
     rows: list[tuple[str, ...]] = []
     for row, attempt in zip(attempt_rows(facts), facts.attempts, strict=True):
         logs = link("logs", _artifact(facts, f"logs/attempt-{attempt.number:03d}"))
-        rows.append((*row[:-1], escaped(row[-1], 200), logs))
+        rows.append((*row[:-1], with_code(row[-1], 200), logs))
     if (left_out := len(rows) - num_kept) > 0:
         first = (num_kept + 1) // 2
         rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
@@ -477,4 +478,5 @@ def cost_text(ledger: Ledger) -> str:
         words.append(f"{duration(ledger.queue_s)} in the queue")
     words += [ledger.energy_text] if ledger.energy_text else []
     words += [f"{name} {escaped(text)}" for name, text in ledger.costs.items()]
-    return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
+    rows = [(*row[:-1], with_code(row[-1], 300)) for row in ledger.rows()]
+    return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), rows)

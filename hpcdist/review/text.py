@@ -51,7 +51,11 @@ def escaped(text: str, limit: int = 300) -> Markdown:
 
 def with_code(text: str, limit: int) -> Markdown:
     """Return `one_line` of a text as `escaped` does, and text between backticks as code."""
-    parts = re.split(r"(`[^`]+`)", one_line(text, limit))
+    line = one_line(text, limit)
+    if line.endswith("…") and line.count("`") % 2:  # the end of the code is cut off
+        line = f"{line[:-1]}`…"
+    # In a table, a vertical bar in code would end the cell.
+    parts = re.split(r"(`[^`|]+`)", line)
     return Markdown("".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts)))
 
 

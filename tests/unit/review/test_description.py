@@ -193,8 +193,9 @@ CLEAN = {"git_dirty": False}
         (CLEAN | {"num_untracked": 2}, "Code", ["commit c0ffee; 2 files of the copy are not in git"]),
         (CLEAN | {"live_code": ("/me/lib",)}, "Code",
          ["commit c0ffee; imported without a copy, so later edits change the run: /me/lib"]),
-        ({"git_commit": "", "code_copied": True}, "Code",
-         ["no commit, since it was not in a git repository; the run folder has a copy in code/"]),
+        ({"git_commit": "", "code_copied": True}, "Code", ["no commit; the run folder has a copy in code/"]),
+        ({"git_commit": "", "code_copied": True, "no_commit": "git is not installed"}, "Code",
+         ["no commit, since git is not installed; the run folder has a copy in code/"]),
         ({"attempts": (FIRST, replace(SECOND, nodes=("n2", "n3"))), "job_id": "4"}, "Ranks",
          ["4 on n2, n3 (earlier attempts: n1), Slurm job 4"]),
         ({"cpu": "AMD EPYC 7B13, 8 logical CPUs"}, "CPU", ["AMD EPYC 7B13, 8 logical CPUs"]),
@@ -312,11 +313,22 @@ def test_long_description_leaves_out_attempts_in_the_middle_and_then_its_end() -
     assert described(FACTS, max_chars=-5) == ""
 
 
+def test_command_in_a_cause_is_code_in_the_table_of_attempts() -> None:
+    text = described(replace(FACTS, attempts=(replace(FIRST, cause="use `hpcdist resume first`"), SECOND)))
+    assert "use `hpcdist resume first`" in text[text.index("### Attempts") :]
+    entries = (Entry(cause="redone", attempt=1, node="n1", seconds=60.0),)
+    assert "which is `compile` |\n" in described(FINISHED, Ledger(unit="GPU", entries=entries)), (
+        "a meaning in the ledger"
+    )
+
+
 def test_text_of_users_has_no_meaning_in_markdown_and_durations_two_units() -> None:
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
         "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
     )
     assert with_code("use `a_b` <x> `y", 100) == "use `a_b` &lt;x&gt; \\`y"
+    assert with_code("see `hpcdist status first`, or", 12) == "see `hpcdis`…", "cut in the code"
+    assert with_code("`a | b`", 100) == "\\`a &#124; b\\`", "a vertical bar in code would end a cell"
     assert escaped("x" * 400, 10) == "x" * 9 + "…"
     assert table(("a", "b"), [("*", Markdown("*"))]) == "| a&nbsp;&nbsp;| b |\n| --- | --- |\n| \\*&nbsp;&nbsp;| * |"
     assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [

@@ -218,6 +218,13 @@ def test_report_of_a_sweep_has_its_settings_a_heat_map_and_links(
     assert "Heat map" not in render_sweep(sweep)
 
 
+def test_commands_in_reasons_are_code(full: ReportScene) -> None:
+    full.state(status="stopped", reason="`hpcdist resume first` continues it")
+    page = page_of(full)
+    assert "<code>hpcdist resume first</code> continues it" in page
+    assert "`" not in Elements(page).text
+
+
 def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
     assert [write_report(full.run, read_series), write_report(full.run, read_series)] == [True, False]
     full.state(reason="another one")
