@@ -221,6 +221,10 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         return [ok("nodes", "not run: the run has no nodes at present")]
+    try:
+        job_id = client.numeric_id(job.id)
+    except SlurmError as error:
+        return [warning("nodes", f"not asked, since Slurm does not answer: {error}", "see `hpcdist doctor`")]
     nodes = expand(now.facts.nodes)
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     needs = Needs(
@@ -241,12 +245,12 @@ def _live(run: RunDir, config: Config) -> list[Check]:
         env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
         gpu_request = config.cluster.gpu_request if gpus else None
         # Slurm ends the step after two minutes even if srun was killed.
-        flags = {"jobid": job.id, "time": 2, "mem": 0, "gpus-per-node": gpu_request}
+        flags = {"jobid": job_id, "time": 2, "mem": 0, "gpus-per-node": gpu_request}
         step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
         asked_at = time.time()
         answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env=env)
         answered_at = time.time()
-    look = f"`srun --jobid={job.id} --overlap hostname`"
+    look = f"`srun --jobid={job_id} --overlap hostname`"
     if is_late:
         text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
         return [warning("nodes", text, f"{look} shows the node that does not answer")]

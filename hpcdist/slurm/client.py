@@ -15,7 +15,7 @@ from subprocess import CompletedProcess
 from typing import NamedTuple, Self
 
 from hpcdist.config.topology import expand
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.slurm import output
 from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, SlurmError, parse_text, parse_time
@@ -33,6 +33,11 @@ JOB_TIMEOUT_S = 60.0
 #: How long a job repeats a query that it cannot go on without.
 JOB_RETRY_S = 300.0
 
+
+#: The last error of Slurm's commands without slurm.conf, after those of their search for a controller by DNS.
+_NO_CONFIG = "Could not establish a configuration source"
+#: What is shown instead.
+NO_CONFIG = "Slurm's commands find no slurm.conf on this machine, nor a controller by DNS: use a login node"
 
 #: Variables by which a user's shell changes what Slurm's commands print.
 _OF_USERS = ("SACCT_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SQUEUE_")
@@ -68,6 +73,8 @@ def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> C
         raise SlurmError(f"{program} did not answer within {timeout_s:g} s", timed_out=True, stderr=done.stderr)
     if "Invalid job id" in done.stderr:
         return CompletedProcess(command, 0, "", "")
+    if _NO_CONFIG in done.stderr:
+        raise SlurmError(NO_CONFIG, stderr=done.stderr)
     reason = last_line(done.stderr).removeprefix(f"{program}: ") or f"exit code {done.returncode}"
     raise SlurmError(f"{program}: {reason}", stderr=done.stderr)
 
@@ -100,6 +107,16 @@ def accounted_starts(job_id: str) -> list[AccountedStart]:
     """Return all starts of a job in accounting, oldest first; raises SlurmError without accounting."""
     options = ("--duplicates", "--allocations", "-Pn", f"--format={output.START_FIELDS}")
     return output.parse_starts(run("sacct", f"--jobs={job_id}", *options), job_id)
+
+
+def numeric_id(job_id: str) -> str:
+    """Return the id of a job as `srun --jobid` takes it: for the task `41_2` of an array its own number."""
+    if "_" not in job_id:
+        return job_id
+    text = run("squeue", "--noheader", "--format=%A", f"--jobs={job_id}").strip()
+    if not text.isdecimal():
+        raise SlurmError(f"squeue reports no number of job {job_id}: {text[:100]!r}")
+    return text
 
 
 def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:
@@ -187,8 +204,16 @@ def _sacctmgr(*arguments: str) -> list[str]:
 
 
 def estimate_start(script: str) -> str:
-    """Return sbatch's estimate of the start of a job. Raises SlurmError if Slurm refuses it."""
-    text = _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+    """Return sbatch's estimate of the start of a job.
+
+    Raises SlurmError if Slurm refuses it, and UserMistake if this machine belongs to no cluster.
+    """
+    try:
+        text = _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+    except SlurmError as error:
+        if _NO_CONFIG in error.stderr:
+            raise UserMistake(f"{NO_CONFIG}, or show the script with --dry-run") from error
+        raise
     # Slurm gives the id to no job.
     return re.sub(r"\bJob \d+ to start", "the job would start", text)
 
@@ -199,7 +224,7 @@ def srun_option_error(name: str, value: str | bool) -> str | None:
         # --help ends the program after the options before it are parsed; it does not contact the controller.
         run("srun", f"--{name}" if value is True else f"--{name}={value}", "--help")
     except SlurmError as error:
-        if error.stderr and not error.timed_out:
+        if error.stderr and not error.timed_out and _NO_CONFIG not in error.stderr:
             lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
             return "; ".join(line.removeprefix("srun: ").removeprefix("error: ") for line in lines)
     return None

@@ -354,3 +354,26 @@ def test_preflight_step_runs_beside_the_ranks(
     (check,) = checks_of(run)["Node preflight"]
     assert (check.level, "did not finish within 60 s" in check.text) == ("warning", True)
     assert not list(run.path.glob(".doctor-*")), "the temporary folder is removed"
+
+
+def test_step_on_the_nodes_of_a_cell_has_the_number_of_its_job(
+    run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun refuses the id of an array task."""
+    slurm("RUNNING", sinfo=SINFO)
+    write_json(run.slurm, {"job_id": "69_0"})
+    srun = Srun(monkeypatch)
+    asked: list[tuple[str, ...]] = []
+
+    def numbers(*command: str) -> str:
+        asked.append(command)
+        return "71\n"
+
+    monkeypatch.setattr(client, "run", numbers)
+    (check,) = checks_of(run)["Node preflight"]
+    assert asked == [("squeue", "--noheader", "--format=%A", "--jobs=69_0")]
+    assert "--jobid=71" in srun.command
+    assert check.fix == "`srun --jobid=71 --overlap hostname`"
+    monkeypatch.setattr(client, "run", lambda *command: "")
+    (check,) = checks_of(run)["Node preflight"]
+    assert check.text == "not asked, since Slurm does not answer: squeue reports no number of job 69_0: ''"

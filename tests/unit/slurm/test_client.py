@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from slurm_recordings import FakeCommands, recorded
 
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.slurm import client
 from hpcdist.slurm.output import JobInfo, SlurmError, parse_time
 
@@ -56,6 +56,24 @@ def test_settings_of_the_users_shell_change_no_output(commands: FakeCommands, mo
     shown = "$SLURM_TIME_FORMAT $SQUEUE_FORMAT $SACCT_FORMAT $SINFO_STATES $LC_ALL $SLURM_CONF"
     commands.add_script("scontrol", f'echo "{shown}"')
     assert client.run("scontrol", "ping").split() == ["%s", "C", "/etc/other.conf"]
+
+
+def test_machine_without_slurm_conf_is_told_in_one_sentence(commands: FakeCommands) -> None:
+    lines = [
+        "error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+        "error: fetch_config: DNS SRV lookup failed",
+        "fatal: Could not establish a configuration source",
+    ]
+    for program in ("scontrol", "sbatch", "srun"):
+        commands.add(program, error="".join(f"{program}: {line}\n" for line in lines), code=1)
+    expected = "Slurm's commands find no slurm.conf on this machine, nor a controller by DNS: use a login node"
+    with pytest.raises(SlurmError) as caught:
+        client.query_job("7")
+    assert str(caught.value) == expected
+    assert client.srun_option_error("label", True) is None, "srun does not read it"
+    with pytest.raises(UserMistake) as refused:
+        client.estimate_start("#!/bin/sh\n")
+    assert str(refused.value) == f"{expected}, or show the script with --dry-run"
 
 
 # --- jobs
