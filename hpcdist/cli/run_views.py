@@ -437,6 +437,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "stragglers": attempt.current_stragglers() if attempt else [],
         "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")) or script_files(run),
         "mlflow_run_id": mlflow.get("run_id") or None,
+        **_result_of(run),
     }
 
 
@@ -448,6 +449,11 @@ def show_status(console: Console, run: RunDir) -> None:
         "folder": short_path(found["folder"]),
         "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
     }
+    if found["best"] is not None:
+        rows["best"] = f"{found['best_metric']} {found['best']:.6g} at step {found['best_step']}"
+    if found["hours"]:
+        rows["duration"] = duration(found["duration_s"])
+        rows["cost"] = f"{hours_text(3600 * found['hours'])} {found['unit']}-hours"
     # The cause of the last attempt is often the reason of the status.
     for ended in found["ended_attempts"]:
         if ended["cause"] != found["reason"]:

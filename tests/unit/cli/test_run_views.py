@@ -307,6 +307,20 @@ def test_status_of_a_running_run(console: Console, make: Make) -> None:
     assert f"next         {advice}" in lost
 
 
+def test_status_of_a_finished_run_has_value_duration_and_cost(console: Console, make: Make) -> None:
+    run = make(status="finished", reason="trained 10 steps")
+    run.config.write_text("checkpoint: {monitor: eval/loss, monitor_mode: min}\n")
+    add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
+    (run.checkpoints / "step-00000010").mkdir()
+    write_json(run.checkpoints / "step-00000010" / "manifest.json", {"step": 10, "metrics": {"eval/loss": 0.25}})
+    run_views.show_status(console, run)
+    rows = dict(row.split(maxsplit=1) for row in rows_of(console))
+    assert (rows["best"], rows["duration"], rows["cost"]) == ("eval/loss 0.25 at step 10", "1 h", "5 core-hours")
+    document = run_views.read_status(run)
+    assert (document["best"], document["best_metric"], document["best_step"]) == (0.25, "eval/loss", 10)
+    assert (document["hours"], document["unit"], document["duration_s"]) == (pytest.approx(5.0, abs=0.01), "core", 3601)
+
+
 def test_status_names_the_causes_of_ended_attempts_and_stragglers(console: Console, make: Make) -> None:
     run = make(status="failed", attempt=7, world_size=64, reason="rank 0 failed")
     for number in range(1, 8):
