@@ -136,6 +136,8 @@ def run_here(
         if plan.device == "cpu" and config.launch.device == "auto":
             in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
             say(f"no GPU is visible{in_image}: training on CPUs")
+        if origin is not None and like is None:
+            warn_of_unread_keys(config, origin)
         if found is not None and not dry_run:
             say(f"continuing run {found.name}, which has the same config; `--new` starts another run")
 
@@ -381,11 +383,27 @@ def submit_run(
         say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n{commented(ranks)}")
         return 0
     check_submission(config, flags, cwd, force=force)
+    if origin is not None and like is None:
+        warn_of_unread_keys(config, origin)
     say(ranks)
     if test:
         return 0
     run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, like=like)
     return enqueue(run, config, flags, follow=follow)
+
+
+def warn_of_unread_keys(config: Config, origin: Origin) -> None:
+    """Print a note on keys of the config that the trainer cannot read; not on those of a shipped config."""
+    from hpcdist.config.document import shipped_configs
+    from hpcdist.config.written import flat_values
+    from hpcdist.run.records import overrides
+    from hpcdist.run.trainer_source import unread_keys
+
+    is_shipped = origin.config in shipped_configs()
+    keys = list(overrides(origin, flat_values(config))) if is_shipped else origin.written
+    text = unread_keys(config, keys, Path.cwd())
+    if text:
+        say(f"note: {text}")
 
 
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:

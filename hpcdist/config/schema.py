@@ -89,14 +89,18 @@ def trainer_sections() -> dict[str, type]:
     return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
 
 
+def shared_sections() -> set[str]:
+    """Return the keys of the sections that several shipped trainers read."""
+    trainers = (find_trainer(name) for name in trainer_names())
+    return {section for trainer in trainers if trainer for section in trainer.shared_sections}
+
+
 def unused_sections(trainer: str) -> set[str]:
     """Return the keys of the sections that a shipped trainer does not read; none for any other code."""
     declared = find_trainer(trainer)
     if declared is None:
         return set()
-    others = (find_trainer(name) for name in trainer_names())
-    shared = {section for other in others if other for section in other.shared_sections}
-    return {*trainer_names(), *shared} - {trainer, *declared.shared_sections}
+    return {*trainer_names(), *shared_sections()} - {trainer, *declared.shared_sections}
 
 
 def script_name(command: Sequence[str]) -> str:

@@ -1,26 +1,26 @@
 """Create a run: its name, checks of its trainer, and its folder."""
 
+import ast
 import re
 import secrets
 import shlex
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
-from hpcdist.errors import ConfigError, suggestion
+from hpcdist.errors import ConfigError, few, suggestion
 from hpcdist.host import retry
 from hpcdist.host.files import read_json, write_atomic
 from hpcdist.run import records, snapshot
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import Origin, write_origin
-from hpcdist.run.snapshot import find_module
+from hpcdist.run.trainer_source import defined_names, module_specs, parse_module
 
 
 def with_name(config: Config) -> Config:
@@ -56,7 +56,7 @@ _NO_PYTHON = {
 
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
-    module, colon, _ = config.trainer.target.partition(":")
+    module, colon, function = config.trainer.target.partition(":")
     if file := config.trainer.script_file:
         if not file.is_file():
             hint = suggestion(file.name, [path.name for path in file.parent.glob("*.py")], "")
@@ -72,6 +72,8 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
             _check_module("trainer.script", config.trainer.script_name, cwd, compiles=True)
     elif colon:
         _check_module("trainer.target", module, cwd, compiles=not own_python)
+        if not own_python:
+            _check_function(module, function, cwd)
     elif (trainer := find_trainer(module)) is None:
         hint = suggestion(module, trainer_names(), "name your own as package.module:function")
         raise ConfigError(f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}")
@@ -81,17 +83,44 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
 
 def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
     """Raise ConfigError if the package of a module does not exist, or if one of their files is no valid Python."""
-    folders: Sequence[str] = [str(cwd)]
-    for number, name in enumerate(module.split(".")):
-        spec = PathFinder.find_spec(name, folders) if number else find_module(name, folders)
-        if spec is None and number == 0:
+    package: ModuleSpec | None = None
+    for name, spec in module_specs(module, cwd):
+        if spec is None and package is None:
             hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
             raise ConfigError(f"{key}: no module {name!r} in {cwd} or among the installed packages: {hint}")
-        if spec is None or not compiles:
+        if not compiles:
+            return
+        if spec is None:
+            _refuse_missing(key, name, package)
             return
         if spec.origin is not None:
             _check_syntax(key, Path(spec.origin))
-        folders = spec.submodule_search_locations or []
+        package = spec
+
+
+def _refuse_missing(key: str, name: str, package: ModuleSpec | None) -> None:
+    """Raise ConfigError if a package has no module of a name, unless it may find modules in ways of its own."""
+    assert package is not None, "a module is missing in a package"
+    folders = list(package.submodule_search_locations or [])
+    if not folders:
+        raise ConfigError(f"{key}: {package.name!r} is a module, not a package, and so has no module {name!r}")
+    source = Path(package.origin).read_text(errors="replace") if package.origin is not None else ""
+    if "__path__" in source or "sys.modules" in source or "sys.meta_path" in source:
+        return
+    known = [path.stem for folder in folders for path in Path(folder).glob("*.py")]
+    hint = suggestion(name, known, f"it has {few(sorted(known)) or 'none'}")
+    raise ConfigError(f"{key}: no module {name!r} in the package {folders[0]}: {hint}")
+
+
+def _check_function(module: str, function: str, cwd: Path) -> None:
+    """Raise ConfigError if the source of a trainer's module shows that it has no such function."""
+    *_, (_, spec) = module_specs(module, cwd)
+    tree = parse_module(spec)
+    names = defined_names(tree) if tree is not None else None
+    if names is not None and spec is not None and function not in names:
+        functions = [one.name for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
+        hint = suggestion(function, functions, f"it has {few(functions) or 'none'}")
+        raise ConfigError(f"trainer.target: {spec.origin} has no function {function!r}: {hint}")
 
 
 def _check_syntax(key: str, file: Path) -> None:

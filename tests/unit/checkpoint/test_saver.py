@@ -436,7 +436,10 @@ def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     with open_context(SINGLE_RANK, run, Config()) as ctx:
         ctx.should_stop(np.int64(3), np.int64(5))  # type: ignore[arg-type]
         ctx.save(
-            np.int64(3), model=nn.Linear(1, 1), trainer={}, local={"best": np.float32(0.5)}  # type: ignore[arg-type]
+            np.int64(3),
+            model=nn.Linear(1, 1),
+            trainer={},
+            local={"best": np.float32(0.5)},  # type: ignore[arg-type]
         )
         ctx.close()
         beat = run.attempt(1).read_beat(0)
