@@ -25,7 +25,7 @@ from hpcdist.rank.elastic import (
 )
 from hpcdist.rank.elastic_loop import Elastic
 from hpcdist.rank.loop_state import LoopState, Stateful
-from hpcdist.rank.process_group import Groups, TimedGroups, gloo_group, seed_everything
+from hpcdist.rank.process_group import Groups, TimedGroups, call_of_all_ranks, gloo_group, seed_everything
 from hpcdist.rank.rank_roles import RankRoles
 from hpcdist.rank.report_data import ReportData
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
@@ -413,7 +413,9 @@ class Context:
             report_saved = self._commands.begin_save(step)
             is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
             state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
-            gathered = self.groups.gather((self._rank_state(local), is_owner, state.is_sharded))
+            own = self._rank_state(local), is_owner, state.is_sharded
+            with call_of_all_ranks("ctx.save"):
+                gathered = self.groups.gather(own)
             _require_equal_sharding([is_sharded for *_, is_sharded in gathered])
             whole = state.gather(keep=self.is_main)
             is_new, self._saved_step = step != self._saved_step, step
@@ -481,7 +483,9 @@ class Context:
             self._store.remove_leftovers()
             newest = self._store.latest()
             path = str(newest.path) if newest is not None else ""
-        if not (path := self.groups.broadcast(path)):
+        with call_of_all_ranks("ctx.restore"):
+            path = self.groups.broadcast(path)
+        if not path:
             self._notes.begin(0)
             self._set_generators([])
             return None

@@ -1,6 +1,7 @@
 """Seeds of a rank, and its process groups of torch.distributed, which meet through an authenticated store."""
 
 import io
+import logging
 import os
 import random
 import sys
@@ -22,6 +23,9 @@ from hpcdist.rank.device import refuse_shared_gpu
 from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, has_unix_sockets
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+#: Time after which a rank that waits for the others says so.
+WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class TimedGroups(Groups):
     """Time limit of a collective, longer than that after which the supervisor finds a hung rank."""
 
     def barrier(self) -> None:
-        with self.waiting():
+        with self.waiting(), call_of_all_ranks("ctx.groups.barrier"):
             super().barrier()
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -184,8 +188,8 @@ def gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | 
 def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
     """Call `on_expiry` from a thread if the block takes longer than `seconds`.
 
-    `on_expiry` must report the error and end the process: the creation of a group waits inside of C++, with the longer
-    time limit of a collective.
+    To end the block, `on_expiry` must report the error and end the process: the creation of a group waits inside of
+    C++, with the longer time limit of a collective.
     """
     timer = threading.Timer(seconds, on_expiry)
     timer.daemon = True
@@ -194,6 +198,15 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def call_of_all_ranks(name: str) -> AbstractContextManager[None]:
+    """Return a block that waits for the other ranks in a call of the trainer, and warns if that takes long.
+
+    The usual reason is a trainer that makes the call on rank 0 only. The ranks then wait until they count as hung.
+    """
+    text = f"this rank has waited {WAIT_S:g} s in {name} for the other ranks: each of them must call it, too"
+    return deadline(WAIT_S, lambda: log.warning("%s", text))
 
 
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:

@@ -230,6 +230,7 @@ class RunningScript:
 
         from hpcdist.rank.device import initialized_device
         from hpcdist.rank.private_network import interface_env
+        from hpcdist.rank.process_group import call_of_all_ranks
         from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
         is_alone = len(self._ranks) == 1
@@ -251,7 +252,8 @@ class RunningScript:
             # The script's process group may consist of these ranks alone.
             ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
             timeout = timedelta(seconds=self.config.launch.hang_s + 60)
-            group: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
+            with call_of_all_ranks("hpcdist.should_stop"):
+                group: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
             self._stop.agree_in(group)
             self._group = dist.group.WORLD
         return self._stop

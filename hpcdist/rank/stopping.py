@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hpcdist.host import retry
+from hpcdist.rank.process_group import call_of_all_ranks
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
 from hpcdist.run.folder import Attempt, RunDir
@@ -107,9 +109,13 @@ class StopAgreement:
 
     def close(self) -> None:
         """Finish the round in progress, so that no other rank waits for this one."""
-        if self._work is not None:
+        if self._work is None:
+            return
+        # The round usually ends during the step; no thread is started then.
+        waiting = nullcontext() if self._work.is_completed() else call_of_all_ranks("should_stop")
+        with waiting:
             self._work.wait()
-            self._work = None
+        self._work = None
 
 
 #: Interval of attempts to read a command file, in seconds.

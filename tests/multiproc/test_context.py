@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import math
 import random
 import re
@@ -33,6 +34,7 @@ from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, Trackin
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError
 from hpcdist.host.files import read_json
+from hpcdist.rank import process_group
 from hpcdist.rank.context import Context, close
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.step_timing import Totals
@@ -84,6 +86,46 @@ def save_and_restore(here: Rank, path: Path) -> dict[str, Any]:
         values["due"] = [step for step in range(4, 13) if ctx.should_save(step)]
         close(ctx)
     return values
+
+
+class _Told(logging.Handler):
+    """Lets the other rank go on after a warning of this one."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._store = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self._store.set(f"told {len(self.texts)}", "")
+
+
+def call_first_on_rank_0(here: Rank, path: Path) -> list[str]:
+    process_group.WAIT_S = 0.1
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        told = _Told(ctx.groups.store)
+        logging.getLogger("hpcdist.rank.process_group").addHandler(told)
+        calls = (
+            lambda: ctx.save(1, model=nn.Linear(1, 1), trainer={}),
+            lambda: [ctx.should_stop(step) for step in (1, 2)],
+            ctx.groups.barrier,
+        )
+        for number, call in enumerate(calls, 1):
+            if here.rank == 1:
+                ctx.groups.store.wait([f"told {number}"])
+            call()
+        close(ctx)
+    return told.texts
+
+
+def test_rank_that_waits_alone_says_who_must_call(tmp_path: Path) -> None:
+    first, second = spawn_ranks(call_first_on_rank_0, 2, path=new_run(tmp_path).path)
+    assert first == [
+        f"this rank has waited 0.1 s in {name} for the other ranks: each of them must call it, too"
+        for name in ("ctx.save", "should_stop", "ctx.groups.barrier")
+    ]
+    assert second == [], "the others are there already"
 
 
 def restore_with_other_world_size(here: Rank, path: Path) -> dict[str, Any]:

@@ -441,7 +441,7 @@ def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
             trainer={},
             local={"best": np.float32(0.5)},  # type: ignore[arg-type]
         )
-        ctx.close()
+        close(ctx)
         beat = run.attempt(1).read_beat(0)
     assert beat is not None
     assert (beat["step"], beat["total_steps"]) == (3, 5)
