@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
     """Return a value as JSON types; its tensors are appended to `tensors`. Raises TypeError for other types."""
+    if isinstance(value, np.generic):  # a number of NumPy
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

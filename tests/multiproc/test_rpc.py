@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -72,6 +73,7 @@ def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
             group.serve({"save": lambda step: done.append(("save", step)), "sum": lambda: sums(ctx, done)})
         else:
             found["doubled"] = group.call("observer:1", "double", torch.ones(2)).result().tolist()
+            found["numpy"] = group.call(2, "echo", np.float32(0.5), [np.int64(3), np.bool_(True)]).result()
             found["later"] = group.call(2, "later", {"one": (1, [None, "two"])}).result()
             found |= exchanged_values(group)
             calls = {"fail": (1, "fail", 0), "fail_at": (1, "fail_at", "observer:1"), "unknown": (1, "unknown")}
@@ -119,6 +121,8 @@ def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: 
     run = new_run(tmp_path / ("deep" * 30))  # a longer path than a Unix socket may have
     agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path)
     assert not [path for path in run.path.rglob("*") if path.is_socket()]
+    assert agent["numpy"] == (0.5, [3, True])
+    assert [type(part) for part in (agent["numpy"][0], *agent["numpy"][1])] == [float, int, bool]
     assert agent["later"] == {"one": (1, [None, "two"])}
     assert (agent["plain"], all(agent["tensors"])) == (True, True)
     assert agent["unknown"].startswith("observer:0 (rank 1 on ")
