@@ -19,6 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpcdist.job.batch_step import JobLog
+from hpcdist.job.launcher import SlurmLauncher
+
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
@@ -28,8 +31,6 @@ from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir, system_interval_s, times_interval_s
 from hpcdist.run.lease import hold
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job.batch_step import JobLog
-from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.tracking.journal import JournalWriter
 

@@ -368,10 +368,10 @@ def submit_run(
     Args:
         like: a run whose code the new run has.
     """
+    from hpcdist.job import submit_checks
+    from hpcdist.job.submit import commented, render
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.job import submit_checks
-    from hpcdist.slurm.job.submit import commented, render
     from hpcdist.slurm.placement import rank_table_lines
 
     ranks = "\n".join(rank_table_lines(config))
@@ -409,7 +409,7 @@ def warn_of_unread_keys(config: Config, origin: Origin) -> None:
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
     from hpcdist.data.download import missing
-    from hpcdist.slurm.job.submit_checks import check_submission
+    from hpcdist.job.submit_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
     say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
@@ -426,7 +426,7 @@ def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
     """Submit a run folder to Slurm and create its MLflow run; with `follow`, stay until the run ends."""
-    from hpcdist.slurm.job import submit as job_submit
+    from hpcdist.job import submit as job_submit
 
     job_id = job_submit.submit(config, run, flags)
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
@@ -564,8 +564,8 @@ def in_job(config: options.ConfigName, overrides: options.Overrides = None) -> i
     """Supervise a run in the Slurm job of this process; `slurm/run.sbatch` starts this command."""
     from hpcdist.config.loading import load_config
     from hpcdist.host import log_files
+    from hpcdist.job.batch_step import run_in_job
     from hpcdist.run.records import load_origin
-    from hpcdist.slurm.job.batch_step import run_in_job
 
     log_files.configure()
     words = overrides or []

@@ -183,8 +183,8 @@ def submit_sweep(
     follow: bool,
 ) -> int:
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
-    from hpcdist.slurm.job import submit
-    from hpcdist.slurm.job.submit_checks import check_config
+    from hpcdist.job import submit
+    from hpcdist.job.submit_checks import check_config
     from hpcdist.tracking.uri import resolve_uri
 
     choices = choose(sweep)

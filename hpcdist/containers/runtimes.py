@@ -1,6 +1,6 @@
 """The container runtimes of Slurm: the command line and the environment that start a container in a task of srun.
 
-The way of a command: `container_words` puts the runtime's words in front of it, `slurm/job/srun.py` puts srun's words
+The way of a command: `container_words` puts the runtime's words in front of it, `job/srun.py` puts srun's words
 in front of these, and `node_wrapper.sh` adds on the node what depends on the node.
 
 All three runtimes start containers as child processes of the Slurm step, so Slurm signals and ends them.

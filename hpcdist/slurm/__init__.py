@@ -1,1 +1,1 @@
-"""Slurm: its commands and their output, and jobs with their supervisor and preflight (`job`)."""
+"""Slurm: its commands and their output, and the nodes of ranks and roles."""

@@ -22,8 +22,8 @@ from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, 
 
 log = logging.getLogger(__name__)
 
-# `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function raises SlurmError without
-# an answer.
+# `submitit` calls sbatch for a submission; `hpcdist.job` starts steps with srun. Each function raises SlurmError
+# without an answer.
 
 #: Time limit of a query that a user waits for.
 QUERY_TIMEOUT_S = 15.0

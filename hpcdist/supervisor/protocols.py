@@ -1,4 +1,4 @@
-"""Protocols of a launcher and its ranks, for the supervisor; `local.py` and `slurm/job/launcher.py` implement them."""
+"""Protocols of a launcher and its ranks, for the supervisor; `local.py` and `job/launcher.py` implement them."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Ranks(Protocol):
 
 
 class NodeChanges:
-    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `slurm/job/elastic.py`."""
+    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `job/elastic.py`."""
 
     def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""

@@ -30,7 +30,7 @@ tracking
 rank
 supervisor
 checks
-slurm.job
+job
 data
 trainers
 cli
@@ -68,7 +68,7 @@ def imports_of(source: str, module: str) -> set[str]:
 
 
 def read_imports(package: Path) -> dict[str, set[str]]:
-    """Return the imports by module (`slurm.job.srun`; the name of a package stands for its `__init__`)."""
+    """Return the imports by module (`job.srun`; the name of a package stands for its `__init__`)."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -152,7 +152,7 @@ def test_the_stub_has_the_types_of_all_public_names() -> None:
 
 def test_libraries_are_used_in_one_place() -> None:
     assert users_of("omegaconf") == {"config.loading"}
-    assert users_of("submitit") <= {"slurm.job.submit", "slurm.job.submitit_entry"}
+    assert users_of("submitit") <= {"job.submit", "job.submitit_entry"}
     assert {module for module in users_of("mlflow") if not within(module, "tracking")} <= {"checkpoint.export"}
 
 
@@ -176,9 +176,9 @@ def test_a_login_node_needs_no_torch() -> None:
     ("start", "forbidden"),
     [
         ("import hpcdist.rank.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
-        ("import hpcdist.slurm.job.batch_step",
+        ("import hpcdist.job.batch_step",
          {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"}),
-        ("import hpcdist.slurm.job.submit", {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"}),
+        ("import hpcdist.job.submit", {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"}),
         ("import hpcdist.checks.node_probe", {"torch", "psutil", "numpy", "omegaconf"}),  # with a broken torch, too
     ],
     ids=["rank", "batch step", "submission", "probe"],

@@ -244,7 +244,7 @@ PRINTERS = {
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
 checks.node_probe slurm.on_nodes
-rank.worker slurm.job.node_steps
+rank.worker job.node_steps
 supervisor.hang
 """.split()  # noqa: SIM905
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hpcdist.job.submit_checks import longest_save
 
 from hpcdist.checks.doctor import run_sections
 from hpcdist.cli import doctor as cli_doctor
@@ -28,7 +29,6 @@ from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import update_job_starts
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import client
-from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.slurm.output import SlurmError
 from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles

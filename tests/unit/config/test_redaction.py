@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 from config_files import Write, problems
+from hpcdist.job.srun import exposed_secrets
 
 import hpcdist
 from hpcdist.config.describe import describe, describe_trainer
@@ -38,7 +39,6 @@ from hpcdist.config.written import (
 )
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.sweeps import make_sweep
-from hpcdist.slurm.job.srun import exposed_secrets
 
 SECRET_NAMES = """
     token TOKEN hf_token HfToken accessToken apitoken auth_token HF-TOKEN team.token token2

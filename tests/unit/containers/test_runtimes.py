@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hpcdist.job.srun import step_command
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
@@ -12,7 +13,6 @@ from hpcdist.containers.mounts import Mount
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job.srun import step_command
 from hpcdist.supervisor.plan import rank_command
 
 RUN = RunDir(Path("/shared/runs/digits/my first"))

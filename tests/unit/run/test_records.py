@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from hpcdist.job.preflight_step import newest_checkpoint_bytes
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
@@ -20,7 +21,6 @@ from hpcdist.run.folder import RunDir, Status
 from hpcdist.run.records import all_job_starts, job_starts
 from hpcdist.run.status import keep_job, update_job_starts
 from hpcdist.slurm import client
-from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes
 from hpcdist.slurm.output import AccountedStart, SlurmError
 
 # --- The changed config of a resume, and the parameters of a run

@@ -1,9 +1,7 @@
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from slurm_recordings import FakeCommands
 
 
 @pytest.fixture
@@ -14,10 +12,3 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     time.tzset()
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
-    """A folder for fake commands of Slurm, the only one on PATH."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return FakeCommands(tmp_path)

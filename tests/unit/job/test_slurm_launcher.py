@@ -22,6 +22,9 @@ from forked_scene import (
     wait_for_start,
     write_package,
 )  # fmt: skip
+from hpcdist.job.launcher import RankStep, SlurmLauncher
+from hpcdist.job.preflight_step import Preflight
+from hpcdist.job.srun import ended_tasks
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe, Recorder
 
@@ -34,9 +37,6 @@ from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher
-from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.parents import RankParents
@@ -308,7 +308,7 @@ def test_step_that_does_not_end_is_a_reason_to_requeue(
     assert launcher.broken() == f"step 7.0 (ranks-001) does not end{why}"
     assert launcher.avoid == avoid
     run = runs_dir / "exp" / "first"
-    assert f"-m hpcdist.slurm.job.node_steps kill {run}\n" in (slurm / "asked").read_text()
+    assert f"-m hpcdist.job.node_steps kill {run}\n" in (slurm / "asked").read_text()
 
 
 def test_step_that_ends_late_is_no_reason_to_requeue(

@@ -1,4 +1,4 @@
-"""`python -m hpcdist.slurm.job.submitit_entry -u -m submitit.core._submit FOLDER`: the interpreter for submitit.
+"""`python -m hpcdist.job.submitit_entry -u -m submitit.core._submit FOLDER`: the interpreter for submitit.
 
 submitit imports NumPy before it loads a pickle, which might contain arrays. The pickle here holds the name of a
 function and a path, and importing NumPy takes as long as all other imports of the batch step.
@@ -35,7 +35,7 @@ def supervise_in_job(run_dir: str) -> str:
     It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
     job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.
     """
-    from hpcdist.slurm.job import batch_step
+    from hpcdist.job import batch_step
 
     state = batch_step.supervise_job(run_dir)
     if state.status == "failed":

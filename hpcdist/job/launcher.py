@@ -24,14 +24,14 @@ from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMist
 from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.log_files import LogTail, last_lines
 from hpcdist.host.retry import retry
+from hpcdist.job.elastic import ElasticNodes, FixedNodes, failing_node
+from hpcdist.job.node_steps import WatchdogStep, ranks_on_nodes
+from hpcdist.job.preflight_step import Preflight
+from hpcdist.job.srun import STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name, task_command
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
-from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
-from hpcdist.slurm.job.node_steps import WatchdogStep, ranks_on_nodes
-from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.srun import STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name, task_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, announced, ask, nodes_command
 from hpcdist.slurm.placement import hosts_by_rank, job_nodes, nodes_by_part, requested_cluster, role_nodes
 from hpcdist.supervisor.children import Guard

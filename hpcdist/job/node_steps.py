@@ -1,7 +1,7 @@
 """Steps of a job beside its ranks: the watchdog, and the search for ranks on each node.
 
-python -m hpcdist.slurm.job.node_steps watch JOB
-python -m hpcdist.slurm.job.node_steps list|kill RUN
+python -m hpcdist.job.node_steps watch JOB
+python -m hpcdist.job.node_steps list|kill RUN
 """
 
 import logging
@@ -18,9 +18,9 @@ from typing import Literal
 
 from hpcdist.config.topology import expand
 from hpcdist.errors import HpcdistError
+from hpcdist.job.srun import NODE_STEPS, watchdog_command
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
-from hpcdist.slurm.job.srun import NODE_STEPS, watchdog_command
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command, print_answer
 from hpcdist.slurm.output import parse_text
 from hpcdist.supervisor.children import Guard

@@ -23,14 +23,14 @@ from hpcdist.environments.torch_check import require_torch
 from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake
 from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json
+from hpcdist.job.launcher import SlurmLauncher
+from hpcdist.job.srun import exposed_secrets, rank_env
 from hpcdist.run import create, snapshot
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job.launcher import SlurmLauncher
-from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.slurm.output import SlurmError, parse_gpus
 from hpcdist.slurm.placement import rank_table_lines
 from hpcdist.supervisor.ending import continues_after_requeue

@@ -22,11 +22,11 @@ from hpcdist.environments.torch_check import torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
 from hpcdist.host.files import LARGEST, read_json, user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
+from hpcdist.job import submit
+from hpcdist.job.srun import exposed_secrets, option_value
 from hpcdist.run import create
 from hpcdist.slurm import client
 from hpcdist.slurm.client import srun_option_error
-from hpcdist.slurm.job import submit
-from hpcdist.slurm.job.srun import exposed_secrets, option_value
 from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_memory_mb, parse_minutes
 from hpcdist.slurm.placement import requested_cluster
 

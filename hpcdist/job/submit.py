@@ -17,12 +17,12 @@ from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.files import write_json
+from hpcdist.job.srun import option_value, pattern_of, step_command, task_command
+from hpcdist.job.submitit_entry import supervise_in_job
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
 from hpcdist.run.status import keep_job
 from hpcdist.slurm import client
-from hpcdist.slurm.job.srun import option_value, pattern_of, step_command, task_command
-from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.slurm.placement import requested_cluster
 
@@ -159,7 +159,7 @@ supervise() {
 }"""
 
 #: Python with submitit that does not import NumPy.
-_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.submitit_entry"
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.job.submitit_entry"
 #: The interpreter for submitit: the shell function above.
 SUPERVISOR = "supervise"
 

@@ -21,10 +21,10 @@ from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json
 from hpcdist.host.machine import Check, warning
+from hpcdist.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
 from hpcdist.slurm.client import CurrentJob, signal_named_steps
-from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.placement import role_nodes
 

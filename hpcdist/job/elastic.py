@@ -15,11 +15,11 @@ from hpcdist.config.topology import port_for
 from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json
+from hpcdist.job.node_steps import ranks_on_nodes
+from hpcdist.job.srun import PREFLIGHT_STEP
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job.node_steps import ranks_on_nodes
-from hpcdist.slurm.job.srun import PREFLIGHT_STEP
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, suspect

@@ -21,7 +21,7 @@ from hpcdist.supervisor.plan import parent_command, processor_env, rank_command
 PREFLIGHT_STEP = "preflight"
 WATCHDOG_STEP = "job-watchdog"
 #: The module of the watchdog and of the search for ranks.
-NODE_STEPS = "hpcdist.slurm.job.node_steps"
+NODE_STEPS = "hpcdist.job.node_steps"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("ranks-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
 

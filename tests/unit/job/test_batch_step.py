@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hpcdist.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist_runs import hide_torch
 
 from hpcdist.config.launch_schema import ClusterConfig
@@ -15,12 +16,11 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.files import read_json, write_json
+from hpcdist.job import batch_step, submitit_entry
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequest
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import CurrentJob
-from hpcdist.slurm.job import batch_step, submitit_entry
-from hpcdist.slurm.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.slurm.output import SlurmError
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure

@@ -24,9 +24,9 @@ from hpcdist.config.launch_schema import (
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.files import read_json, write_json
+from hpcdist.job import submit
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
-from hpcdist.slurm.job import submit
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -117,7 +117,7 @@ def test_batch_step_runs_submitits_pickle_without_numpy(tmp_path: Path) -> None:
     delayed.dump(tmp_path / "7_submitted.pkl")
     task = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     one = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n1"}
-    words = ["-u", "-m", "hpcdist.slurm.job.submitit_entry", "-u", "-m", "submitit.core._submit", str(tmp_path)]
+    words = ["-u", "-m", "hpcdist.job.submitit_entry", "-u", "-m", "submitit.core._submit", str(tmp_path)]
     command, env = [sys.executable, "-X", "importtime", *words], {**os.environ, **task, **one}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
