@@ -1,4 +1,4 @@
-"""Export of a model: to MLflow's format in the rank, and to a file that other programs load without hpcdist."""
+"""Export of a model: in the rank for MLflow's format, and to a file that other programs load without hpcdist."""
 
 import importlib.util
 import logging
@@ -8,8 +8,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,46 +20,63 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import ExportError
 from hpcdist.host.machine import install_command
 from hpcdist.run.folder import RunDir
+from hpcdist.run.records import EXAMPLE_FILE, PROGRAM_FILE
 
 log = logging.getLogger(__name__)
 
 
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
-    """Write `model/` into the run folder for `mlflow.pytorch.load_model`; see `Context.export_model`.
+    """Write the final model to `exported/`, of which the shipper makes `model/`; see `Context.export_model`.
 
     The model is saved with `torch.export`, so that loading it neither needs nor runs the model's code. A model that
-    cannot be exported (data-dependent branches) is pickled together with its code from the run's snapshot. Without
-    MLflow, for example in a container, the call only logs a warning.
+    cannot be exported (data-dependent branches) is pickled to `model/` together with its code from the run's snapshot.
+
+    The import of MLflow's code for such models takes ten times as long as the export, and all ranks would keep their
+    devices meanwhile. Without MLflow, for example in a container, the call only logs a warning.
     """
     if MaybeSharded(list(module.parameters())).is_sharded:  # this rank cannot compute alone
         log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
         return
-    try:
-        import mlflow.pytorch
-        from mlflow.models import infer_signature
-    except ModuleNotFoundError:
+    mlflow = importlib.util.find_spec("mlflow")
+    if mlflow is None or mlflow.submodule_search_locations is None:  # nothing, or a module of the user
         log.warning("MLflow is not installed: the final model is only in checkpoints/, not in MLflow's format")
         return
     module = module.cpu().eval()
     example = example.cpu().contiguous()
     with torch.no_grad():
-        output = module(example)
-    options: dict[str, Any] = {
-        "signature": infer_signature(example.numpy(), output.float().numpy()),
-        # Without this list MLflow starts a process that imports everything, to find the requirements.
-        "pip_requirements": [f"torch=={torch.__version__.partition('+')[0]}"],
-    }
-    shutil.rmtree(run.model, ignore_errors=True)
+        output = module(example).float()
+    unfinished = run.path / ".exported"
+    for folder in (unfinished, run.exported, run.model):  # of an earlier end of the run
+        shutil.rmtree(folder, ignore_errors=True)
+    unfinished.mkdir()
     try:
-        mlflow.pytorch.save_model(
-            module, run.model, input_example=example.numpy(), serialization_format="pt2", **options
-        )
+        # Of the dimensions of the example only the first one, the number of samples, may differ later.
+        sizes = {0: torch.export.Dim.AUTO}
+        torch.export.save(torch.export.export(module, (example,), dynamic_shapes=(sizes,)), unfinished / PROGRAM_FILE)
+        arrays = {"inputs": example.numpy(), "outputs": output.numpy(), "torch": np.array(torch.__version__)}
+        np.savez(unfinished / EXAMPLE_FILE, **arrays)
+        unfinished.rename(run.exported)
     except Exception as error:  # torch.export does not document its exceptions
         log.warning("torch.export cannot export the model (%s): it is pickled with its code instead", error)
-        shutil.rmtree(run.model, ignore_errors=True)
-        with tempfile.TemporaryDirectory() as folder:
-            code = _users_code(module, run, Path(folder))
-            mlflow.pytorch.save_model(module, run.model, code_paths=code, serialization_format="pickle", **options)
+        _pickle_model(module, example, output, run)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _pickle_model(module: nn.Module, example: torch.Tensor, output: torch.Tensor, run: RunDir) -> None:
+    import mlflow.pytorch
+    from mlflow.models import infer_signature
+
+    with tempfile.TemporaryDirectory() as folder:
+        mlflow.pytorch.save_model(
+            module,
+            run.model,
+            code_paths=_users_code(module, run, Path(folder)),
+            serialization_format="pickle",
+            signature=infer_signature(example.numpy(), output.numpy()),
+            # Without this list MLflow starts a process that imports everything, to find the requirements.
+            pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}"],
+        )
 
 
 def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | None:

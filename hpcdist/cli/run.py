@@ -425,18 +425,19 @@ def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str
 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
-    """Submit a run folder to Slurm and create its MLflow run; with `follow`, stay until the run ends."""
+    """Submit a run folder to Slurm; with `follow`, stay until the run ends. Its MLflow run is created meanwhile."""
     from hpcdist.job import submit as job_submit
 
     job_id = job_submit.submit(config, run, flags)
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     # The job does not wait for these imports.
-    from hpcdist.cli.run_views import follow_to_end
+    if follow:
+        from hpcdist.cli.run_views import follow_to_end
+
+        return follow_to_end(run, config)
     from hpcdist.supervisor import children
 
-    if follow:
-        return follow_to_end(run, config)
-    say(children.ship_now(run, config, os.environ))
+    say(children.ship_in_background([run], run, config, os.environ))
     return 0
 
 

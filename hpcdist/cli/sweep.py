@@ -185,7 +185,8 @@ def submit_sweep(
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
     from hpcdist.job import submit
     from hpcdist.job.submit_checks import check_config
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.supervisor.children import ship_in_background
+    from hpcdist.tracking.uri import is_server, resolve_uri
 
     choices = choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
@@ -220,7 +221,8 @@ def submit_sweep(
                         shutil.rmtree(choice.run.path)
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
+        if not follow or is_server(uri):  # `_follow` uploads to a database itself
+            say(ship_in_background([choice.run for choice in to_run], folder, config, os.environ))
     return _follow(sweep, choices, uri) if follow else 0
 
 

@@ -283,7 +283,7 @@ class Context:
             self._heartbeat.note_logged({}, step)
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
-        """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
+        """Export the final model for `mlflow.pytorch.load_model`. Only rank 0 writes; the others need not wait for it.
 
         After an agreed stop the call has no effect, since the training goes on later.
 
@@ -294,7 +294,7 @@ class Context:
             self._heartbeat.doing = "exporting the final model"
             self._heartbeat.beat()
             with self.timer.account.phase("finish"):
-                from hpcdist.checkpoint.export import export_model  # imports MLflow
+                from hpcdist.checkpoint.export import export_model
 
                 export_model(module, example, self.run)
 

@@ -18,6 +18,7 @@
         journal/sent-files.json                  artifacts and models that MLflow has received
         journal/sent-facts.json                  tags, parameters and report that MLflow has received
         checkpoints/step-00000100/               weights, state of the trainer, manifest
+        exported/                                program of the final model, until the shipper has made model/ of it
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
@@ -340,6 +341,7 @@ class RunDir:
         self.patch = path / "code.patch"
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
+        self.exported = path / "exported"
         self.model = path / "model"
         self.logged_models = path / "logged_models"
         self.report = path / "report.html"

@@ -297,6 +297,10 @@ class TrainingNotes:
 MANIFEST_FILE = "manifest.json"
 #: Per-sample results of the evaluation at a checkpoint, if the trainer calls `ReportData.log_samples`.
 SAMPLES_FILE = "samples.npy"
+#: In `exported/`: the program of torch.export, and its example with the arrays `inputs`, `outputs` and torch's version
+#: (`torch`).
+PROGRAM_FILE = "model.pt2"  #: the name by which mlflow.pytorch finds it
+EXAMPLE_FILE = "example.npz"
 
 
 def folder_name(step: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
+from hpcdist.host.files import short_path
 from hpcdist.host.log_files import say
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.tracking.uri import is_server, resolve_uri
@@ -133,21 +134,22 @@ class ShipperProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path), *flags],
                 env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
-                stdin=subprocess.PIPE if through_queue else subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if not through_queue:  # low priority on machines with ranks; `follow` runs on a machine without any
-            _set_nice(self._process.pid, min(os.nice(0) + 10, 19))
+        self._has_low_priority = not through_queue  # `follow` runs on a machine without ranks
+        if self._has_low_priority:
+            _set_nice(self._process.pid, _low_priority())
 
     def drain(self, timeout_s: float, note: Callable[[str], None] = lambda text: None) -> bool:
         """Wait until MLflow has all records of an ended run; a longer upload is noted. Returns whether it has."""
-        if self._process.stdin is not None:
+        if self._has_low_priority:
+            _set_nice(self._process.pid, 0)  # the ranks have ended; on a busy machine low priority takes minutes
+        if self._process.stdin is not None:  # which ends its wait
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
-        else:
-            _set_nice(self._process.pid, 0)  # the ranks have ended; on a busy machine low priority takes minutes
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(min(NOTE_AFTER_S, timeout_s)) == 0
         if timeout_s > NOTE_AFTER_S:
@@ -162,19 +164,38 @@ class ShipperProcess:
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     """Ship the records of a run in a child process with normal priority. Returns a sentence, also without a server."""
     try:
-        uri = resolve_uri(config, env)
+        command, env = _sync_command([run], config, env)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)],
-        env={**env, "HPCDIST_TRACKING_URI": uri},
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,
-    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, start_new_session=True)
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+
+
+def ship_in_background(runs: Sequence[RunDir], owner: RunDir, config: Config, env: Mapping[str, str]) -> str:
+    """Ship the records of runs in a process that outlives this one, with low priority. Returns a sentence.
+
+    Args:
+        owner: the run, or the sweep whose cells are shipped; its folder gets the output as `shipper.log`.
+        config: the config of one of the runs, which have the same tracking server.
+    """
+    output = owner.path / "shipper.log"
+    try:
+        command, env = _sync_command(runs, config, env)
+        with _output(output) as file:
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+    except (TrackingError, OSError) as error:
+        return f"not in MLflow yet: {error}"
+    _set_nice(process.pid, _low_priority())
+    return f"the upload to MLflow continues in the background, with its result in {short_path(output)}"
+
+
+def _sync_command(runs: Sequence[RunDir], config: Config, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return `hpcdist sync` for some runs, and its environment. Raises TrackingError."""
+    command = [sys.executable, "-P", "-m", "hpcdist", "sync", *(str(run.path) for run in runs)]
+    return command, {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
 
 
 @contextmanager
@@ -195,6 +216,10 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
     shipper = ShipperProcess(run, uri, {**env, IDENTITY_VARIABLE: identity(run.path)}, through_queue=True)
     yield
     shipper.drain(config.tracking.drain_timeout_s, say)
+
+
+def _low_priority() -> int:
+    return min(os.nice(0) + 10, 19)
 
 
 def _set_nice(pid: int, value: int) -> None:

@@ -113,6 +113,11 @@ class Delivery:
 
             with _collected(failures):
                 experiment_table.update(mlflow_run, self.run, state)
+        if state.status == "finished":
+            with _collected(failures):
+                from hpcdist.tracking.final_model import complete_model  # with modules that no live run needs
+
+                complete_model(self.run, self.uri)  # before the description, which says how to load it
         last, self._sent_facts.page = self._sent_facts.page, ""  # after a failure, it is not known what MLflow shows
         try:
             self._sent_facts.page = self._page.update(mlflow_run, state, last)

@@ -39,6 +39,8 @@ for _name, _value in {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     # At the end of a run MLflow prints links with the tracking URI, password included.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # Otherwise it adds the `uv.lock` of the current folder to models.
+    "MLFLOW_UV_AUTO_DETECT": "false",
 }.items():
     os.environ.setdefault(_name, _value)
 

@@ -170,7 +170,9 @@ class RunPage:
             sent: digest of the page in MLflow. If nothing has changed since, no request is made.
         """
         now = time.monotonic()
-        status = (state.status, state.reason, state.attempt)
+        # An earlier pass may have failed to write the final model.
+        has_model = state.status == "finished" and (self._run.model / "MLmodel").is_file()
+        status = (state.status, state.reason, state.attempt, has_model)
         if status == self._shown and now < self._next:
             return sent
         with as_tracking_error():

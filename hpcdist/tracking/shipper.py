@@ -37,6 +37,7 @@ POLL_S = 2.0
 IMPORT_WITHIN_S = 10.0
 START_POLL_S = 0.2
 MAX_BACKOFF_S = 30.0
+_STDIN = 0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -51,12 +52,12 @@ def only_shipper(run: RunDir) -> Iterator[bool]:
 def ship_run(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:
     """Upload until the run has ended and MLflow has all records. Returns whether MLflow has all records.
 
-    A requeued run counts as ended: its next job has its own shipper. SIGTERM and SIGINT only end a wait early. If the
-    supervisor, process `parent_pid`, exits before the run has ended, the run is marked as failed in MLflow once, unless
-    another supervisor has taken it over.
+    A requeued run counts as ended: its next job has its own shipper. A byte on standard input ends a wait early: the
+    parent sends it when the run has ended. If the supervisor, process `parent_pid`, exits before the run has ended, the
+    run is marked as failed in MLflow once, unless another supervisor has taken it over.
 
-    With `through_queue` the parent is a command that follows a Slurm run. It reports the end of the run on standard
-    input; its own exit has no effect on the run.
+    With `through_queue` the parent is a command that follows a Slurm run. It alone reports the end of the run, by the
+    byte; its own exit has no effect on the run.
     """
     parent = _Starter(parent_pid, through_queue=through_queue)
     logged = False
@@ -90,13 +91,13 @@ class _Starter:
         return os.getppid() != self._pid
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a signal, a message of the parent, or a timeout. Returns False after a timeout."""
-        if not self.through_queue or self.reported_end:
+        """Wait for the byte of the parent, or after it for a signal, or a timeout. Returns False after a timeout."""
+        if self.reported_end:
             return signal.sigtimedwait(_SIGNALS, seconds) is not None
-        if not select.select([sys.stdin], [], [], seconds)[0]:
+        if not select.select([_STDIN], [], [], seconds)[0]:
             return False
         # The end of the pipe without a byte means that the parent died.
-        self.reported_end = os.read(sys.stdin.fileno(), 1) != b""
+        self.reported_end = os.read(_STDIN, 1) != b""
         return self.reported_end or signal.sigtimedwait(_SIGNALS, seconds) is not None
 
 

@@ -250,7 +250,7 @@ def test_rerun_repeats_every_value_and_the_model_has_its_program(runs: Runs, kin
     settings = ("tracking.drain_timeout_s=300", "launch.num_threads=1")
     code, output = runs.command(*arguments(runs, kind, name, *settings, export=True))
     assert code == 0, output
-    torch.export.load(runs.run_dir(name).model / "data" / "model.pt2")
+    torch.export.load(runs.run_dir(name).model / "data" / "exported" / "model.pt2")
     code, output = runs.command("rerun", name)
     assert code == 0, output
     assert ": no value differs: " in output.splitlines()[-1], output

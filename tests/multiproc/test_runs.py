@@ -25,6 +25,8 @@ from hpcdist_runs import (
 from io_faults import Fault
 from other_user import NOBODY, as_other_user
 
+from hpcdist.host.files import read_json
+
 
 def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:
     series = runs.series(control_run)
@@ -32,6 +34,15 @@ def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> N
     assert series["train/lr", LAST_STEP] < series["train/lr", 40]
     assert (runs.run_dir(control_run).model / "MLmodel").is_file()
     assert any(key.startswith("system/") for key, _, _ in runs.points(control_run))
+
+
+def test_other_ranks_do_not_wait_for_the_export(runs: Runs) -> None:
+    code, output = runs.command("run", *runs.config("exporting", "trainer=exporting:train", export=True))
+    assert code == 0, output
+    run = runs.run_dir("exporting")
+    assert (run.model / "MLmodel").is_file()
+    assert not run.exported.exists()
+    assert "model" in (read_json(run.journal / "sent-files.json") or {})
 
 
 @pytest.mark.slow

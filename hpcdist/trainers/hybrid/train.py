@@ -66,9 +66,11 @@ def train(ctx: Context, cfg: Config) -> None:
         return
     # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses `exchange`.
     with rpc_group(ctx) as rpc:
-        train_dense_part(ctx, cfg, layout, trainers, exchange, dense_group, rpc)
+        final = train_dense_part(ctx, cfg, layout, trainers, exchange, dense_group, rpc)
         if not ctx.is_main:
-            rpc.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_timeout_s`
+            rpc.serve({})  # until rank 0 has the tables of the final model
+    if final is not None:
+        ctx.export_model(*final)
 
 
 def train_dense_part(
@@ -79,8 +81,8 @@ def train_dense_part(
     exchange: dist.ProcessGroup,
     dense_group: dist.ProcessGroup,
     rpc: RpcGroup,
-) -> None:
-    """Train as a trainer, with constant learning rates; rank 0 exports the final model."""
+) -> tuple[nn.Module, Tensor] | None:
+    """Train as a trainer, with constant learning rates. Returns the final model and its example on rank 0."""
     part = open_dense_part(ctx, cfg, layout, trainers, dense_group)
     samples, progress, meter = part.samples, part.progress, part.meter
     # By their number of rows the client chooses its messages.
@@ -101,7 +103,7 @@ def train_dense_part(
                     ctx.log(interval_metrics(trainers, progress, meter))
                     meter.reset()
             if steps.is_stopped:  # on all trainers after the same step, which is saved
-                return
+                return None
             with meter.paused():
                 with ctx.timer.evaluating():  # its time counts apart from training
                     metrics = evaluate(ctx, trainers, tables, part.model.module, samples)
@@ -109,8 +111,7 @@ def train_dense_part(
                 steps.save(metrics)
 
     ctx.end_reason = progress.end_reason
-    if ctx.is_main:
-        export(ctx, cfg, layout, rpc, part.model.module, samples)
+    return final_model(cfg, layout, rpc, part.model.module, samples) if ctx.is_main else None
 
 
 def train_step(
@@ -332,8 +333,10 @@ def epoch_batches(cfg: Config, samples: Samples, epoch: int, *, start: int = 0) 
         yield samples.train.take((firsts + batch).flatten())
 
 
-def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples) -> None:
-    """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
+def final_model(
+    cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples
+) -> tuple[nn.Module, Tensor] | None:
+    """Return the final model for one process and an example, if its tables are small enough to be gathered."""
     hybrid = cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
     if size_mb > EXPORT_MAX_MB:
@@ -342,7 +345,7 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
             size_mb,
             EXPORT_MAX_MB,
         )
-        return
+        return None
     bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)
     whole = ClickModel(hybrid, bag_size)
     state = {f"dense.{name}": value for name, value in dense.state_dict().items()}
@@ -350,7 +353,7 @@ def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.M
         parts = rpc.call_all("parameter_server", "table_rows", table)
         state[weight_name(table)] = torch.cat([part.result() for part in parts])
     whole.load_state_dict(state)
-    ctx.export_model(whole, samples.example)
+    return whole, samples.example
 
 
 def dense_part(cfg: HybridConfig) -> nn.Sequential:

@@ -69,10 +69,13 @@ def train(ctx: Context, cfg: Config) -> None:
     with rpc_group(ctx, {}) as rpc:
         ctx.roles.agree_among([0])  # rank 0 decides on stops and saves; observers call this in `serve_rollouts`
         train_policy(ctx, cfg, open_agent(ctx, cfg, problem, policy, rpc, saved))
+    # After the end of RPC, until which the observers stay.
+    if ctx.end_reason:  # empty after a stop
+        ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
 
 
 def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
-    """Train as the agent, and export the final policy."""
+    """Train as the agent until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop."""
     policy, optimizer, observers, progress, meter = (
         agent.policy,
         agent.optimizer,
@@ -102,7 +105,6 @@ def train_policy(ctx: Context, cfg: Config, agent: "Agent") -> None:
             steps.save(metrics)
 
     ctx.end_reason = f"{progress.end_reason}, {progress.samples} environment steps"
-    ctx.export_model(policy, torch.zeros(2, agent.problem.num_inputs))
 
 
 def save_step(ctx: Context, agent: "Agent", step: int, metrics: Mapping[str, float]) -> None:

@@ -83,10 +83,12 @@ def train(ctx: Context, cfg: Config) -> None:
         client = VocabularyClient(rpc, trainer=ctx.roles.own_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(ctx, cfg, lstm, client, trainers, lstm_group)
         train_lstm(ctx, cfg, learner, rpc, texts, saved)
-        if ctx.is_main and ctx.end_reason:  # empty after a stop
-            export(ctx, cfg, learner)
+        # The end reason is empty after a stop.
+        model = whole_model(cfg, learner) if ctx.is_main and ctx.end_reason else None
         if not ctx.is_main:
-            rpc.serve({})  # until rank 0 has written the model
+            rpc.serve({})  # until rank 0 has the whole model
+    if model is not None:
+        export(ctx, cfg, model)
 
 
 def train_lstm(
@@ -397,13 +399,16 @@ def build_lstm(cfg: RnnConfig) -> nn.LSTM:
     return nn.LSTM(cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=dropout)
 
 
-def export(ctx: Context, cfg: Config, learner: Learner) -> None:
-    """Build the whole model on rank 0 and export it."""
-    rnn = cfg.section(RnnConfig)
-    model = LanguageModel(rnn, learner.client.vocab_size)
+def whole_model(cfg: Config, learner: Learner) -> LanguageModel:
+    """Return the model with the weights of the trainers and the servers."""
+    model = LanguageModel(cfg.section(RnnConfig), learner.client.vocab_size)
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **learner.client.weights()})
+    return model
+
+
+def export(ctx: Context, cfg: Config, model: LanguageModel) -> None:
     with warnings.catch_warnings():
         # The list is a second name of the LSTM's parameters, which are exported.
         warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat_weights")
-        ctx.export_model(model, torch.zeros(2, rnn.bptt, dtype=torch.int64))
+        ctx.export_model(model, torch.zeros(2, cfg.section(RnnConfig).bptt, dtype=torch.int64))

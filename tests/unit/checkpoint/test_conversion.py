@@ -150,15 +150,19 @@ def test_package_of_a_pickled_model_has_its_modules_but_no_data_behind_links(
     monkeypatch.syspath_prepend(str(run.code))
     saved: set[str] = set()
 
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("data-dependent")
+
     def save_model(*_: Any, serialization_format: str, code_paths: tuple[str, ...] = (), **__: Any) -> None:
-        if serialization_format == "pt2":
-            raise RuntimeError("data-dependent")
+        assert serialization_format == "pickle"
         (folder,) = code_paths
         assert Path(folder).name == "pickled_model"
         saved.update(path.name for path in Path(folder).rglob("*"))
 
+    monkeypatch.setattr(torch.export, "export", fail)
+    spec = importlib.util.find_spec("mlflow")
     mlflow, flavor, models = ModuleType("mlflow"), ModuleType("mlflow.pytorch"), ModuleType("mlflow.models")
-    vars(mlflow)["pytorch"] = flavor
+    vars(mlflow).update(pytorch=flavor, __spec__=spec)
     vars(flavor)["save_model"] = save_model
     vars(models)["infer_signature"] = lambda *_: None
     for module in (mlflow, flavor, models):
@@ -169,6 +173,8 @@ def test_package_of_a_pickled_model_has_its_modules_but_no_data_behind_links(
         "net.py",
         "same.py",
     }
+    assert not run.exported.exists()
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
 
 
 # --- Clean weight names and the states of random number generators.

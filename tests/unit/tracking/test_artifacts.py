@@ -127,9 +127,11 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     import mlflow.pytorch
     import torch
 
+    from hpcdist.checkpoint.export import export_model
+
     net = torch.nn.Linear(3, 2)
-    x = torch.ones(1, 3)
-    mlflow.pytorch.save_model(net, str(scene.run.model), input_example=x.numpy(), pip_requirements=[])
+    x = torch.ones(2, 3)
+    export_model(net, x, scene.run)
     scene.write_config({**CONFIG, "tracking": {"register_as": "digits"}})
     scene.log(range(0, 130, 10), key=ACCURACY)
     scene.shipper().ship_once()
@@ -152,8 +154,9 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     assert model.tags["mlflow.modelVersions"] == '[{"name": "digits", "version": 1}]'
     assert "the best checkpoint of a run may be better" in scene.client.get_registered_model("digits").description
     monkeypatch.setenv("MLFLOW_TRACKING_URI", scene.uri)
+    many = torch.rand(5, 3)
     for uri in (f"models:/{model.model_id}", f"runs:/{scene.run_id}/model", "models:/digits/1"):
-        assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
+        assert torch.equal(mlflow.pytorch.load_model(uri)(many), net(many))
 
 
 def test_many_artifacts_delay_neither_metrics_nor_the_state(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""The final model of a run in MLflow's format, made by the shipper of the program that rank 0 has exported."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from hpcdist.errors import TrackingError
+from hpcdist.run.folder import RunDir
+from hpcdist.run.records import EXAMPLE_FILE
+from hpcdist.tracking.artifacts import leaves_folder
+from hpcdist.tracking.mlflow_client import translated
+
+#: Begin of the name of a folder that is not complete.
+_UNFINISHED = ".model-"
+
+
+def complete_model(run: RunDir, uri: str) -> None:
+    """Make `model/` of `exported/`, if there is one. `model/` appears when it is complete; then `exported/` is removed.
+
+    Raises TrackingError if it cannot be made, and may then be called again.
+    """
+    if not run.exported.is_dir():
+        return
+    if reason := leaves_folder(run.exported, run):
+        raise TrackingError(f"{reason}: the model is not uploaded")
+    try:
+        for leftover in run.path.glob(f"{_UNFINISHED}*"):  # of a shipper that was killed
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=run.path) as folder:
+            _write(run.exported, Path(folder) / "model", uri)
+            shutil.rmtree(run.model, ignore_errors=True)
+            Path(folder, "model").rename(run.model)
+        shutil.rmtree(run.exported)
+    except (OSError, KeyError, ValueError, BadZipFile) as error:
+        raise TrackingError(f"the final model of {run.name} cannot be written in MLflow's format: {error}") from error
+
+
+def _write(exported: Path, target: Path, uri: str) -> None:
+    """Write a model that `mlflow.pytorch.load_model` and `mlflow.pyfunc.load_model` load.
+
+    `mlflow.pytorch.save_model` writes the same, but it needs torch and the model's code, and its import takes seconds.
+    """
+    import mlflow.pyfunc
+    from mlflow.models import Model, infer_signature
+
+    with np.load(exported / EXAMPLE_FILE) as example:
+        inputs, outputs, torch_version = example["inputs"], example["outputs"], str(example["torch"])
+    model = Model()
+    model.add_flavor("pytorch", model_data=f"data/{exported.name}", pytorch_version=torch_version, code=None)
+    with translated(uri):
+        mlflow.pyfunc.save_model(
+            target,
+            loader_module="mlflow.pytorch",
+            data_path=exported,
+            mlflow_model=model,
+            signature=infer_signature(inputs, outputs),
+            input_example=inputs,
+            # Without this list MLflow starts a process that loads the model, to find the requirements.
+            pip_requirements=[f"torch=={torch_version.partition('+')[0]}"],
+            model_config={"device": None},
+        )
