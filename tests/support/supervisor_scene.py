@@ -176,6 +176,7 @@ class Scene:
             def __init__(self, *_: object) -> None:
                 self._run = scene.run
                 self._process = subprocess.Popen(scene.shipper)
+                self._has_low_priority = False
 
         supervisor = supervisor or self.supervisor()
         with (

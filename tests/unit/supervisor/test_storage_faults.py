@@ -236,6 +236,7 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
         "http://ada:s3cret@mlflow:5000",
         str(low),
         "err",
+        ".",  # from its standard input: the run has ended
     ]
 
 
