@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import argument_parser
-from hpcdist.job.srun import ended_tasks
-from hpcdist.job.submit import render
 from scale_simulation import PROCESSES, RANKS_PER_NODE, make_config, nodelist, run_of, simulate
 
 from hpcdist.config.topology import Topology, expand
 from hpcdist.host.files import write_json
+from hpcdist.job.srun import ended_tasks
+from hpcdist.job.submit import render
 from hpcdist.supervisor.restart_policy import first_failure
 
 #: Exponent up to which a cost counts as linear. N log N has 1.17 from 64 to 4,096 ranks, and a loop over data that

@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.job.batch_step import JobLog
-from hpcdist.job.launcher import SlurmLauncher
-
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import expand
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.host.files import write_json
+from hpcdist.job.batch_step import JobLog
+from hpcdist.job.launcher import SlurmLauncher
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir, system_interval_s, times_interval_s
 from hpcdist.run.lease import hold

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hpcdist.job.submit_checks import longest_save
 
 from hpcdist.checks.doctor import run_sections
 from hpcdist.cli import doctor as cli_doctor
@@ -20,6 +19,7 @@ from hpcdist.cli import runs
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, write_json
+from hpcdist.job.submit_checks import longest_save
 from hpcdist.review.ledger import read_ledger
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir, State

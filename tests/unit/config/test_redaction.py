@@ -11,7 +11,6 @@ from typing import Any, Literal
 import pytest
 import yaml
 from config_files import Write, problems
-from hpcdist.job.srun import exposed_secrets
 
 import hpcdist
 from hpcdist.config.describe import describe, describe_trainer
@@ -38,6 +37,7 @@ from hpcdist.config.written import (
     to_yaml,
 )
 from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.job.srun import exposed_secrets
 from hpcdist.run.sweeps import make_sweep
 
 SECRET_NAMES = """

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hpcdist.job.srun import step_command
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
@@ -12,6 +11,7 @@ from hpcdist.containers import runtimes
 from hpcdist.containers.mounts import Mount
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec
+from hpcdist.job.srun import step_command
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import rank_command
 

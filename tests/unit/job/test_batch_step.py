@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hpcdist.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist_runs import hide_torch
 
 from hpcdist.config.launch_schema import ClusterConfig
@@ -17,6 +16,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.job import batch_step, submitit_entry
+from hpcdist.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopCause, StopRequest
 from hpcdist.run.lease import Held

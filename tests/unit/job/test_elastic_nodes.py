@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hpcdist.job.elastic import ElasticNodes, HostProbe, NodePool
-from hpcdist.job.node_steps import has_lost_batch_host
 from hpcdist_runs import unused_port, wait_for
 
 from hpcdist.config.launch_schema import ClusterConfig
@@ -16,6 +14,8 @@ from hpcdist.config.schema import Config, DataConfig
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import write_json
 from hpcdist.job import elastic
+from hpcdist.job.elastic import ElasticNodes, HostProbe, NodePool
+from hpcdist.job.node_steps import has_lost_batch_host
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import CurrentJob

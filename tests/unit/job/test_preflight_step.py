@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hpcdist.job.preflight_step import Preflight, newest_checkpoint_bytes
-from hpcdist.job.srun import preflight_command
 from slurm_recordings import FakeCommands
 
 from hpcdist.checks.preflight import Needs
@@ -20,6 +18,8 @@ from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import read_json
 from hpcdist.host.machine import Check
 from hpcdist.job import preflight_step
+from hpcdist.job.preflight_step import Preflight, newest_checkpoint_bytes
+from hpcdist.job.srun import preflight_command
 from hpcdist.run import folder as attempts
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.client import CurrentJob

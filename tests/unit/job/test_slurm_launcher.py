@@ -22,9 +22,6 @@ from forked_scene import (
     wait_for_start,
     write_package,
 )  # fmt: skip
-from hpcdist.job.launcher import RankStep, SlurmLauncher
-from hpcdist.job.preflight_step import Preflight
-from hpcdist.job.srun import ended_tasks
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe, Recorder
 
@@ -34,6 +31,9 @@ from hpcdist.containers.steps import NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import write_json
+from hpcdist.job.launcher import RankStep, SlurmLauncher
+from hpcdist.job.preflight_step import Preflight
+from hpcdist.job.srun import ended_tasks
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob

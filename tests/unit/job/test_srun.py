@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_scene import hung_ranks
-from hpcdist.job.node_steps import kill_ranks, main
-from hpcdist.job.srun import rank_env, step_command
 from hpcdist_runs import wait_for
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config
 from hpcdist.job import node_steps
+from hpcdist.job.node_steps import kill_ranks, main
+from hpcdist.job.srun import rank_env, step_command
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm import on_nodes
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers

@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
+from hpcdist_runs import hide_torch
+from slurm_recordings import FakeCommands
+
+from hpcdist.cli.run import submission_flags
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config, DataConfig, TrainerConfig
+from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.host.files import write_json
+from hpcdist.job import submit, submit_checks
 from hpcdist.job.submit_checks import (
     Findings,
     check_config,
@@ -19,16 +29,6 @@ from hpcdist.job.submit_checks import (
     rejected_flags,
     requested_partitions,
 )
-from hpcdist_runs import hide_torch
-from slurm_recordings import FakeCommands
-
-from hpcdist.cli.run import submission_flags
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
-from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, DataConfig, TrainerConfig
-from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.host.files import write_json
-from hpcdist.job import submit, submit_checks
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.output import NodeGroup, Partition
 

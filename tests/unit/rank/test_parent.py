@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from forked_scene import HELD, SOON_S, TORCH, Scene, StepScene, end_of, parents_of, reports_of, wait_for_start
-from hpcdist.job.node_steps import kill_ranks, main
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
+from hpcdist.job.node_steps import kill_ranks, main
 from hpcdist.supervisor.hang import find_ranks
 from hpcdist.supervisor.parents import ParentRanks
 

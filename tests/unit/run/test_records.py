@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hpcdist.job.preflight_step import newest_checkpoint_bytes
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import write_json
+from hpcdist.job.preflight_step import newest_checkpoint_bytes
 from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
 from hpcdist.run import records

@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hpcdist.job.launcher import job_resources
-from hpcdist.job.submit import estimate_start
 from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
+from hpcdist.job.launcher import job_resources
+from hpcdist.job.submit import estimate_start
 from hpcdist.run.records import NodeShare
 from hpcdist.slurm import client, output
 from hpcdist.slurm.output import SlurmError
