@@ -197,6 +197,7 @@ class Recorder:
 
     def __init__(self, *, is_main: bool = True) -> None:
         self.is_main = is_main
+        self.report = self
         self.found: dict[str, dict[str, Any]] = {}
 
     def log_dataset(self, name: str, *, split: str, **facts: Any) -> None:

@@ -336,7 +336,8 @@ def test_ranks_import_an_editable_install_with_src_layout_from_the_copy(
     style: str,
 ) -> None:
     name = "lib" if style == "renamed" else "pkg"  # `package_dir` of setuptools maps `pkg` to another folder
-    write(project, **{f"src__{name}____init__": "", f"src__{name}__train": "from pkg import _version"}, tests__x="")
+    trainer = "from pkg import _version\ndef train(ctx): ..."
+    write(project, **{f"src__{name}____init__": "", f"src__{name}__train": trainer}, tests__x="")
     (project / "src" / name / "__init__.py").touch()
     (project / ".gitignore").write_text("_version.py\n")
     (project / "src" / name / "_version.py").write_text("")  # generated, such as by setuptools-scm

@@ -65,7 +65,7 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp.train:train", "json:loads"])
 def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
-    (project / "train.py").write_text("raise RuntimeError\n")
+    (project / "train.py").write_text("def train(ctx): ...\nraise RuntimeError\n")
     check_trainer(Config(trainer=TrainerConfig(target=target)), project)
     assert "train" not in sys.modules
 
