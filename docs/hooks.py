@@ -15,6 +15,9 @@ from generators import answers, commands, config, environment, findings, message
 
 #: A kept output has no line of the form of a marker.
 MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$(?:\n(?:(?!<!-- ).*\n)*(<!-- end -->)$)?", re.MULTILINE)
+#: The first line of a code block with words for the tests that run it, such as `console test`: the renderer would not
+#: take it for a code block.
+WORDS_FOR_TESTS = re.compile(r"^( *```[a-z]+) .*$", re.MULTILINE)
 GENERATORS: dict[str, Callable[[], str]] = {
     "answers": answers.answers,
     "cli": commands.commands,
@@ -34,8 +37,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Add the generated parts of a page."""
-    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+    """Add the generated parts of a page, and remove words that only the tests of the documentation read."""
+    return WORDS_FOR_TESTS.sub(r"\1", MARKER.sub(lambda match: GENERATORS[match[1]](), markdown))
 
 
 def with_kept(markdown: str) -> str:

@@ -247,3 +247,12 @@ def test_messages_come_from_raise_statements_and_validation() -> None:
         ("optim.lr must be > 0, got {lr}", "ConfigError"),
         ("safetensors is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
     }
+
+
+def test_rendered_code_blocks_have_no_words_for_tests() -> None:
+    """The renderer takes a block with further words for text: all headings up to the next block are lost."""
+    pages = (ROOT / "docs").rglob("*.md")
+    rendered = {page: hooks.WORDS_FOR_TESTS.sub(r"\1", page.read_text()) for page in pages}
+    left = [page for page, text in rendered.items() if re.search(r"^ *```[a-z]+ ", text, re.MULTILINE)]
+    assert left == []
+    assert hooks.on_page_markdown("```console test slurm\n$ hpcdist run\n```\n") == "```console\n$ hpcdist run\n```\n"
