@@ -7,12 +7,12 @@ running, and alternate on its empty queue. The time begins with the command and 
 step. For hpcdist it includes validation, the snapshot of the code, submitit, the preflight check of the nodes and the
 supervisor. The ratio is computed within each round; the results are medians.
 
-After the submission, `hpcdist submit` leaves a process that creates the MLflow run. On this machine, the import of
-MLflow takes cores from the ranks, which a login node does not share. In the row `apart`, this process and the command
-are stopped (SIGSTOP) from the submission to the first step.
+After the submission, `hpcdist submit` creates the MLflow run. On this machine, the import of MLflow takes cores from
+the ranks, which a login node does not share. In the row `apart`, the command is stopped (SIGSTOP) from the submission
+to the first step.
 
-CPU time, which depends little on other load, is reported as well: of the submitting command (without that process), of
-the batch step and of the step of the ranks, from sacct.
+CPU time, which depends little on other load, is reported as well: of the submitting command (the import of MLflow
+included), of the batch step and of the step of the ranks, from sacct.
 """
 
 from __future__ import annotations
@@ -93,25 +93,26 @@ def until_first_step(
     """Return the seconds to the first step (`s`) and the CPU seconds of PARTS, as soon as the queue is empty.
 
     Args:
-        apart: whether to stop the command and its upload from the submission to the first step.
+        apart: whether to stop the command from the submission to the first step.
     """
     out.unlink(missing_ok=True)
     before = cpu_of_children()
     with open(project.parent / "command.log", "w+") as log:
         began = time.time()
         process = subprocess.Popen(command, cwd=project, env=env, stdout=log, stderr=log)
-        stopped = set[int]()
+        is_stopped = False
         try:
             while not out.exists():
                 if time.time() > began + STEP_WITHIN_S:
                     text = "".join(path.read_text() for path in [Path(log.name), *project.parent.rglob("*.out")])
                     sys.exit(f"{' '.join(command)}: no step in {STEP_WITHIN_S:g} s\n{text[-4000:]}")
-                if apart and not stopped and _SUBMITTED.search(Path(log.name).read_text()):
-                    stopped = stop(process.pid, project.parent)
+                if apart and not is_stopped and _SUBMITTED.search(Path(log.name).read_text()):
+                    signal_tree(process.pid, signal.SIGSTOP)
+                    is_stopped = True
                 time.sleep(0.01)
         finally:
-            for pid in stopped:
-                signal_tree(pid, signal.SIGCONT)
+            if is_stopped:
+                signal_tree(process.pid, signal.SIGCONT)
         seconds = float(out.read_text()) - began
         process.wait()
         log.seek(0)
@@ -121,20 +122,6 @@ def until_first_step(
     while output_of("squeue", "--noheader", env=env):
         time.sleep(0.1)
     return {"s": seconds, "command": command_s, **cpu_of_job(job[1], env)}
-
-
-def stop(command: int, folder: Path) -> set[int]:
-    """Stop the submitting command, and its upload if that has begun. Returns their process ids."""
-    import psutil
-
-    signal_tree(command, signal.SIGSTOP)  # first, so that no upload begins after the search
-    uploads = set()
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or [""]
-        if "sync" in words and words[-1].startswith(str(folder)):
-            uploads.add(process.pid)
-            signal_tree(process.pid, signal.SIGSTOP)
-    return {command, *uploads}
 
 
 def cpu_of_children() -> float:

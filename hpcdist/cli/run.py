@@ -425,7 +425,7 @@ def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str
 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
-    """Submit a run folder to Slurm; with `follow`, stay until the run ends. Its MLflow run is created meanwhile."""
+    """Submit a run folder to Slurm and create its MLflow run; with `follow`, stay until the run ends."""
     from hpcdist.job import submit as job_submit
 
     job_id = job_submit.submit(config, run, flags)
@@ -437,7 +437,7 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool)
         return follow_to_end(run, config)
     from hpcdist.supervisor import children
 
-    say(children.ship_in_background([run], run, config, os.environ))
+    say(children.ship_now(run, config, os.environ))
     return 0
 
 

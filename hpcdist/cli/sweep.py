@@ -185,8 +185,7 @@ def submit_sweep(
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
     from hpcdist.job import submit
     from hpcdist.job.submit_checks import check_config
-    from hpcdist.supervisor.children import ship_in_background
-    from hpcdist.tracking.uri import is_server, resolve_uri
+    from hpcdist.tracking.uri import resolve_uri
 
     choices = choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
@@ -221,8 +220,7 @@ def submit_sweep(
                         shutil.rmtree(choice.run.path)
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        if not follow or is_server(uri):  # `_follow` uploads to a database itself
-            say(ship_in_background([choice.run for choice in to_run], folder, config, os.environ))
+        say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
     return _follow(sweep, choices, uri) if follow else 0
 
 

@@ -51,6 +51,8 @@ NODE_ANSWER_S = 20.0
 _MAY_PASS = re.compile(
     "contact slurm controller|not available|temporarily disabled|timed out|are busy|connect|zero bytes", re.IGNORECASE
 )
+#: Time for a step to end after its tasks: pyxis removes their containers.
+STEP_LEAVES_S = 60.0
 #: Time for a step to end after its tasks have been killed.
 STEP_END_S = 20.0
 
@@ -171,7 +173,13 @@ class SlurmLauncher:
         self._parent_nodes = used.names
         self._step = step_name(attempt)
         return RankParents(
-            command, self.guard, env=env, cwd=self.cwd, output=attempt.path / "srun.log", num_parents=self.num_ranks
+            command,
+            self.guard,
+            env=env,
+            cwd=self.cwd,
+            output=attempt.path / "srun.log",
+            num_parents=self.num_ranks,
+            leave_s=STEP_LEAVES_S,
         )
 
     def _close_parents(self) -> None:

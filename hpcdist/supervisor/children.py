@@ -11,7 +11,6 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import short_path
 from hpcdist.host.log_files import say
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.tracking.uri import is_server, resolve_uri
@@ -164,38 +163,13 @@ class ShipperProcess:
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     """Ship the records of a run in a child process with normal priority. Returns a sentence, also without a server."""
     try:
-        command, env = _sync_command([run], config, env)
+        env = {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
+    command = [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, start_new_session=True)
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
-
-
-def ship_in_background(runs: Sequence[RunDir], owner: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Ship the records of runs in a process that outlives this one, with low priority. Returns a sentence.
-
-    Args:
-        owner: the run, or the sweep whose cells are shipped; its folder gets the output as `shipper.log`.
-        config: the config of one of the runs, which have the same tracking server.
-    """
-    output = owner.path / "shipper.log"
-    try:
-        command, env = _sync_command(runs, config, env)
-        with _output(output) as file:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
-    except (TrackingError, OSError) as error:
-        return f"not in MLflow yet: {error}"
-    _set_nice(process.pid, _low_priority())
-    return f"the upload to MLflow continues in the background, with its result in {short_path(output)}"
-
-
-def _sync_command(runs: Sequence[RunDir], config: Config, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return `hpcdist sync` for some runs, and its environment. Raises TrackingError."""
-    command = [sys.executable, "-P", "-m", "hpcdist", "sync", *(str(run.path) for run in runs)]
-    return command, {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
 
 
 @contextmanager

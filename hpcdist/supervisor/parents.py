@@ -20,8 +20,8 @@ from hpcdist.supervisor.children import Guard
 
 log = logging.getLogger(__name__)
 
-#: Time for parents to end after their requests have ended.
-_LEAVE_S = 5.0
+#: Time for a parent on this machine to end after its requests have ended.
+LEAVE_S = 5.0
 #: Time for a report from another node. A node without power never reports.
 _ANSWER_S = 2.0
 
@@ -33,6 +33,7 @@ class RankParents:
         command: of the parent, or of srun.
         output: file for the process's errors.
         num_parents: number of the parents that report.
+        leave_s: time for the process to end after its requests have ended.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class RankParents:
         cwd: Path,
         output: Path,
         num_parents: int = 1,
+        leave_s: float = LEAVE_S,
     ) -> None:
         self.output = output
         self.num_parents = num_parents
+        self._leave_s = leave_s
         self.hosts: dict[int | None, str] = {}  #: of the parents that are ready, by their rank
         self.is_usable = True  #: whether another attempt may use them
         self.have_ended = False  #: whether the process has ended, and all its reports have been received
@@ -111,8 +114,9 @@ class RankParents:
         self._channel.close()
         try:
             # One that still imports, or is stopped, does not read the end of its requests.
-            self.process.wait(_LEAVE_S if self.are_ready else 0)
+            self.process.wait(self._leave_s if self.are_ready else 0)
         except subprocess.TimeoutExpired:
+            self.is_usable = False
             self.kill()
         self._guard.forget(self.process.pid)
         os.close(self._descriptor)

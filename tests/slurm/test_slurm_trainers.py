@@ -16,6 +16,7 @@ from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.devcluster import settings
 from hpcdist.host.files import read_json
+from hpcdist.rank.processes import shown_place
 from hpcdist.run.folder import RunDir
 
 #: Its ranks listen for RPC connections.
@@ -107,11 +108,11 @@ class Finished:
 def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     """Return host and port of each rank's listening sockets."""
     found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        # srun has these words too, behind its own; it listens for its tasks.
-        if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(run.path):
-            found[int(process.environ()["SLURM_PROCID"])] = listening(process.pid)
+    for process in psutil.process_iter(["cmdline", "name"]):
+        place = shown_place(process.info["name"])
+        if place is not None and str(run.path) in (process.info["cmdline"] or []):
+            rank, _ = place
+            found[rank] = listening(process.pid)
     return found
 
 

@@ -310,7 +310,7 @@ def assert_equals_control(runs: Runs, name: str, control: str) -> None:
 
 def rank_of(process: psutil.Process) -> int | None:
     """Return the rank of a process, by its name if a parent has forked it; None for another process."""
-    if RANK_MODULE in process.cmdline():
+    if process.cmdline()[1:4] == ["-P", "-m", RANK_MODULE]:
         return int(process.environ()["HPCDIST_RANK"])
     found = shown_place(process.name())
     return None if found is None else found[0]

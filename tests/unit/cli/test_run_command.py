@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,17 @@ from typing import Any
 import pytest
 from command_line import Cli, Make, Seen, SetJob, job, one_line
 from hpcdist_runs import hide_torch
-from slurm_recordings import FakeCommands
 
 from hpcdist import __version__
-from hpcdist.cli.run import enqueue
-from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.loading import load_config
 from hpcdist.containers.local import without_secrets
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run import create
-from hpcdist.run.folder import State, read_record
+from hpcdist.run.folder import State
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept
-from hpcdist.supervisor import children, local
+from hpcdist.supervisor import local
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
@@ -354,44 +351,3 @@ def test_sweep_of_a_script(hpcdist: Cli, script: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert "lr=0.2" in result.out
     assert f"{script} --lr 0.1" in result.out, "of the first cell"
-
-
-# --- `hpcdist submit`, with fake Slurm commands
-
-
-def test_submit_does_not_wait_for_the_upload(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("HPCDIST_TRACKING_URI", raising=False)
-    (tmp_path / "bin").mkdir()
-    slurm = FakeCommands(tmp_path / "bin")
-    slurm.add_script("srun", "")
-    slurm.add_script("scontrol", "echo 'ClusterName = c'")
-    slurm.add_script("sbatch", "echo 'Submitted batch job 17'")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Recorded(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            started.append(self)
-
-    monkeypatch.setattr(children.subprocess, "Popen", Recorded)
-    database = f"sqlite:///{tmp_path}/mlflow.db"
-    run = make("first", f"tracking.uri={database}")
-    config = load_run_config(run.config, [], os.environ)
-    assert enqueue(run, config, {}, follow=False) == 0
-    upload = started[-1]
-    assert upload.poll() is None, "it imports MLflow now"
-    submitted, uploading = capsys.readouterr().out.splitlines()
-    assert submitted.startswith("first is job 17: ")
-    assert uploading.startswith("the upload to MLflow continues in the background, with its result in ")
-    assert upload.wait() == 0
-    assert "first: 0 points and " in (run.path / "shipper.log").read_text()
-    assert read_record(run.mlflow) is not None
-    # Without a usable address nothing is started.
-    del started[:]
-    config = replace(config, tracking=replace(config.tracking, uri="http://ada:***@mlflow"))
-    assert enqueue(run, config, {}, follow=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("not in MLflow yet: the password of ")
-    assert not any("sync" in process.args for process in started)
