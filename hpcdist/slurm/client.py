@@ -214,8 +214,13 @@ def estimate_start(script: str) -> str:
         if _NO_CONFIG in error.stderr:
             raise UserMistake(f"{NO_CONFIG}, or show the script with --dry-run") from error
         raise
-    # Slurm gives the id to no job.
-    return re.sub(r"\bJob \d+ to start", "the job would start", text)
+    # Slurm gives the id to no job, and the time in seconds; see `command_env`.
+    text = re.sub(r"\bJob \d+ to start", "the job would start", text)
+    return re.sub(r"(?<=would start at )\d+\b(?!-)", lambda found: _local_time(int(found[0])), text)
+
+
+def _local_time(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
 def srun_option_error(name: str, value: str | bool) -> str | None:

@@ -391,6 +391,10 @@ def test_estimated_start_and_rejections(release: str, commands: FakeCommands) ->
     assert text.startswith("the job would start at 2026-11-21T23:4")
     assert text.endswith(" using 2 processors on nodes n[1-2] in partition main")
     assert len(text.split()) == 15
+    # As Slurm prints it in the environment of hpcdist's commands.
+    commands.add("sbatch", error="sbatch: Job 7 to start at 1795880000 using 2 processors on nodes n1\n")
+    text = estimate_start(load_config("ddp_digits", ["name=a"]))
+    assert text == "the job would start at 2026-11-28T15:33:20 using 2 processors on nodes n1"
     reasons = {
         "test-only-account": "Invalid account or account/partition combination specified",
         "test-only-gpus": "Requested node configuration is not available",
