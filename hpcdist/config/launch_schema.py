@@ -325,8 +325,7 @@ class LaunchConfig(ConfigSection):
     num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
-    """Whether the ranks of all attempts are forked from a process that has imported torch (not for scripts); false for
-    libraries that break in a fork."""
+    """Fork ranks, except those of scripts, from a process that has imported torch; false if a library breaks in it."""
     init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = number(None, above=0)

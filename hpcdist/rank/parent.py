@@ -14,12 +14,15 @@ passes on in both directions (`supervisor/parents.py` is the other side):
     {"signal": 15}                           send a signal to the ranks that run
     {"end": 2}                               kill the ranks of attempt 2 and all their children
 
-    {"parent": 0, "ready": "n1", "problem": ""}        waits for requests on this host; why it does not fork, if so
-    {"parent": 0, "rank": 0, "attempt": 2, "pid": 9}   has started a rank
-    {"parent": 0, "rank": 0, "attempt": 2, "code": -9, "memory_limit": null}   a rank has ended; negative codes are
-                                                       signals; the limit in bytes for which the kernel has killed it
-    {"parent": 0, "rank": 0, "attempt": 2, "error": "…"}   a rank cannot be started
-    {"parent": 0, "over": 2}                           no process of attempt 2 is left
+    {"parent": 0, "ready": "n1", "problem": ""}             waits for requests on this host; why it does not fork
+    {"parent": 0, "rank": 0, "attempt": 2, "pid": 9}        has started a rank
+    {"parent": 0, "rank": 0, "attempt": 2, "error": "…"}    cannot start a rank
+    {"parent": 0, "rank": 0, "attempt": 2, "code": -9, "memory_limit": null}
+                                                            a rank has ended; a negative code is a signal
+    {"parent": 0, "over": 2}                                no process of attempt 2 is left
+
+`parent` is the rank of a task, and null on one machine. `memory_limit` is the limit in bytes for which the kernel has
+killed the rank, and null otherwise.
 
 The parent imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
 alone: it may start threads, use a GPU or read the rank's variables. The parent has no threads and no CUDA context, and

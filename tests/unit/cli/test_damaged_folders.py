@@ -227,6 +227,7 @@ def test_commands_report_a_damaged_file_in_one_line(
 ) -> None:
     runs_dir = tmp_path / "runs"
     monkeypatch.setenv("HPCDIST_RUNS_DIR", str(runs_dir))
+    monkeypatch.setenv("COLUMNS", "150")  # wide enough for the names of runs with their experiment
     config = load_config("ddp_digits", [f"runs_dir={runs_dir}", "experiment=counting"])
     for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
         run = damaged_run(undamaged, runs_dir, name, DAMAGES[kind])
@@ -246,8 +247,8 @@ def test_commands_report_a_damaged_file_in_one_line(
 
         code, output = command(runs.runs)
         assert code == 0, label
-        assert "grid-seed_1" in output, f"{label}: the other run is listed"
-        assert "half" in output or name in ("state.json", "config.yaml"), label
+        assert "counting/grid-seed_1" in output, f"{label}: the other run is listed"
+        assert "counting/half" in output or name in ("state.json", "config.yaml"), label
         found = find_runs(runs_dir)
         assert found, label
         find_unfinished(config)

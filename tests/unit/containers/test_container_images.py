@@ -132,7 +132,10 @@ def test_first_working_engine_is_used_or_the_problem_of_each_is_named(
     assert find_engine(None).name == "docker"
     programs.add_script("docker", "exec /bin/sleep 60")
     monkeypatch.setattr("hpcdist.containers.engine.ANSWER_S", 0.1)
-    with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s: choose podman"):
+    with pytest.raises(
+        UserMistake,
+        match=r"docker is installed, but fails: no answer within 0\.1 s: choose podman instead, which works here$",
+    ):
         find_engine("docker")
 
 
