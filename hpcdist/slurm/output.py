@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from hpcdist.config.topology import minutes_of
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, shown
 
 
 def parse_record(line: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ def parse_time(text: str | None) -> float | None:
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError) as error:
-        raise SlurmError(f"Slurm shows the time {text!r}, which hpcdist cannot read") from error
+        raise SlurmError(f"Slurm shows the time {shown(text)}, which hpcdist cannot read") from error
 
 
 def parse_minutes(text: str) -> float | None:
@@ -87,7 +87,7 @@ def parse_minutes(text: str) -> float | None:
         return None
     minutes = minutes_of(text)
     if minutes is None:
-        raise SlurmError(f"Slurm shows the time limit {text!r}, which hpcdist cannot read")
+        raise SlurmError(f"Slurm shows the time limit {shown(text)}, which hpcdist cannot read")
     return minutes
 
 

@@ -1,6 +1,8 @@
 """Command lines, configs, and damaged answers of Slurm give own errors only."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_strategies import NASTY, axes, files, overrides
@@ -107,7 +109,7 @@ def outputs(draw: st.DrawFn) -> str:
 def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> None:
     output.parse_record(text)
     for read in (output.parse_scontrol, output.parse_squeue, output.parse_sacct):
-        info = read(text, job)
+        info = value_or_error(lambda read=read: read(text, job))
         if info is not None:
             assert isinstance(info, output.JobInfo)
             info.describe(1e9)
@@ -115,15 +117,26 @@ def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> No
         partition.limit("MaxNodes")
         partition.allowed("Accounts")
     output.parse_settings(text)
-    output.parse_node_states(text)
-    output.parse_boot_times(text)
+    value_or_error(lambda: output.parse_starts(text, job))
+    value_or_error(lambda: output.parse_node_states(text))
+    value_or_error(lambda: output.parse_boot_times(text))
 
 
 @fuzz(text=st.one_of(st.text(alphabet="0123456789KMGTBb. :-secmin²", max_size=20), st.text(max_size=8), SLURM_WORDS))
 def test_parsers_accept_any_slurm_value(text: str) -> None:
     output.parse_memory_mb(text)
     output.parse_seconds(text)
-    output.parse_minutes(text)
+    value_or_error(lambda: output.parse_minutes(text))
+    value_or_error(lambda: output.parse_time(text))
+
+
+def value_or_error(read: Callable[[], Any]) -> Any:
+    """Return what `read` returns; None if it says that Slurm's text has a time that it cannot read."""
+    try:
+        return read()
+    except output.SlurmError as error:
+        check_message(error)
+        return None
 
 
 @fuzz(text=st.one_of(st.text(alphabet="n0123456789[]-,(x)a.", max_size=40), st.text(max_size=10), SLURM_WORDS))
