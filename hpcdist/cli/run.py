@@ -464,7 +464,6 @@ def resume(
     from hpcdist.run import create, records, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import reached_step, resume_point
     from hpcdist.run.status import job_of, status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
@@ -497,7 +496,7 @@ def resume(
             taken = snapshot.take(config, found, Path.cwd())
             snapshot.write_environment(found, taken, launcher="slurm" if on_slurm else "local")
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
-        say(resume_point(found, reached_step(found.attempt(last)), config.trainer.script))
+        say(records.resume_point(found, found.attempt(last), config.trainer.script))
     if start is None:
         return enqueue(found, config, flags, follow=follow)
     return supervise_here(found, config, *start, follow=follow)

@@ -310,8 +310,15 @@ class RankStep(ParentRanks):
             self._query_ranks()
 
     def last_message(self) -> str:
-        lines = retry(lambda: last_lines(self.parents.output, 10), self.parents.output)  # the last ones may be empty
-        return self._error or last_line("\n".join(text for _, text in lines)) or "no output of srun"
+        """Return why ranks do not start: a parent's own words, else the last lines of its task's log and of srun."""
+        of_srun = self._last_line(self.parents.output) or "no output of srun"
+        # Errors before the parent could speak, such as of a missing Python.
+        of_task = next((line for rank in self.absent() if (line := self._last_line(self.attempt.log(rank)))), "")
+        return self._error or (f"{of_task} ({of_srun})" if of_task else of_srun)
+
+    def _last_line(self, path: Path) -> str:
+        lines = retry(lambda: last_lines(path, 10), path) if path.exists() else []  # the last ones may be empty
+        return last_line("\n".join(text for _, text in lines))
 
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:
         return self.launcher.examine(command, limit_s=limit_s, interrupted=interrupted)
@@ -331,7 +338,7 @@ class RankStep(ParentRanks):
 
     def _note_end_of_parents(self) -> None:
         retry(lambda: self._note_failed_tasks(self._messages.news()), self.parents.output)
-        self._note_failed_tasks([self.last_message()])  # a killed srun may leave an incomplete line
+        self._note_failed_tasks([self._last_line(self.parents.output)])  # a killed srun may leave an incomplete line
         code = self.parents.process.wait()
         self.exits = {**self.exits, **dict.fromkeys(self.remaining, code or 1)}
 

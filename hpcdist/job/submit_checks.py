@@ -170,7 +170,8 @@ _SRUN_KEYS = {
     key: _SBATCH_KEYS[key] for key in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
 }
 _SRUN_RESERVED = {
-    *("error", "input", "job-name", "kill-on-bad-exit", "multi-prog", "open-mode", "output", "pty", "test-only")
+    *("chdir", "error", "export", "export-file", "input", "jobid", "job-name", "kill-on-bad-exit", "multi-prog"),
+    *("nodelist", "open-mode", "output", "pty", "relative", "test-only", "wait"),
 }
 
 

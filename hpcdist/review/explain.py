@@ -16,6 +16,7 @@ from hpcdist.review.text import one_line, text_of
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
+from hpcdist.slurm.output import JobInfo
 
 QUOTE_CHARS = 160
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
@@ -111,6 +112,13 @@ PATTERNS = (
         "none if Slurm requeues the job; otherwise `hpcdist resume` goes on from the newest checkpoint",
     ),
     Pattern(
+        "no-program",
+        r"(?:execve\(\)|exec): (\S+): (?:No such file or directory|not found)",
+        "the node does not find {0}",
+        "the environment, the image and runs_dir must be visible on each node under the same path; a program without a"
+        " path must be on the PATH that the job has (cluster.setup)",
+    ),
+    Pattern(
         "not-started",
         r"Unable to create step for job \d+: Requested nodes are busy|step creation (?:temporarily|still) disabled"
         r"|(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)"
@@ -163,6 +171,8 @@ PATTERNS = (
     ),
 )
 
+#: "Signal" of a job that Slurm ends because it cannot create the job's output file.
+UNCREATED_OUTPUT = 53
 _LESS_FIX = "wait, or request fewer nodes or a shorter cluster.time_limit_min"
 #: Slurm's reasons for a pending job: meaning, and how to shorten the wait.
 WAITING = {
@@ -302,18 +312,28 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             if times is None or times.failed or times.ended is None:
                 return explain_attempt(run, run.attempt(number))
         return None
-    if facts is not None and (facts.state in JOB_ENDS or facts.out_of_memory):
-        end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
-        # Cancelling the job after the run has failed is not the cause.
-        if end != "CANCELLED" or now.name in ("lost", "cancelled"):
-            cause, fix = JOB_ENDS[end]
-            evidence = f"Slurm: {facts.sentence()}" + (f", MaxRSS {facts.max_rss}" if facts.max_rss else "")
-            return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
+    if facts is not None and (end := _end_by_slurm(run, now, facts)):
+        cause, fix = JOB_ENDS[end]
+        return Finding(cause=cause, evidence=f"Slurm: {facts.sentence()}", fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
     if not now.is_lost:
         return explain_failure(run, replace(state, status="failed"))
     return _of_end(run, state, "") or Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
+
+
+def _end_by_slurm(run: RunDir, now: RunStatus, job: JobInfo) -> str:
+    """Return the state with which Slurm has ended the job; "" if that is not the cause of the run's end."""
+    if job.out_of_memory:
+        # Slurm says so, too, of a step in which only a child of a rank was killed. What a rank has reported counts.
+        attempt = run.attempt(now.state.attempt)
+        is_reported = bool(now.state.attempt) and bool(_failed_ranks(attempt, first=None))
+        return "OUT_OF_MEMORY" if not is_reported and now.name not in ("stopped", "cancelled") else ""
+    if job.state == "CANCELLED" and now.name not in ("lost", "cancelled"):
+        return ""  # after the run had failed
+    if job.state == "FAILED" and job.signal == UNCREATED_OUTPUT and not now.state.attempt:
+        return "UNCREATED_OUTPUT"
+    return job.state if job.state in JOB_ENDS else ""
 
 
 def explain_failure(run: RunDir, state: State) -> Finding | None:

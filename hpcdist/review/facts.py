@@ -86,8 +86,12 @@ NODE_FIX = (
 TIME_FIX = (
     "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
 )
-#: Causes and fixes by the state with which Slurm ends a job.
+#: Causes and fixes by the state with which Slurm ends a job; UNCREATED_OUTPUT is FAILED with signal 53.
 JOB_ENDS = {
+    "UNCREATED_OUTPUT": (
+        "Slurm could not create the job's output file, so that the job ended before its first line",
+        "runs_dir must exist on the node under the same path, and be writable there (`srun touch RUNS_DIR/x`)",
+    ),
     "OUT_OF_MEMORY": ("the job used more memory than it requested", HOST_MEMORY_FIX),
     "TIMEOUT": ("the job reached its time limit", TIME_FIX),
     "DEADLINE": ("the job reached its deadline", TIME_FIX),
@@ -178,9 +182,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         status, cause, ended = "failed", "", max(times.began, readable(lambda: records.end_of(attempt, times)) or 0.0)
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
-    # Of rank 0; other ranks may stop before it.
-    known = newest_beat(attempt), _read(attempt.outcome(0))
-    last_step = max((step for one in known if type(step := one.get("step")) is int), default=None)
+    last_step = records.done_step(attempt)
     is_script = not times.measured
     if is_script and (training is None or training.began is None):
         last_step = None  # it has only logged values without a step
@@ -190,7 +192,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
-        steps_lost = max(0, last_step - resumed_at)
+        steps_lost = records.lost_steps(attempt, resumed_at)
     return AttemptFacts(
         number=attempt.number,
         started=times.began,

@@ -127,20 +127,31 @@ def reached_before(attempt: Attempt) -> int:
     return 0 if times is None else times.reached
 
 
-def reached_step(attempt: Attempt) -> int:
-    """Return the largest step that an attempt and those before it have done, or 0.
+def done_step(attempt: Attempt) -> int | None:
+    """Return the largest step that a rank of an attempt has done, as far as it can be read; None if it is unknown.
 
-    A killed rank has no outcome, and its heartbeat may be some seconds older than its end.
+    A killed rank has no outcome, and its heartbeat may be some seconds older than its end: other ranks know more.
     """
     times = read_times(attempt)
     num_ranks = min(times.num_ranks if times is not None else 1, 64)  # whose heartbeats show the last step
-    steps = [times.reached if times is not None else 0]
-    try:
-        steps += [int(beat["step"]) for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
+    steps: list[int] = []
+    for rank in range(num_ranks):
+        with suppress(RunFolderError, OSError):
+            beat = attempt.read_beat(rank)
+            steps += [] if beat is None else [int(beat["step"])]
+    with suppress(RunFolderError, OSError):
         steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
-    except (RunFolderError, OSError) as error:
-        log.warning("the last step of attempt %d is unknown: %s", attempt.number, error)
-    return max(steps)
+    return max(steps, default=None)
+
+
+def reached_step(attempt: Attempt) -> int:
+    """Return the largest step that an attempt and those before it have done, or 0."""
+    return max(reached_before(attempt), done_step(attempt) or 0)
+
+
+def lost_steps(attempt: Attempt, resumed_at: int) -> int:
+    """Return the number of steps of an attempt that have to be done again from step `resumed_at`."""
+    return max(0, (done_step(attempt) or 0) - resumed_at)
 
 
 # The starts of the Slurm jobs of a run, in `job.json`. A job records its own start, accounting completes the record
@@ -332,14 +343,17 @@ def newest_step(run: RunDir) -> int | None:
     return None
 
 
-def resume_point(run: RunDir, reached: int, script: Sequence[str] = ()) -> str:
-    """Return a sentence on where the next attempt continues; `reached` is the last step of earlier ones."""
+def resume_point(run: RunDir, before: Attempt, script: Sequence[str] = ()) -> str:
+    """Return a sentence on where the attempt after `before` continues, with the steps of `before` that are lost."""
     if script:
         return _start(script_name(script), script_files(run))
-    step = newest_step(run)
-    at = "starting at step 0, since there is no checkpoint" if step is None else f"resuming at step {step}"
-    lost = max(0, reached - (step or 0))
-    return at + (f", {lost} step{'s' * (lost != 1)} lost" if lost else "")
+    newest = newest_step(run)
+    at = "starting at step 0, since there is no checkpoint" if newest is None else f"resuming at step {newest}"
+    first = newest or 0
+    if not (lost := lost_steps(before, first)):
+        return at
+    # The range, because the last heartbeat of a killed rank may be older.
+    return f"{at}, 1 step lost ({first + 1})" if lost == 1 else f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
 
 
 def script_of(run: RunDir) -> str:

@@ -96,7 +96,7 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
         text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={output.SACCT_FIELDS}")
         past = output.parse_sacct(text, job_id)
     if current is not None:
-        return current if past is None else replace(current, max_rss=past.max_rss, step_states=past.step_states)
+        return current if past is None else replace(current, step_states=past.step_states)
     if past is None and controller_error is not None:
         raise controller_error
     # A job that the controller does not know has ended, even if accounting has not received its end.

@@ -250,10 +250,10 @@ WAITING = frozenset(
 _REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
 #: Output fields requested of squeue and sacct.
 SQUEUE_FIELDS = "%i|%T|%r|%V|%S|%e|%N|%j"
-SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,MaxRSS"
+SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList"
 #: The same, with scontrol's names.
 _SQUEUE_KEYS = ("JobId", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "NodeList", "JobName")
-_SACCT_KEYS = ("JobId", "JobName", "JobState", "ExitCode", "SubmitTime", "StartTime", "EndTime", "NodeList", "MaxRSS")
+_SACCT_KEYS = ("JobId", "JobName", "JobState", "ExitCode", "SubmitTime", "StartTime", "EndTime", "NodeList")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,6 @@ class JobInfo:
     signal: int = 0
     nodes: str = ""
     restarts: int = 0
-    max_rss: str = ""  #: largest memory of a task, as sacct prints it
     step_states: tuple[str, ...] = ()  #: states of the steps since the last requeue
 
     @property
@@ -360,7 +359,6 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
         job_id,
         row,
         restarts=len(starts) - 1,
-        max_rss=max((step["MaxRSS"] for step in steps), key=lambda size: parse_memory_mb(size) or -1, default=""),
         step_states=tuple(step["JobState"] for step in steps),
     )
 

@@ -51,6 +51,7 @@ def first_failure(
     sent_sigterm: bool = False,
     num_ranks: int = 0,
     memory_limits: Mapping[int, int] | None = None,
+    unstarted: Mapping[int, str] | None = None,
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
 
@@ -64,7 +65,9 @@ def first_failure(
         sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
         num_ranks: number of all ranks, for the number of those that raised the same error.
         memory_limits: limits in bytes for which the kernel has killed ranks.
+        unstarted: why ranks did not start, for those that did not: the exit code is that of what should start them.
     """
+    unstarted = unstarted or {}
     if sent_sigterm:
         lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
         exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
@@ -85,6 +88,9 @@ def first_failure(
                 traceback=tuple(outcome["traceback"]),
             )
             (consequences if outcome["peer_lost"] else causes).append(failure)
+        elif code != 0 and rank in unstarted:
+            error = f"was not started: {unstarted[rank]}"
+            causes.append(Failure(kind="not_started", rank=rank, host=host_of(rank), step=None, error=error))
         elif code != 0:
             kind, error = _unreported_end(code, (memory_limits or {}).get(rank))
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))

@@ -198,7 +198,8 @@ class Supervisor:
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
         self.report.attempt(attempt, self.launcher.num_ranks)
         if attempt.number > 1:
-            self.report.note(records.resume_point(self.folder, self._times.reached, self.config.trainer.script))
+            before = self.folder.attempt(attempt.number - 1)
+            self.report.note(records.resume_point(self.folder, before, self.config.trainer.script))
         try:
             watch = Watch(
                 attempt,
@@ -212,7 +213,7 @@ class Supervisor:
             )
             found = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
-            exits = dict(ranks.exits)
+            exits, absent = dict(ranks.exits), ranks.absent()
         finally:
             ranks.close()
         outcomes = attempt.outcomes()
@@ -229,6 +230,7 @@ class Supervisor:
             sent_sigterm=sent_sigterm,
             num_ranks=num_ranks,
             memory_limits=ranks.memory_limits,
+            unstarted=dict.fromkeys(absent, ranks.last_message()) if absent else None,
         )
         if failure is not None:
             return failure
@@ -304,7 +306,7 @@ class Supervisor:
         if failure.kind == "unfit":
             return attempt.preflight_text
         srun_log = attempt.path / "srun.log"  # on Slurm only
-        if failure.kind == "not_started" and srun_log.exists():
+        if failure.kind == "not_started" and not failure.host and srun_log.exists():
             return srun_log
         return attempt.log(failure.rank)
 

@@ -254,3 +254,13 @@ def test_rerun_repeats_every_value_and_the_model_has_its_program(runs: Runs, kin
     code, output = runs.command("rerun", name)
     assert code == 0, output
     assert ": no value differs: " in output.splitlines()[-1], output
+
+
+def test_own_environment_is_imported_by_each_rank(runs: Runs) -> None:
+    """`module:Name-v0`, with the module in the working directory."""
+    settings = ("rl.env_id=corridor:Corridor-v0", "rl.num_envs=2", "rl.num_rollout_steps=20", "stop.max_steps=3")
+    own = runs.config("corridor", f"experiment={runs.experiment}", *settings, export=True)[1:]
+    code, output = runs.command("run", "rl_cartpole", *own)
+    assert code == 0, output
+    assert "finished: trained 3 steps" in output
+    assert runs.datasets("corridor") == [("Corridor-v0", '{"uri": "corridor"}')]

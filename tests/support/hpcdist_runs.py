@@ -237,6 +237,11 @@ class Runs:
     def param(self, name: str, key: str) -> str:
         return self.params(name)[key]
 
+    def datasets(self, name: str) -> list[tuple[str, str]]:
+        """Return name and source of each data set of the run in MLflow."""
+        join = "datasets join inputs on inputs.source_id = datasets.dataset_uuid"
+        return self._query(f"select name, dataset_source from {join} where destination_id = ?", self.mlflow_id(name))
+
     def artifacts(self, name: str, folder: str) -> Path:
         """Return the path of a folder of the run's artifacts in MLflow."""
         uri = str(self._query("select artifact_uri from runs where run_uuid = ?", self.mlflow_id(name))[0][0])

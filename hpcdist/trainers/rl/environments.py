@@ -29,7 +29,8 @@ Bools = NDArray[np.bool_]
 class Problem:
     """Properties of an environment that determine the policy. Create it with `Problem.of`."""
 
-    name: str
+    name: str  #: its id in gymnasium's registry, with the version and without `module:`
+    source: str  #: the package that its class is from
     num_inputs: int
     num_outputs: int  #: number of choices, or length of an action
     is_discrete: bool
@@ -40,12 +41,18 @@ class Problem:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """Inspect an environment. Raises ConfigError if it cannot be made or has unsupported spaces."""
+        """Inspect an environment; `name` may be `module:Name-v0`, which imports the module that registers it.
+
+        Raises ConfigError if it cannot be made or has unsupported spaces.
+        """
         observed: Any
         acts: Any
+        if name.count(":") > 1:
+            raise ConfigError(f"rl.env_id={name} has more than one colon: write module:Name-v0")
         try:
             with gymnasium.make(name) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
+                source = type(env.unwrapped).__module__.partition(".")[0]
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError(f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}") from error
         assert spec is not None
@@ -60,7 +67,8 @@ class Problem:
             raise ConfigError(f"rl.env_id={name} has {mistake}")
         none = np.zeros(0, np.float32)
         return cls(
-            name=name,
+            name=spec.id,
+            source=source,
             num_inputs=observed.shape[0],
             num_outputs=acts.shape[0] if is_box else int(acts.n),
             is_discrete=not is_box,

@@ -63,7 +63,7 @@ def train(ctx: Context, cfg: Config) -> None:
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
     digest = digest_of(problem.name, NO_OPTIONS, gymnasium.__version__)
     # In MLflow the environment takes the place of a dataset.
-    ctx.report.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
+    ctx.report.log_dataset(problem.name, split="environment", digest=digest, source=problem.source)
     ctx.report.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     with rpc_group(ctx, {}) as rpc:

@@ -76,7 +76,7 @@ def test_detached_resume_prints_where_it_continues(
     (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")
     write_json(run.attempt(1).outcome(0), {"outcome": "failed", "step": 204})
     result = hpcdist("resume", "first", "--detach")
-    assert "resuming at step 190, 14 steps lost\n" in result.out
+    assert "resuming at step 190, 14 steps lost (191 to 204)\n" in result.out
 
 
 def test_resume_rejects_held_and_queued_runs_and_keeps_their_config(

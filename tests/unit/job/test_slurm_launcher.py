@@ -137,6 +137,9 @@ def test_rank_whose_parent_has_not_reported_has_not_started(step: Step) -> None:
     message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     assert step.ranks.last_message() == message
     assert step.ranks.absent() == [0, 1, 2, 3]
+    step.attempt.log(2).write_text("slurmstepd: error: execve(): sh: No such file or directory\n")
+    of_task = "slurmstepd: error: execve(): sh: No such file or directory"
+    assert step.ranks.last_message() == f"{of_task} ({message})"
 
 
 def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(

@@ -176,7 +176,7 @@ def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeC
         runs_dir=str(tmp_path),
         cluster=ClusterConfig(
             setup=["export HF_TOKEN=s3cret", "export B_TOKEN=$(cat ~/.token)"],
-            srun={"export": "ALL,WANDB_API_KEY=s3cret"},
+            srun={"comment": "WANDB_API_KEY=s3cret"},
             env={"FINE_TOKEN": "s3cret"},
         ),
         container=ContainerConfig(runtime="apptainer", image="/i", extra_args=["--env=A_KEY=s3cret"]),
@@ -184,7 +184,7 @@ def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeC
     with pytest.raises(ConfigError) as caught:
         check_config(config, tmp_path)
     assert [line.partition(" holds a secret, which other users")[0] for line in caught.value.problems] == [
-        "cluster.srun.export",
+        "cluster.srun.comment",
         "cluster.setup",
         "container.extra_args",
     ]
@@ -340,7 +340,7 @@ def test_nodes_must_see_the_folder(slurm: FakeCommands, tmp_path: Path, monkeypa
 def test_flags_that_hpcdist_sets_are_rejected() -> None:
     cluster = ClusterConfig(
         sbatch={"nodes": "3", "time": "1", "output": "x", "mail-type": "FAIL", "ntasks_per_node": "2"},
-        srun={"cpus-per-task": "2", "kill-on-bad-exit": "0", "mpi": "none"},
+        srun={"cpus-per-task": "2", "kill-on-bad-exit": "0", "export": "NONE", "mpi": "none"},
     )
     assert conflicting_flags(cluster) == [
         "cluster.sbatch.nodes repeats a key of the config: use cluster.nodes",
@@ -349,6 +349,7 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
         "cluster.sbatch.ntasks_per_node repeats a key of the config: use cluster.tasks_per_node",
         "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
         "cluster.srun.kill-on-bad-exit: hpcdist controls --kill-on-bad-exit: remove it",
+        "cluster.srun.export: hpcdist controls --export: remove it",
     ]
     assert conflicting_flags(ClusterConfig(sbatch={"no_kill": "true", "mincpus": "4"})) == [], "of a fixed size"
     assert conflicting_flags(ClusterConfig(nodes=4, min_nodes=2, sbatch={"mincpus": "4"}))

@@ -244,11 +244,11 @@ def test_final_job_state_is_the_cause_of_a_lost_run(run: RunDir, slurm: Callable
         ("PREEMPTED", "a job of higher priority preempted this one"),
         ("CANCELLED", "the job was cancelled (scancel, by the user or an administrator)"),
     ):
-        slurm(state, nodes="n1", max_rss="3404K", submitted=100.0, started=130.0)
+        slurm(state, nodes="n1", submitted=100.0, started=130.0)
         assert explained(run) | {"fix": ""} == {
             "status": f"lost: job 7 ended as {state} on n1",
             "cause": cause,
-            "evidence": f"Slurm: job 7 ended as {state} on n1, MaxRSS 3404K",
+            "evidence": f"Slurm: job 7 ended as {state} on n1",
             "fix": "",
             "slurm": f"job 7 ended as {state} on n1, 0:00:30 in the queue",
         }
@@ -258,6 +258,7 @@ def test_step_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir,
     slurm("FAILED", exit_code=1, nodes="n1", step_states=("CANCELLED", "OUT_OF_MEMORY"))
     assert explained(run)["cause"] == "the job used more memory than it requested"
     write_outcome(run, 0, "ValueError: nan")
+    assert explained(run)["cause"] == "an exception in the training code", "what the rank has reported counts"
     slurm("CANCELLED", nodes="n1")
     assert explained(run)["cause"] == "an exception in the training code"
 
@@ -285,6 +286,14 @@ def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir,
     found = explained(run)
     assert found["cause"] == "the ranks' Python does not find submitit"
     assert found["evidence"] == "submitit/7_0_log.out:2: ModuleNotFoundError: No module named 'submitit'"
+
+
+def test_output_that_slurm_cannot_create_is_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
+    change_state(run, status="failed", attempt=0, reason="job 7 ended as FAILED by signal 53")
+    slurm("FAILED", signal=53, nodes="n1")
+    found = explained(run)
+    assert found["cause"] == "Slurm could not create the job's output file, so that the job ended before its first line"
+    assert found["fix"].startswith("runs_dir must exist on the node under the same path")
 
 
 def test_stopped_run_has_the_request_as_cause_and_its_fix_says_where_it_continues(run: RunDir) -> None:
@@ -336,6 +345,7 @@ def test_recorded_and_quoted_texts_match_their_pattern() -> None:
         ("port-taken", "rank 1 could not connect to the other ranks: does another program listen on this port?"),
         ("out-of-memory", "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         ("collective-timeout", "[/gloo/transport/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to"),
+        ("no-program", "no rank was started at all: slurmstepd-n1: error: execve(): sh: No such file or directory"),
         ("not-started", "srun: error: Unable to create step for job 1: Requested nodes are busy"),
         ("not-started", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun"),
         (

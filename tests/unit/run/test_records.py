@@ -244,14 +244,19 @@ def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> N
 
 
 def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: RunDir, empty: RunDir) -> None:
-    assert records.resume_point(stepped, 100_000_000) == "resuming at step 100000000"
-    assert records.resume_point(stepped, 100_000_014) == "resuming at step 100000000, 14 steps lost"
-    assert records.resume_point(empty, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
-    assert records.resume_point(empty, 9, ["train.py"]) == (
+    before = stepped.new_attempt()
+    assert records.resume_point(stepped, before) == "resuming at step 100000000"
+    write_json(before.outcome(0), {"outcome": "failed", "step": 100_000_014})
+    lost = "14 steps lost (100000001 to 100000014)"
+    assert records.resume_point(stepped, before) == f"resuming at step 100000000, {lost}"
+    before = empty.new_attempt()
+    write_json(before.outcome(0), {"outcome": "failed", "step": 1})
+    assert records.resume_point(empty, before) == "starting at step 0, since there is no checkpoint, 1 step lost (1)"
+    assert records.resume_point(empty, before, ["train.py"]) == (
         "starts train.py from the beginning, unless it has saved elsewhere"
     )
     (empty.checkpoints / "newest.pt").touch()
-    assert records.resume_point(empty, 9, ["train.py"]) == (
+    assert records.resume_point(empty, before, ["train.py"]) == (
         "starts train.py again, with its files in the run's checkpoints/"
     )
 

@@ -93,19 +93,19 @@ def test_requeued_job_of_scontrol() -> None:
     assert [replace(finished, started=start).queue_s(150.0) for start in (99.0, 130.0, None)] == [0.0, 30.0, None]
 
 
-def test_memory_and_steps_of_sacct() -> None:
+def test_steps_of_sacct() -> None:
     text = recorded("sacct", "timeout")
     info = job(output.parse_sacct(text, "1"))
-    assert (info.max_rss, info.step_states, info.out_of_memory) == ("3404K", ("CANCELLED",), False)
-    text += "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1|1.5G\n1.1|step|FAILED|1:0|x|x|x|n1|9M\n"
+    assert (info.step_states, info.out_of_memory) == (("CANCELLED",), False)
+    text += "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1\n1.1|step|FAILED|1:0|x|x|x|n1\n"
     info = job(output.parse_sacct(text, "1"))
-    assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
+    assert (info.step_states, info.out_of_memory) == (("CANCELLED", "OUT_OF_MEMORY", "FAILED"), True)
 
 
 def test_sizes_of_a_job_that_has_lost_a_node_are_one_start_with_its_begin() -> None:
     rows = [
-        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|",
-        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|",
+        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]",
+        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]",
     ]
     info = job(output.parse_sacct("\n".join(rows), "7"))
     assert (info.restarts, info.state, info.started) == (0, "COMPLETED", at("06:00:05"))
@@ -120,8 +120,8 @@ def test_lines_of_another_format_are_ignored() -> None:
     assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
     assert output.parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
     assert output.parse_sacct("1\n1|a|b\n", "1") is None
-    rows = "1|a|COMPLETED|0:0||Unknown|None|n1|\n1.0|s|COMPLETED|0:0||||n1|1.2.3K\n"
-    assert job(output.parse_sacct(rows, "1")).max_rss == "1.2.3K"
+    rows = "1|a|COMPLETED|0:0||Unknown|None|n1\n1.0|s|COMPLETED|0:0||||n1\n"
+    assert job(output.parse_sacct(rows, "1")).state == "COMPLETED"
     (partition,) = output.parse_partitions(
         f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n"
     )

@@ -57,6 +57,13 @@ def test_first_failure_is_the_cause_of_the_others(
     assert values == expected
 
 
+def test_exit_code_of_what_should_start_a_rank_is_not_told_as_the_ranks_own() -> None:
+    why = "slurmstepd: error: execve(): python3: No such file or directory (srun: error: n1: task 1: Exited with 2)"
+    found = first_failure({1: 2, 0: 1}, {0: peer_lost(0)}, lambda rank: 31, lambda rank: "n1", unstarted={1: why})
+    assert found is not None
+    assert (found.kind, found.sentence()) == ("not_started", f"rank 1 on n1 was not started: {why}")
+
+
 def test_rank_killed_for_memory_names_the_limit_and_no_node() -> None:
     exits, outcomes, limits = {1: -9, 0: 1}, {0: peer_lost(0)}, {1: 300 * 2**20}
     found = first_failure(exits, outcomes, lambda rank: 31, lambda rank: "n1", memory_limits=limits)

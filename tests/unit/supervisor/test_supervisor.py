@@ -58,7 +58,8 @@ def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene
     assert failure.sentence() == "rank 1 on fakehost failed with ValueError: nan after step 5"
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
-    assert scene.report.notes == ["restart 1 of 3", "starting at step 0, since there is no checkpoint, 5 steps lost"]
+    resumed = "starting at step 0, since there is no checkpoint, 5 steps lost (1 to 5)"
+    assert scene.report.notes == ["restart 1 of 3", resumed]
     assert alive.is_released(10), "a grandchild of the first attempt is alive"
 
 
