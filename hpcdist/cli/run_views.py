@@ -34,14 +34,22 @@ from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
 from hpcdist.review.explain import explain_failure, first_failed_rank
-from hpcdist.review.facts import best_checkpoint, last_beat, read_attempts, read_checkpoints, read_facts, readable
+from hpcdist.review.facts import (
+    best_checkpoint,
+    last_beat,
+    read_attempts,
+    read_checkpoints,
+    read_facts,
+    readable,
+    with_speeds,
+)
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.text import duration
 from hpcdist.review.verdict import judge
 from hpcdist.run import status as run_status
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
-from hpcdist.run.records import script_files
+from hpcdist.run.records import read_times, script_files
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweeps import checkpoint_config
 from hpcdist.supervisor.plan import Plan, rank_command
@@ -146,6 +154,9 @@ class RunView:
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         self._began = None
+        if self._task is not None:  # whose remaining time would count the speed of the attempt before
+            self._progress.remove_task(self._task)
+            self._task = None
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
         self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
 
@@ -172,7 +183,9 @@ class RunView:
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
-        step, total, numbers = beat["step"], beat["total_steps"], format_metrics(beat)
+        step, total = beat["step"], beat["total_steps"]
+        # The speed of the last interval is not that of the run, which `show_end` prints.
+        numbers = format_metrics(beat, with_speed=step != total)
         if total is not None:
             if not self._console.is_terminal:
                 self._plain(step, total, numbers)
@@ -216,12 +229,12 @@ _LIVE = {
 }
 
 
-def format_metrics(beat: Mapping[str, Any]) -> str:
+def format_metrics(beat: Mapping[str, Any], *, with_speed: bool = True) -> str:
     """Return the metrics of a heartbeat in words: those of its step, then older ones with their step."""
     metrics, steps, groups = beat["metrics"], beat.get("metric_steps"), dict[int, list[str]]()
     steps = {key: step for key, step in steps.items() if type(step) is int} if isinstance(steps, dict) else {}
     for key, name in _LIVE.items():
-        if (value := metrics.get(key)) is not None:
+        if (value := metrics.get(key)) is not None and (with_speed or not key.endswith("_per_s")):
             text = f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}"
             groups.setdefault(steps.get(key, beat["step"]), []).append(text)
     shown = [(step, "  ".join(texts)) for step, texts in sorted(groups.items(), reverse=True)]
@@ -236,7 +249,8 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
         _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
-        print_table(console, ("metric", "value"), [(key, f"{value:.6g}") for key, value in sorted(metrics.items())])
+        rows = [(key, f"{value:.6g}") for key, value in sorted(_with_median_speeds(run, metrics).items())]
+        print_table(console, ("metric", "value"), rows)
     # How to call hpcdist in this shell: by name if it is in PATH, else by path.
     program, started = "hpcdist", Path(sys.argv[0])
     if shutil.which(program) is None:
@@ -264,6 +278,15 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     for line in lines:
         _print_line(console, line)
     _print_line(console, state.sentence, f"bold {COLOURS[state.status]}")
+
+
+def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the last values of metrics, and of throughputs the median of the run, as all pages show it."""
+    from hpcdist.tracking.points import read_series
+
+    facts = readable(lambda: with_speeds(read_facts(run), read_series(run)))
+    speeds = {} if facts is None else facts.speeds
+    return {f"{key}, median" if key in speeds else key: speeds.get(key, value) for key, value in metrics.items()}
 
 
 # The list of runs and the status of one run, as tables and as JSON.
@@ -553,7 +576,7 @@ def follow(console: Console, run: RunDir) -> State:
     """Show a run's states and progress until its end, which is recorded if nobody else has. Returns its last state."""
     watch = run_status.StatusWatch()
     waiting = Event()
-    shown_line, shown_error, num_shown = "", "", 0
+    shown_line, shown_error, num_shown, shown_attempt = "", "", 0, 0
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
         while True:
             (found,) = watch.poll([run])
@@ -564,6 +587,10 @@ def follow(console: Console, run: RunDir) -> State:
                 shown_line = line
             if found.slurm_error != shown_error and (shown_error := found.slurm_error):
                 view.note(f"Slurm does not report the state of the job ({shown_error})")
+            if 0 < shown_attempt < found.state.attempt:
+                _note_restart(view, run, found.state)
+                num_shown = 0
+            shown_attempt = found.state.attempt
             if found.state.attempt and found.name == "running":
                 beat = run.attempt(found.state.attempt).read_beat(0)
                 if beat is not None:
@@ -577,6 +604,14 @@ def follow(console: Console, run: RunDir) -> State:
         run_status.close_if_lost(run)
         return run.read_state()
     return found.state
+
+
+def _note_restart(view: RunView, run: RunDir, state: State) -> None:
+    """Show how the attempt before the present one ended, and that the ranks have been started again."""
+    before = read_times(run.attempt(state.attempt - 1))
+    if before is not None and before.status:
+        view.note(f"attempt {state.attempt - 1} {sentence_of(before.status, before.reason)}")
+    view.attempt(run.attempt(state.attempt), state.world_size)
 
 
 def _status_line(found: run_status.RunStatus) -> str:

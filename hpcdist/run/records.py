@@ -353,7 +353,9 @@ def resume_point(run: RunDir, before: Attempt, script: Sequence[str] = ()) -> st
     if not (lost := lost_steps(before, first)):
         return at
     # The range, because the last heartbeat of a killed rank may be older.
-    return f"{at}, 1 step lost ({first + 1})" if lost == 1 else f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
+    return (
+        f"{at}, 1 step lost ({first + 1})" if lost == 1 else f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
+    )
 
 
 def script_of(run: RunDir) -> str:

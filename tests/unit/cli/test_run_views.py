@@ -21,7 +21,7 @@ from hpcdist.cli import options, run_views
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
-from hpcdist.host.files import write_json
+from hpcdist.host.files import short_path, write_json
 from hpcdist.run import status
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
@@ -31,6 +31,7 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.plan import Plan
+from hpcdist.tracking.journal import JournalWriter
 
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
 
@@ -203,7 +204,14 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
     ], "the last metrics of a benchmark are those of its largest message only"
     run.report.write_text("<!doctype html>")
     monkeypatch.chdir(tmp_path)
+    with JournalWriter(run.journal) as journal:
+        for step, speed in enumerate((10.0, 30.0, 990.0), 1):
+            journal.log({"train/samples_per_s": speed}, step)
+    beat(run, 2, 0, metrics=METRICS | {"train/samples_per_s": 990.0})
     lines = end(console, run, run.read_state())
+    assert [line.strip("│ ").split()[-1] for line in lines if "samples_per_s, median" in line] == ["30"], (
+        "not of the last interval"
+    )
     assert lines[-2:] == ["report: runs/exp/first/report.html", "finished: all [3] epochs are done"]
     table = "\n".join(lines)
     words = ("exp/first", "eval/accuracy", "0.975", "train/loss", "0.123456", "lr")
@@ -479,6 +487,40 @@ def test_follow_prints_each_straggler_event_once(make: Make, console: Console, m
     with hold(run):
         run_views.follow(console, run)
     assert [line for line in rows_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
+
+
+def test_follow_shows_how_an_attempt_ended_and_measures_the_next_one_anew(
+    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1, world_size=2)
+    now = 100.0
+    monkeypatch.setattr(run_views.time, "monotonic", lambda: now)
+
+    def steps(attempt: int, step: int, later_s: float) -> None:
+        nonlocal now
+        now += later_s
+        beat(run, attempt, 0, step=step, total_steps=1000, metrics={})
+
+    def restarts() -> None:
+        failed = AttemptTimes(supervised=1.0, began=1.0, ended=2.0, status="failed", reason="rank 1 on n1 was killed")
+        write_times(run.attempt(1), failed)
+        run.new_attempt()
+        run.write_state(replace(run.read_state(), attempt=2, restarts=1))
+        steps(2, 10, 600.0)
+
+    def finish() -> None:
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Events(monkeypatch, [lambda: steps(1, 10, 0.0), lambda: steps(1, 20, 10.0), restarts,
+                         lambda: steps(2, 20, 10.0), finish])  # fmt: skip
+    with hold(run):
+        run_views.follow(console, run)
+    assert rows_of(console) == [
+        *("running", "step 10/1000", "step 20/1000    ETA 0:16:20"),
+        "attempt 1 failed: rank 1 on n1 was killed",
+        f"attempt 2: starting 2 ranks, logs in {short_path(run.attempt(2).path)}",
+        *("step 10/1000", "step 20/1000    ETA 0:16:20"),
+    ]
 
 
 def test_follow_continues_through_a_requeue(
