@@ -1,6 +1,7 @@
 """A config as a run folder stores it, with redacted secrets, and the parameters that a user's trainer declares."""
 
 import ast
+import builtins
 import dataclasses
 import inspect
 import json
@@ -183,20 +184,54 @@ def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
 
 
 # The parameters that a trainer of the user's own declares: `train(ctx, cfg, params: MyParams)` with a dataclass. Login
-# nodes may have no torch, so before a run starts only the fields of the dataclass are executed, not its module.
+# nodes may have no torch, and `config` and `--dry-run` must not run somebody's code: before a run starts, the fields of
+# the dataclass are read, which may contain values and types only, and its module is not executed.
 
-#: What the fields of a dataclass may use, besides builtins.
+_VALUES = (bool, bytes, dict, float, frozenset, int, list, object, set, str, tuple)
+#: What the fields of a dataclass may use.
 _NAMES = {
     "Any": Any, "Literal": typing.Literal, "Optional": typing.Optional, "Union": typing.Union, "typing": typing,
     "dataclass": dataclasses.dataclass, "field": dataclasses.field, "dataclasses": dataclasses, "Path": Path,
+    "__builtins__": {"__build_class__": builtins.__build_class__, **{kind.__name__: kind for kind in _VALUES}},
+    "__name__": "params",
 }  # fmt: skip
+#: The syntax of values and types, whose evaluation has no effects. Calls and attributes: see `_is_plain`.
+_PLAIN = (
+    *(ast.AnnAssign, ast.BinOp, ast.ClassDef, ast.Constant, ast.Dict, ast.Expr, ast.Lambda, ast.List, ast.Name),
+    *(ast.Set, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.arguments, ast.keyword),
+    *(ast.expr_context, ast.operator, ast.unaryop),
+)
+_CALLED = {"Path", "dataclass", "dataclasses.dataclass", "dataclasses.field", "field", *(k.__name__ for k in _VALUES)}
+
+
+def _is_plain(source: ast.AST) -> bool:
+    """Return whether the source of a dataclass contains values, types, and calls of `field` and their constructors."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) not in _CALLED:
+                return False
+        elif isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("typing", "dataclasses")):
+                return False
+        elif not isinstance(node, _PLAIN) or (isinstance(node, ast.AnnAssign) and _is_quoted(node.annotation)):
+            return False
+    return True
+
+
+def _is_quoted(annotation: ast.AST) -> bool:
+    """Return whether a type, or a part of it, is in quotes: `get_type_hints` would evaluate their content."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Literal", "typing.Literal"):
+        return False
+    if isinstance(annotation, ast.Constant):
+        return isinstance(annotation.value, str)
+    return any(map(_is_quoted, ast.iter_child_nodes(annotation)))
 
 
 def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDef] | None:
     """Return the dataclass that a trainer declares, without its methods, and its source.
 
     The module is searched in `folder`, then in `sys.path`. None if it has no such dataclass, or one that needs more
-    than `_NAMES`: only the ranks check it then.
+    than values and the types in `_NAMES`: only the ranks check it then.
     """
     module, _, function = ("" if trainer.script else trainer.target).partition(":")
     stem = module.replace(".", "/")
@@ -207,6 +242,8 @@ def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDe
         name = ast.unparse(cast(ast.expr, (arguments.posonlyargs + arguments.args)[2].annotation)).strip("'")
         source = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
         source.body = [node for node in source.body if isinstance(node, ast.AnnAssign | ast.Expr)]
+        if not _is_plain(source):
+            return None
         names = dict(_NAMES)
         exec(compile(ast.Module([source], []), module, "exec", dont_inherit=True), names)  # noqa: S102
         kind = cast(type, names[name])

@@ -1,7 +1,4 @@
-"""One run of two ranks with each shipped trainer; with the killed rank of `test_runs.py`, this is `make smoke`.
-
-`make test` leaves the runs of this file out: its other files have longer runs of the same configs.
-"""
+"""One run of two ranks with each shipped trainer; with the killed rank of `test_runs.py`, this is `make smoke`."""
 
 import pytest
 from contract import check, compared, content_of
@@ -24,7 +21,6 @@ def test_smoke_covers_all_shipped_trainers() -> None:
     assert set(SMALL) == set(trainers.NAMES)
 
 
-@pytest.mark.faults
 @pytest.mark.smoke
 @pytest.mark.parametrize("trainer", SMALL)
 def test_trainer_finishes_with_two_ranks(runs: Runs, trainer: str) -> None:

@@ -302,6 +302,30 @@ def test_trainer_without_a_declaration_takes_any_params(project: Path, module: s
     assert load_config("mine.yaml", ["params.anything=1"]).params == {"total_steps": 10, "anything": 1}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hidden: int = open('ran', 'w').write('')",
+        "hidden: int = __import__('os').mkdir('ran') or 1",
+        "hidden: \"__import__('os').mkdir('ran')\" = 1",
+        "hidden: \"Literal[__import__('os').mkdir('ran')]\" = 1",
+        "hidden: list[\"__import__('os').mkdir('ran')\"] = field(default_factory=list)",
+        "hidden: int = field(default_factory=lambda: open('ran', 'w').close())",
+        "hidden: int = [open('ran', 'w') for _ in range(1)]",
+        "hidden: int = ().__class__.__base__.__subclasses__()",
+        "hidden: int = typing.sys.modules['os'].mkdir('ran')",
+        "open('ran', 'w')",
+        "hidden: int = (lambda: open('ran', 'w'))()",
+    ],
+)
+def test_code_in_a_declaration_is_not_executed(project: Path, line: str) -> None:
+    (project / "regression.py").write_text(MODULE.replace("hidden: int = 32", line))
+    config = load_config("mine.yaml")
+    describe_trainer(config, project)
+    assert not (project / "ran").exists()
+    assert declaration(config.trainer, project) is None
+
+
 def test_modules_are_found_in_packages_and_installed_folders(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "installed" / "pack").mkdir(parents=True)
     (project / "installed" / "pack" / "train.py").write_text(MODULE)
