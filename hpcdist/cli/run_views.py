@@ -621,7 +621,7 @@ def _status_line(found: run_status.RunStatus) -> str:
     if facts is not None and name == "queued" and facts.alive and not facts.waiting:
         name, parts = "starting", []  # the supervisor in the job has not recorded a status
     if facts is not None and (facts.waiting or name != "running"):
-        parts += [facts.sentence()] if not found.is_lost else []
+        parts += [facts.sentence()] if not found.is_lost and facts.sentence() not in parts else []
     elif facts is not None:
         parts.append(f"job {facts.id} on {facts.nodes}" if facts.nodes else f"job {facts.id}")
     return sentence_of(name, "; ".join(parts))

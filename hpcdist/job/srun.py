@@ -13,6 +13,7 @@ from hpcdist.config.topology import expand
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_words
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.errors import UserMistake
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
 from hpcdist.slurm.placement import requested_cluster, role_nodes
@@ -47,6 +48,8 @@ def step_command(
     srun passes requests and reports between the supervisor and the parents on. The attempt is the first of the ranks.
     With `overlap` the step may share processors with an earlier one that Slurm cannot end.
     """
+    if problem := unusable_path(attempt.path):
+        raise UserMistake(problem)
     parts = role_nodes(config)
     flags = _flags(requested_cluster(config), attempt)
     if len(parts) == 1:
@@ -78,14 +81,22 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "wait": 0,
         "open-mode": "append",
         # One file per task, its number padded as in Attempt.log: errors before the parent can start a rank.
-        "error": f"{pattern_of(attempt.path)}/rank-%5t.log",
+        "error": f"{attempt.path}/rank-%5t.log",
         **{name: option_value(value) for name, value in cluster.srun.items()},
     }
 
 
-def pattern_of(path: Path) -> str:
-    """Return a path as srun and sbatch read it in names of output files, in which `%` begins a replacement."""
-    return str(path).replace("%", "%%")
+def unusable_path(path: Path) -> str:
+    """Return why Slurm cannot write output below a path; "" if it can.
+
+    sbatch, srun and submitit replace `%` in the names of output files. `%%` is no escape: Slurm 22.05 makes `%14` of
+    `%%j`, and a backslash turns all replacements off, also that of the task's number.
+    """
+    return (
+        f"{path}: Slurm replaces % in the names of output files: choose a runs_dir without it"
+        if "%" in str(path)
+        else ""
+    )
 
 
 def step_name(attempt: Attempt) -> str:

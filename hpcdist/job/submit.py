@@ -17,7 +17,7 @@ from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.files import write_json
-from hpcdist.job.srun import option_value, pattern_of, step_command, task_command
+from hpcdist.job.srun import option_value, step_command, task_command
 from hpcdist.job.submitit_entry import supervise_in_job
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.snapshot import git_root
@@ -61,7 +61,7 @@ def _submit(
     from submitit import SlurmExecutor
 
     executor = SlurmExecutor(owner.path / "submitit", python=SUPERVISOR)
-    executor.update_parameters(**sbatch_parameters(config, owner, flags, is_array=bool(array)), **array)
+    executor.update_parameters(**sbatch_parameters(config, owner, flags), **array)
     paths = [str(run.path) for run in runs]
     name = f"{owner.experiment}/{owner.name}"
     with _queued(runs, kind, name):
@@ -164,9 +164,7 @@ _PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.job.submitit_entry"
 SUPERVISOR = "supervise"
 
 
-def sbatch_parameters(
-    config: Config, run: RunDir, flags: Mapping[str, str] | None = None, *, is_array: bool = False
-) -> dict[str, Any]:
+def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the parameters of submitit's executor; `flags` are sbatch flags of one submission only."""
     cluster = requested_cluster(config)
     names = ("partition", "account", "qos", "mem", "constraint", "exclude")
@@ -176,9 +174,6 @@ def sbatch_parameters(
     # The supervisor goes on without a failed node.
     more: dict[str, Any] = {"no_kill": True} if cluster.outlives_nodes else {}
     more["requeue"] = True
-    if "%" in str(run.path):
-        # submitit's own pattern has the folder as it is.
-        more["output"] = f"{pattern_of(run.path / 'submitit')}/{'%A_%a' if is_array else '%j'}_0_log.out"
     if least == most:
         size |= {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
     else:
@@ -218,9 +213,7 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
 
     folder = run.path / "submitit"
     command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    script = _make_sbatch_string(
-        command=command, folder=folder, **sbatch_parameters(config, run, flags, is_array=bool(array)), **array
-    )
+    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
     python = IMAGE_PYTHON if box else python_of(config)

@@ -5,6 +5,7 @@ the folder of runs. All problems are reported at once, each with its key and the
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
 from hpcdist.host.files import LARGEST, read_json, user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.job import submit
-from hpcdist.job.srun import exposed_secrets, option_value
+from hpcdist.job.srun import exposed_secrets, option_value, unusable_path
 from hpcdist.run import create
 from hpcdist.slurm import client
 from hpcdist.slurm.client import srun_option_error
@@ -35,6 +36,7 @@ from hpcdist.slurm.placement import requested_cluster
 class Findings:
     errors: list[str] = field(default_factory=list)  #: prevent the submission
     warnings: list[str] = field(default_factory=list)
+    waits_for_nodes: bool = False  #: whether too few nodes are up now
 
 
 def requested_partitions(
@@ -66,6 +68,7 @@ def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], fi
         best = min(results, key=lambda result: (len(result.errors), len(result.warnings)))
         findings.errors += best.errors
         findings.warnings += best.warnings
+        findings.waits_for_nodes = best.waits_for_nodes
 
 
 def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
@@ -128,6 +131,7 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         findings.errors.append(f"{asked}: {why}")
     elif fewest > up:
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
+        findings.waits_for_nodes = True
 
 
 def check_runs_dir(runs_dir: Path, file_system: str, findings: Findings) -> None:
@@ -242,7 +246,7 @@ def check_submission(
         flags: sbatch flags of this submission only.
         cwd: folder with the user's modules; None for a run with a copy of them in its folder.
         missing_data: a message if the dataset is not on disk, else empty.
-        force: report problems with the cluster as warnings. Problems of the config and Slurm's rejection stay errors.
+        force: report problems with the cluster as warnings, also Slurm's; problems of the config stay errors.
     """
     submit.require_sbatch()
     problems = _config_problems(config, cwd)
@@ -265,8 +269,13 @@ def check_submission(
             estimate = submit.estimate_start(config, flags)
         except UserMistake as error:
             rejection = _explain_rejection(str(error), config.cluster)
+            # `sbatch --test-only` refuses what sbatch accepts: a job that waits for nodes or for its reservation.
+            if later := _reservation_begins(config.cluster):
+                findings.warnings.append(later)
+            elif force:
+                findings.warnings.append(rejection)
             # Problems that these checks have found are more precise than Slurm's reason, except about accounts.
-            if not blocking or rejection != str(error):
+            elif rejection != str(error) or not (blocking or findings.waits_for_nodes):
                 blocking = [*blocking, rejection]
     if blocking:
         raise ConfigError(*blocking)
@@ -308,6 +317,8 @@ def _check_cluster(config: Config, missing_data: str) -> Findings:
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     cluster = requested_cluster(config)
     problems = conflicting_flags(cluster) + gpu_conflicts(cluster, os.environ) + exposed_secrets(config)
+    folder = Path(config.runs_dir).absolute() / config.experiment / (config.name or "")
+    problems += filter(None, [unusable_path(folder)])
     if cluster.mem is not None and parse_memory_mb(cluster.mem) is None:
         problems.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     try:
@@ -328,6 +339,19 @@ def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
     except SlurmError:
         names = []
     return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")
+
+
+def _reservation_begins(cluster: ClusterConfig) -> str:
+    """Return a warning if the job waits for its reservation, which begins later and is long enough; else ""."""
+    name = cluster.sbatch.get("reservation", "")
+    try:
+        began, ended = client.reservation_times(name) if name else (None, None)
+    except SlurmError:
+        return ""
+    if began is None or ended is None or began <= time.time() or ended - began < 60 * cluster.time_limit_min:
+        return ""
+    clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
+    return f"cluster.sbatch.reservation={name} begins at {clock}: the run will wait until then"
 
 
 def _check_run(config: Config, missing_data: str, findings: Findings) -> None:

@@ -186,9 +186,22 @@ WAITING = {
     "PartitionTimeLimit": ("the partition allows less time", "reduce cluster.time_limit_min and submit again"),
     "PartitionNodeLimit": ("the partition allows fewer nodes", "reduce cluster.nodes and submit again"),
     "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
+    "ReqNodeNotAvail, Reserved for maintenance": (
+        "a maintenance begins before the job could end",
+        "a cluster.time_limit_min that ends before it starts the job now (a run requeues itself); otherwise wait",
+    ),
     "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
+    "Nodes required for job are DOWN": (
+        "too few suitable nodes are up and not reserved",
+        "wait, or request fewer nodes; `sinfo -R` shows why nodes are down",
+    ),
+    "Reservation": (
+        "its reservation has not begun, or is in use",
+        "wait; `scontrol show reservation` shows its begin and its nodes",
+    ),
+    "PartitionConfig": ("the partition never has enough such nodes", "reduce cluster.nodes and submit again"),
     "JobArrayTaskLimit": ("the sweep's limit of parallel cells is reached", "wait, or raise --array-parallelism"),
-    "launch_failed_requeued_held": ("its start failed on a node, so Slurm holds it", "`scontrol release` retries it"),
+    "launch failed requeued held": ("its start failed on a node, so Slurm holds it", "`scontrol release` retries it"),
 }
 
 
@@ -300,8 +313,9 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     if now.name == "queued":
         if facts is None or not facts.reason:
             return None
-        # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`
-        meaning, fix = WAITING.get(facts.reason.split(",")[0], ("", ""))
+        # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`, by squeue with spaces
+        reason = re.sub(r",\s*", ", ", facts.reason.replace("_", " "))
+        meaning, fix = WAITING.get(reason) or WAITING.get(reason.partition(",")[0]) or ("", "")
         if not meaning and facts.reason.startswith(("Assoc", "QOS")):
             meaning, fix = "a limit of the account or quality of service is reached", "wait, or request fewer resources"
         return Finding(cause=f"{meaning} ({facts.reason})" if meaning else facts.reason, fix=fix)

@@ -177,6 +177,12 @@ def partitions() -> list[Partition]:
         return output.parse_partitions(*pool.map(lambda command: run(*command), commands))
 
 
+def reservation_times(name: str) -> tuple[float | None, float | None]:
+    """Return begin and end of a reservation (seconds since the epoch); None if Slurm does not say."""
+    record = output.parse_record(run("scontrol", "show", "reservation", name, "--oneliner"))
+    return parse_time(record.get("StartTime")), parse_time(record.get("EndTime"))
+
+
 def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:
     chosen = [f"--partition={partition}"] * bool(partition) + [f"--nodes={','.join(names)}"] * bool(names)
     return output.parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={output.NODE_FORMAT}"))

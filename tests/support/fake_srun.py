@@ -32,7 +32,7 @@ class Task:
             "SLURM_NODEID": str(number // per_node),
             "SLURMD_NODENAME": self.node,
         }
-        with open(options["error"].replace("%5t", f"{number:05d}").replace("%%", "%"), "ab") as log:
+        with open(options["error"].replace("%5t", f"{number:05d}"), "ab") as log:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stderr=log, start_new_session=True)
         self.descriptor = os.pidfd_open(self.process.pid)
 

@@ -22,9 +22,10 @@ from hpcdist.config.launch_schema import (
     TrackingConfig,
 )
 from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import ConfigError, HpcdistError, UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.job import submit
+from hpcdist.job.submit_checks import check_config
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 
@@ -228,12 +229,11 @@ def test_submission_without_an_answer_is_no_rejection(
     assert ("scancel 41" in commands.calls()) == (squeue == "echo 41")
 
 
-def test_percent_signs_of_folders_are_no_patterns(tmp_path: Path) -> None:
-    """Slurm would replace `%d` and the like, and could not create the file."""
+def test_percent_signs_of_folders_are_refused(tmp_path: Path) -> None:
+    """Slurm and submitit would replace `%d` and the like, and could not create the file."""
     run = RunDir(tmp_path / "50%done" / "exp" / "first")
-    script, step = submit.render(Config(), run)
-    folder = f"{tmp_path}/50%%done/exp/first"
-    assert f"#SBATCH --output={folder}/submitit/%j_0_log.out" in script
-    assert f"--error={folder}/attempts/001/rank-%5t.log" in step
-    array, _ = submit.render(Config(), run, map_count=2, array_parallelism=2)
-    assert f"#SBATCH --output={folder}/submitit/%A_%a_0_log.out" in array
+    message = "50%done/exp.*: Slurm replaces % in the names of output files: choose a runs_dir without it"
+    with pytest.raises(UserMistake, match=message):
+        submit.render(Config(), run)
+    with pytest.raises(ConfigError, match=message):
+        check_config(Config(runs_dir=str(tmp_path / "50%done"), experiment="exp"), None)

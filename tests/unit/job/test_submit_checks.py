@@ -1,7 +1,9 @@
 """The checks before a submission, with fake Slurm commands; tests/slurm uses a real Slurm."""
 
 import random
+import re
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,31 @@ def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeComman
     assert estimate == "the job would start at noon"
     reject(slurm, "Too many")
     with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
-        check(tmp_path, cluster={"nodes": 9}, force=True)
+        check(tmp_path)
+    # That of `sbatch --test-only`, as well: sbatch decides.
+    warnings, _ = check(tmp_path, cluster={"nodes": 9}, force=True)
+    assert warnings[1:] == ["Slurm rejects this job: Too many"]
+
+
+def test_job_that_only_waits_is_not_rejected_although_sbatch_tests_it_in_vain(
+    slurm: FakeCommands, tmp_path: Path
+) -> None:
+    """Recorded with Slurm 22.05: `sbatch --test-only` refuses both jobs, sbatch accepts them and they wait."""
+    reject(slurm, "Requested node configuration is not available")
+    slurm.add_script("sinfo", "echo 'main|2|8|32768|gpu:2|idle|n[1-2]'; echo 'main|2|8|32768|gpu:2|drained|n[3-4]'")
+    warnings, _ = check(tmp_path, cluster={"nodes": 4})
+    assert warnings == ["only 2 of the 4 matching nodes of main are up: the run will wait"]
+    reject(slurm, "Invalid time specified")
+    now = int(time.time())
+    times = f"StartTime={now + 9000} EndTime={now + 9000 + 3600}"
+    slurm.add_script(
+        "scontrol", f"case \"$*\" in *reservation*) echo 'ReservationName=r {times}';; *) echo '{MAIN}';; esac"
+    )
+    reserved = {"sbatch": {"reservation": "r"}, "time_limit_min": 60}
+    (warning,) = check(tmp_path, cluster=reserved)[0]
+    assert re.fullmatch(r"cluster\.sbatch\.reservation=r begins at [-0-9: ]+: the run will wait until then", warning)
+    with pytest.raises(ConfigError, match="Slurm rejects this job: Invalid time specified"):
+        check(tmp_path, cluster=reserved | {"time_limit_min": 61})
 
 
 def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:

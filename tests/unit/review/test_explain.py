@@ -268,6 +268,19 @@ def test_pending_reason_is_explained(run: RunDir, slurm: Callable[..., None]) ->
     for reason, cause in (
         ("Priority", "jobs of higher priority run first (Priority)"),
         ("ReqNodeNotAvail,_UnavailableNodes:n4", "requested nodes are down or reserved (ReqNodeNotAvail,"),
+        (
+            "ReqNodeNotAvail,_Reserved_for_maintenance",
+            "a maintenance begins before the job could end (ReqNodeNotAvail,",
+        ),
+        (
+            "ReqNodeNotAvail, Reserved for maintenance",
+            "a maintenance begins before the job could end (ReqNodeNotAvail,",
+        ),
+        (
+            "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved",
+            "too few suitable nodes are up and not reserved (Nodes",
+        ),
+        ("Reservation", "its reservation has not begun, or is in use (Reservation)"),
         ("AssocGrpCpuLimit", "a limit of the account or quality of service is reached (AssocGrpCpuLimit)"),
         ("Cleaning", "Cleaning"),
     ):
