@@ -412,7 +412,8 @@ def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *,
     from hpcdist.job.submit_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
-    say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
+    for line in (*(f"note: {warning}" for warning in warnings), *filter(None, [estimate])):
+        say(line)
 
 
 def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str]:

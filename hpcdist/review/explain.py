@@ -365,7 +365,17 @@ def explain_failure(run: RunDir, state: State) -> Finding | None:
 def _of_end(run: RunDir, state: State, reason: str) -> Finding | None:
     if state.attempt:
         return explain_attempt(run, run.attempt(state.attempt), reason)
-    return _of_logs(run, _batch_logs(run))
+    return _of_logs(run, _batch_logs(run)) or _last_words(run)
+
+
+def _last_words(run: RunDir) -> Finding | None:
+    """Return the last line of the batch script's log as the cause of a job that ended before its first attempt."""
+    for path in filter(Path.is_file, _batch_logs(run)):
+        for number, line in reversed(last_lines(path, MAX_LINES)):
+            if line.strip():
+                cause = quote(f"the batch script ended before it started ranks: {line.strip()}")
+                return Finding(cause=cause, evidence=_cite(run, path, number, line), fix=continuation(run))
+    return None
 
 
 def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:

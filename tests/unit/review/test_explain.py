@@ -299,6 +299,10 @@ def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir,
     found = explained(run)
     assert found["cause"] == "the ranks' Python does not find submitit"
     assert found["evidence"] == "submitit/7_0_log.out:2: ModuleNotFoundError: No module named 'submitit'"
+    (run.path / "submitit" / "7_0_log.out").write_text("Traceback\nSlurmError: scontrol is not installed\n\n")
+    found = explained(run)
+    assert found["cause"] == "the batch script ended before it started ranks: SlurmError: scontrol is not installed"
+    assert found["evidence"] == "submitit/7_0_log.out:2: SlurmError: scontrol is not installed"
 
 
 def test_output_that_slurm_cannot_create_is_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
