@@ -59,6 +59,15 @@ def shortened(text: str, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
+def error_text(error: Exception) -> str:
+    """Return the error that ended a run as a sentence."""
+    if isinstance(error, HpcdistError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return f"the supervisor failed with {type(error).__name__}: {error}"
+
+
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return a question for the known name that is nearest to a misspelt one; `otherwise` if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)

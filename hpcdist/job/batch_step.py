@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,12 +106,7 @@ def supervise_job(run_dir: str) -> State:
                 raise
             except (HpcdistError, OSError) as error:
                 # Before any attempt, for example if the nodes do not match the roles.
-                rejected = isinstance(error, UserMistake)
-                state = replace(
-                    run.read_state(), status="failed", reason=str(error), ended=time.time(), rejected=rejected
-                )
-                held.check()  # the state belongs to a supervisor that has taken over meanwhile
-                run.write_state(state)
+                state = held.fail_start(error, rejected=isinstance(error, UserMistake))
                 log.error("%s: %s", state.status, state.reason)
                 return state
 

@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.errors import LeaseLostError, RunFolderError, error_text
 from hpcdist.host import retry
 from hpcdist.host.files import LARGEST, exclusive, read_json, write_json
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, State
 
 log = logging.getLogger(__name__)
 LOCK = ".lease.lock"
@@ -108,6 +109,14 @@ class Held:
             self.renew()
         if self._lost:
             raise LeaseLostError(self._lost)
+
+    def fail_start(self, error: Exception, *, rejected: bool = False) -> State:
+        """Record the error that prevented the first attempt; returns the state. Raises LeaseLostError."""
+        state = self._run.read_state()
+        state = replace(state, status="failed", reason=error_text(error), ended=time.time(), rejected=rejected)
+        self.check()  # the state belongs to a supervisor that has taken over meanwhile
+        self._run.write_state(state)
+        return state
 
     def renew(self) -> None:
         """Renew the lease unless another process holds it. Errors of the file system are logged."""

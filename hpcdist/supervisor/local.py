@@ -57,24 +57,28 @@ def supervise_locally(
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         # Values are redacted in config.yaml; ranks read them from the environment.
         env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
-        with (
-            LocalLauncher(
-                run,
-                plan,
-                env=env,
-                import_path=snapshot.import_path(code, run),
-                cwd=cwd,
-                fork=config.launch.fork and not config.trainer.script,
-                init_timeout_s=config.launch.init_timeout_s,
-            ) as launcher,
-            view() as report,
-        ):
-            from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
+        try:
+            with (
+                LocalLauncher(
+                    run,
+                    plan,
+                    env=env,
+                    import_path=snapshot.import_path(code, run),
+                    cwd=cwd,
+                    fork=config.launch.fork and not config.trainer.script,
+                    init_timeout_s=config.launch.init_timeout_s,
+                ) as launcher,
+                view() as report,
+            ):
+                from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
 
-            supervisor = Supervisor(
-                run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
-            )
-            return supervisor.run()
+                supervisor = Supervisor(
+                    run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
+                )
+                return supervisor.run()
+        except OSError as error:
+            # Before any attempt, for example if this user may start no more processes.
+            return held.fail_start(error)
 
 
 def detach(run: RunDir, env: Mapping[str, str]) -> int:
@@ -167,13 +171,10 @@ class LocalLauncher:
         # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
         can_fork = all(env == envs[0] for env in envs)
         rank = rank_command(self.run.path)
-        return RankParents(
-            parent_command(self.run.path, "all", rank, fork=self.fork and can_fork, limit_s=self.init_timeout_s),
-            self._guard,
-            env=self._shared,
-            cwd=self.cwd,
-            output=self.run.path / "attempts" / "rank-parent.log",
-        )
+        command = parent_command(self.run.path, "all", rank, fork=self.fork and can_fork, limit_s=self.init_timeout_s)
+        output = self.run.path / "attempts" / "rank-parent.log"
+        values: dict[str, Any] = {"env": self._shared, "cwd": self.cwd, "output": output}
+        return retry.retry(lambda: RankParents(command, self._guard, **values), output)
 
 
 class LocalRanks(ParentRanks):

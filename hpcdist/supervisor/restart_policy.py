@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpcdist.errors import HpcdistError
-
 Kind = Literal[
     "error", "killed", "out_of_memory", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"
 ]
@@ -118,14 +116,6 @@ def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:
             f"was killed by the kernel: out of memory, with a limit of {memory_limit / 2**20:,.0f} MiB",
         )
     return "killed", f"was killed by {_NAMES.get(-code, f'signal {-code}')}"
-
-
-def error_text(error: Exception) -> str:
-    if isinstance(error, HpcdistError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    return f"the supervisor failed with {type(error).__name__}: {error}"
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:

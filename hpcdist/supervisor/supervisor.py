@@ -15,7 +15,7 @@ from typing import Protocol
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
-from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake, error_text
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
@@ -26,7 +26,7 @@ from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFi
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter
 from hpcdist.supervisor.protocols import Launcher, NodeChanges
-from hpcdist.supervisor.restart_policy import Failure, Kind, error_text, first_failure
+from hpcdist.supervisor.restart_policy import Failure, Kind, first_failure
 from hpcdist.supervisor.signals import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 

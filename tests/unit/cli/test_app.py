@@ -103,11 +103,31 @@ def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     assert "Traceback (most recent call last)" in hpcdist("runs").err
 
-    def full(_: object) -> None:
-        raise OSError(28, "No space left on device", "/runs/x")
 
-    monkeypatch.setattr("hpcdist.run.lookup.list_runs", full)
-    assert hpcdist("runs") == (2, "", "hpcdist: No space left on device: /runs/x\n"), "no defect"
+FULL = "No space left on device"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, FULL, "/home/x"), f"{FULL}: /home/x: free space there (`df -h`)"),
+        (OSError(28, FULL, "/home/x", None, "/runs/x"), f"{FULL}: /runs/x: free space there"),
+        (OSError(13, "Permission denied", "/runs/x"), "Permission denied: /runs/x\n"),
+        (BlockingIOError(11, "Try again"), "Try again: this user or container may start no more processes"),
+        (RuntimeError("can't start new thread"), "can't start new thread: this user or container may start no more"),
+    ],
+)
+def test_errors_of_the_system_name_what_to_do(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, hpcdist: Cli
+) -> None:
+    def fails(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hpcdist.run.lookup.list_runs", fails)
+    result = hpcdist("runs")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"hpcdist: {message}")
 
 
 @pytest.mark.processes

@@ -146,6 +146,22 @@ def test_supervise_rejects_an_incomplete_run(project: Path, make: Callable[..., 
     assert not run.lease.exists()
 
 
+def test_run_without_room_for_a_process_has_failed_with_that_cause(
+    project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a small `ulimit -u`, which does not bind root."""
+
+    def no_more_processes() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    run = create_run(make(), project)
+    monkeypatch.setattr(local, "Guard", no_more_processes)
+    state = supervise_locally(run, make(), PLAN, lambda: nullcontext(Recorder()), {}, tracking_uri="")
+    assert (state.status, state.reason) == ("failed", "Resource temporarily unavailable")
+    assert run.read_state() == state
+    assert not run.lease.exists()
+
+
 def test_missing_click_log_is_reported_before_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.file={missing}"])
