@@ -172,7 +172,8 @@ def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> No
     cells = [
         {"scene": "slow", "launch": {"hang_timeout_s": 2.9}, "fault": asdict(fault)}
         for fault in (
-            Fault(operation="stat", path=beat, delay_ms=2800),
+            # A file that can be read: the rank has written its heartbeat, and is silent from now on.
+            Fault(operation="read", path=beat, delay_ms=2800),
             Fault(operation="*", path="attempts/001/*.beat.json", error=errno.ESTALE, window_ms=2800),
         )
     ]
