@@ -192,6 +192,14 @@ class ParentRanks:
             self.parents.is_usable = self._are_over()
         for rank in self.remaining:
             self.exits[rank] = -signal.SIGKILL
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        """Remove the sockets of the ended ranks: many programs cannot copy a folder with a socket in it."""
+        with suppress(OSError):  # another node's view of the folder may be older
+            for path in self.attempt.path.iterdir():
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
 
     def _are_over(self) -> bool:
         return len(self._over) == self.parents.num_parents

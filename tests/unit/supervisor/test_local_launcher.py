@@ -4,6 +4,7 @@ Named pipes show which processes are alive.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_rank_that_cannot_be_started_fails_with_its_reason(shell: Shell, pipe: N
     assert ranks.last_message() == reason
     shell.close(ranks)
     assert pipe.is_released(SOON_S)
+
+
+def test_sockets_of_ended_ranks_are_removed(shell: Shell, tmp_path: Path) -> None:
+    """`shutil.copytree` and others cannot copy a folder with a socket in it."""
+    bind = "import socket; socket.socket(socket.AF_UNIX).bind('store.sock')"
+    ranks = shell.start(f'cd {shell.attempt.path} && {sys.executable} -c "{bind}"; echo done > log')
+    while ranks.remaining:
+        ranks.wait(SOON_S)
+    assert (shell.attempt.path / "store.sock").is_socket()
+    shell.close(ranks)
+    assert not (shell.attempt.path / "store.sock").exists()
+    shutil.copytree(shell.attempt.path, tmp_path / "copy")
+    assert (tmp_path / "copy" / "log").read_text() == "done\n"
 
 
 # --- descriptors
