@@ -263,7 +263,10 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         ui = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))} {ui}"
     elif Path(config.runs_dir) != runs_dir().absolute():
         ui = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))} {ui}"
-    lines = [f"review in MLflow: {link_to_run(run) or ui}"]
+    if (read_record(run.mlflow) or {}).get("run_id"):
+        lines = [f"review in MLflow: {link_to_run(run) or ui}"]
+    else:
+        lines = [f"not in MLflow yet: {program} sync {shlex.quote(short_path(run.path))}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():

@@ -171,6 +171,7 @@ def test_printed_commands_run_in_the_same_shell(
     console: Console, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make(status="finished")
+    write_json(run.mlflow, {"uri": "sqlite:////db", "experiment_id": "7", "run_id": "ab"})
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.chdir(tmp_path)
     for started, shown in (
@@ -197,6 +198,9 @@ def test_end_of_a_run_shows_metrics_report_and_the_next_command(
     beat(run, 1, 0, metrics={"old": 1.0})
     beat(run, 2, 0, metrics=METRICS)
     run.artifacts.mkdir()
+    assert f"not in MLflow yet: hpcdist sync {run.path}" in end(console, run, run.read_state()), "without an upload"
+    write_json(run.mlflow, {"uri": "sqlite:////db", "experiment_id": "7", "run_id": "ab"})
+    console.file = io.StringIO()
     assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
         "review in MLflow: HPCDIST_RUNS_DIR='/my runs' hpcdist ui",
         f"report: hpcdist bench show {run.path}",
