@@ -67,6 +67,7 @@ class AttemptFacts:
     reason: str  #: one sentence: how and why the attempt ended
     stop_cause: Callable[[], StopCause | None]  #: of the request to stop the ranks, if any
     earlier_failures: Sequence[Failure]  #: those after which the ranks were restarted on the same nodes
+    failed_before: str  #: the reason with which the attempt before failed, perhaps in an earlier start of the job
     max_restarts: int
     check_nodes: Callable[[Failure], NodeFindings]
     full_disk: str  #: path of the run folder, if its disk has no space for a restart
@@ -102,7 +103,11 @@ def decide(facts: AttemptFacts) -> Ending:
         if nodes.moved:
             return Ending(kind="move", reason=nodes.moved)
         if nodes.broken:
-            return _continue_in_job(facts, f"{reason}; {nodes.broken}")
+            reason = f"{reason}; {nodes.broken}"
+            # The same nodes at the same step: a requeue has not helped, and would be repeated MAX_REQUEUES times.
+            if reason == facts.failed_before:
+                return Ending(kind="failed", reason=f"{reason}, twice in a row: another start would not help")
+            return _continue_in_job(facts, reason)
 
     if outcome.kind == "unfit":
         return Ending(kind="failed", reason=reason)

@@ -271,12 +271,18 @@ class Supervisor:
             reason=reason,
             stop_cause=lambda: self._stop_cause(attempt),
             earlier_failures=self._failures,
+            failed_before=self._failed_before(attempt),
             max_restarts=self.config.launch.max_restarts,
             check_nodes=lambda failure: self._check_nodes(attempt, failure),
             full_disk=full_disk,
             job_restarts=self.job.restart_count if self.job is not None else None,
             is_requeued=lambda: self.job is not None and self.job.is_requeued(),
         )
+
+    def _failed_before(self, attempt: Attempt) -> str:
+        """Return the reason of the attempt before, which an earlier start of the job may have recorded."""
+        before = records.read_times(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else None
+        return before.reason if before is not None and before.failed else ""
 
     def _settle_request(self, attempt: Attempt, outcome: Outcome) -> None:
         """Write the request to stop the ranks into the attempt's folder, although they have ended.

@@ -43,6 +43,7 @@ def facts(
     requeued: bool | None = None,
     nodes: NodeFindings | None = None,
     earlier: tuple[Failure, ...] = (),
+    failed_before: str = "",
     max_restarts: int = 9,
     full_disk: str = "",
 ) -> AttemptFacts:
@@ -52,6 +53,7 @@ def facts(
         reason=outcome.sentence() if isinstance(outcome, Failure) else SAVED,
         stop_cause=causes or (lambda: cause),
         earlier_failures=earlier,
+        failed_before=failed_before,
         max_restarts=max_restarts,
         check_nodes=is_not_asked if nodes is None else lambda _: nodes,
         full_disk=full_disk,
@@ -119,6 +121,10 @@ def test_ending_after_an_attempt_without_a_failure(found: AttemptFacts, kind: st
         (facts(failure(), nodes=LOST, job=FIRST, earlier=(failure(),), max_restarts=0), "requeue",
          f"{FAILED}; lost n2"),
         (facts(failure(), nodes=LOST, job=LAST), "failed", f"{FAILED}; lost n2{LIMIT}"),
+        # The same nodes at the same step, before and after a requeue.
+        (facts(failure(), nodes=LOST, job=FIRST, failed_before=f"{FAILED}; lost n2"), "failed",
+         f"{FAILED}; lost n2, twice in a row: another start would not help"),
+        (facts(failure(), nodes=LOST, job=FIRST, failed_before=f"{FAILED}; lost n3"), "requeue", f"{FAILED}; lost n2"),
         # A full disk.
         (facts(failure(), job=FIRST, **FULL), "failed", f"{FAILED}; no restart, since the disk of /runs/first is full"),
         (facts(failure(), earlier=(failure(),), **FULL), "failed",

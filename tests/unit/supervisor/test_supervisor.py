@@ -148,6 +148,19 @@ def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
     assert times.reason.endswith("; lost n2")
 
 
+def test_same_failure_of_the_same_nodes_after_a_requeue_ends_the_run(scene: Scene) -> None:
+    """Else a node that always fails would requeue the job up to 50 times."""
+    scene.launch = {"max_restarts": 3}
+    scene.script(first=[fails("nan"), EXIT_0], second=[fails("nan"), EXIT_0], third=[DONE, EXIT_0])
+    states = []
+    for _ in range(2):
+        supervisor = scene.supervisor(ScriptedJob())
+        scene.launcher.broken = lambda: "lost n2"  # type: ignore[method-assign]
+        states.append(scene.supervise(supervisor))
+    assert [state.status for state in states] == ["queued", "failed"]
+    assert states[1].reason == f"{states[0].reason}, twice in a row: another start would not help"
+
+
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
 def test_end_of_the_job_after_an_attempt_counts_as_its_request(scene: Scene, outcome: str) -> None:
     """Slurm may have signalled the ranks only: then they are not restarted, and their job has not failed."""
