@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What only the benchmarks against other tools need is installed by `make bench`.
-EXTRAS := train,dev
 
 MINUTES ?= 60
 SUITE ?= trixie
@@ -22,8 +20,8 @@ quickstart: install ## set everything up and train real digits on two ranks
 
 install: $(VENV)/.installed ## make .venv with hpcdist in it
 
-$(VENV)/.installed: pyproject.toml scripts/install.sh
-	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS)
+$(VENV)/.installed: pyproject.toml scripts/install.sh docker/requirements-dev.txt
+	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV)
 	touch $@
 
 check: install ## formatting, lint and types, also of Dockerfiles and shell scripts
@@ -65,7 +63,6 @@ bench: install ## benchmarks against bare loops and other tools; results in benc
 	$(BIN)/python benchmarks/run_all.py
 
 docs: install ## build the documentation into site/; a broken link or reference fails
-	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS),docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 recording: install ## record the README's terminal session on a dev cluster; needs root and the Slurm packages

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pin every package of the images, with hashes, for Python 3.11 and newer: docker/lock.sh [uv's options]
+# Pin every package of the images, and of a checkout (scripts/install.sh), with hashes, for Python 3.11 and newer:
+# docker/lock.sh [uv's options]
 # With --upgrade the newest versions are used; without it, pins are kept unless pyproject.toml requires newer ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +10,7 @@ lock() {
     --generate-hashes --no-annotate "${@:2}" --output-file "docker/$1"
 }
 lock requirements.txt pyproject.toml --extra train "$@"
+lock requirements-dev.txt pyproject.toml --extra train --extra dev --extra docs "$@"
 lock requirements-build.txt docker/requirements-build.in "$@"
 lock requirements-mlflow.txt docker/requirements-mlflow.in "$@"
 lock requirements-sbom.txt docker/requirements-sbom.in "$@"

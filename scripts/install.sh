@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Install hpcdist into a virtual environment: scripts/install.sh VENV EXTRAS
+# Install hpcdist and what its tests and documentation need into a virtual environment: scripts/install.sh VENV
+# Every package is pinned with its hash (`make lock`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$1 extras=$2
+venv=$1
 python=${PYTHON:-python3}
 
 # Downloads can fail temporarily: three tries with a pause between them.
@@ -27,8 +28,9 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   retry "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$package"
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-echo "installing hpcdist with [$extras] into $venv; torch alone takes 5 GB, so this takes minutes" >&2
+echo "installing hpcdist into $venv; torch alone takes 5 GB, so this takes minutes" >&2
 # uv takes a sixth of pip's processor time here, and tries downloads again itself. It does not read pip's configuration; where it fails nevertheless, pip installs.
+pip() { retry "$venv/bin/python" -m pip install --quiet --require-hashes "$@"; }
 pip_option() {
   "$venv/bin/python" -m pip config list 2>/dev/null | sed -n "s/^\(:env:\|install\|global\)\.$1='\(.*\)'\$/\2/p" | head -1
 }
@@ -37,16 +39,18 @@ export_option() { # VARIABLE OPTION: unless the variable is set
   value=$(pip_option "$2")
   if [ -z "${!1-}" ] && [ -n "$value" ]; then export "$1=$value"; fi
 }
-install_with_uv() {
-  retry "$venv/bin/python" -m pip install --quiet uv || return 1
+uv() {
   export_option UV_DEFAULT_INDEX index-url
   export_option UV_EXTRA_INDEX_URL extra-index-url
   export_option UV_FIND_LINKS find-links
   export_option SSL_CERT_FILE cert
-  # As pip, take the newest version of all indexes.
+  # The file with the pinned hash may be in any index.
   UV_INDEX_STRATEGY=unsafe-best-match UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} "$venv/bin/uv" pip install --quiet --no-config \
-    --python "$venv/bin/python" --editable ".[$extras]"
+    --python "$venv/bin/python" --require-hashes "$@"
 }
-install_with_uv || retry "$venv/bin/python" -m pip install --quiet --editable ".[$extras]"
-# hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. The tests of configs use this one.
-[ -d "$venv/omegaconf" ] || retry "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/omegaconf" 'omegaconf>=2.4'
+pip --requirement docker/requirements-build.txt # uv and the build system
+uv --requirement docker/requirements-dev.txt || pip --requirement docker/requirements-dev.txt
+"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
+# hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. The tests of configs use that of the images.
+[ -d "$venv/omegaconf" ] || pip --no-deps --target "$venv/omegaconf" \
+  --requirement <(sed -n '/^omegaconf==/,/[^\\]$/p' docker/requirements.txt)
