@@ -181,6 +181,8 @@ class Parent:
         self._requests_have_ended = False  #: whether no request follows
         self._waiting_signals: list[int] = []
         self._affinity = os.sched_getaffinity(0)
+        #: Those of the shell that has become this process, such as the FUSE daemons of its container's image.
+        self._children_before = frozenset(_children())
         self._requests, self._reports = os.dup(0), os.dup(1)
         # The imports may print, and ranks have no standard input.
         os.dup2(2, 1)
@@ -330,10 +332,10 @@ class Parent:
                 for kill in (os.killpg, os.kill):
                     with suppress(ProcessLookupError):
                         kill(rank.pid, signal.SIGKILL)
-            for child in _children():
+            for child in self._descendants():
                 os.kill(child, signal.SIGKILL)
             self._reap()
-            if not self._ranks and not _children():
+            if not self._ranks and not self._descendants():
                 self._report(over=attempt)
                 return
             time.sleep(_END_POLL_S)
@@ -348,9 +350,13 @@ class Parent:
                 os.close(rank.descriptor)
                 del self._ranks[rank.number]
         pids = {rank.pid for rank in self._ranks.values()}
-        for orphan in _children():
+        for orphan in self._descendants():
             if orphan not in pids:
                 os.waitpid(orphan, os.WNOHANG)
+
+    def _descendants(self) -> list[int]:
+        """Return ranks, and processes that ranks have left behind."""
+        return [pid for pid in _children() if pid not in self._children_before]
 
 
 def _close(log: int) -> None:

@@ -142,6 +142,30 @@ def test_sockets_of_ended_ranks_are_removed(shell: Shell, tmp_path: Path) -> Non
     assert (tmp_path / "copy" / "log").read_text() == "done\n"
 
 
+def test_children_of_the_shell_that_became_the_parent_survive_the_ranks(tmp_path: Path, guard: Guard) -> None:
+    """With enroot, the FUSE daemons of the container's image are such children."""
+    run = RunDir.create(tmp_path / "run")
+    daemon = f'sleep 600 & echo $! > {tmp_path}/daemon; exec "$@"'
+    command = [
+        "sh",
+        "-c",
+        daemon,
+        "sh",
+        *parent_of(run, "all", ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/orphan; exit 3"]),
+    ]
+    parents = RankParents(command, guard, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, output=tmp_path / "parent.log")
+    for _ in range(2):
+        ranks = LocalRanks(parents, run.new_attempt(), [{}], guard)
+        assert end_of(ranks) == {0: 3}
+        ranks.close()
+        assert parents.is_usable
+        assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
+        (left,) = psutil.Process(parents.process.pid).children()
+        assert left.pid == int((tmp_path / "daemon").read_text())
+    parents.close()
+    left.kill()
+
+
 # --- descriptors
 
 
