@@ -325,7 +325,8 @@ def test_requeue_before_signal_handlers_exist_kills_the_ranks(scene: FaultScene)
     scene.submit("requeue before any import", f"launch.env.PYTHONPATH={path}")
     scene.wait_until_held()
     scene.cluster.run("scontrol", "requeue", scene.job)
-    assert "was killed by SIGTERM" in scene.wait_queued()
+    assert "no rank was started at all: " in (reason := scene.wait_queued())
+    assert "DUE TO JOB REQUEUE" in reason
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
 

@@ -296,7 +296,7 @@ def test_a_submitted_run_is_submitted_again_and_repeated_here(slurm_runs: SlurmR
     assert (state.status, state.attempt) == ("finished", 1)
     assert slurm_runs.hosts(name) == slurm_runs.hosts("to-repeat")
 
-    ranks = len(slurm_runs.attempt(name, 1).outcomes())
+    ranks = state.world_size
     code, output = slurm_runs.command("run", "--like", "to-repeat", "name=here", f"launch.num_ranks={ranks}")
     assert code == 0, output
     assert f"{ranks} × cpu" in output
