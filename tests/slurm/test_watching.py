@@ -271,7 +271,8 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     assert set(causes) >= {"start", "compile", "data", "compute", "communication", "checkpoint", "redone", "down"}
     assert ledger.queue_s > 0
     assert {entry.node for entry in ledger.entries if entry.seconds} >= {"n1", "n2"}
-    dead = [entry for entry in ledger.entries if entry.attempt == first and entry.node == "n2"]
+    # Before the requeue, the supervisor may have tried another attempt on the dead node.
+    dead = [entry for entry in ledger.entries if entry.attempt >= first and entry.node == "n2"]
     assert sum(entry.seconds for entry in dead if entry.cause == "down") > 0, "the dead node"
     assert {len(times.shares) for a in runs.run_dir(LEDGER_RUN).attempts() if (times := read_times(a))} == {2}
     assert sum(len(s.ranks) for s in read_times(runs.attempt(LEDGER_RUN)).shares.values()) == NUM_RANKS  # type: ignore[union-attr]
