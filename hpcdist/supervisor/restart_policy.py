@@ -75,17 +75,7 @@ def first_failure(
     for rank in [*exits, *sorted(outcomes.keys() - exits.keys())]:
         code, outcome = exits.get(rank, 0), outcomes.get(rank)
         if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
-            # Slurm's signal ahead of the time limit ended the start of the rank's container.
-            failed: Kind = "interrupted" if outcome.get("interrupted") else "error"
-            failure = Failure(
-                kind="rejected" if outcome["outcome"] == "rejected" else failed,
-                rank=rank,
-                host=str(outcome["host"]),
-                step=outcome["step"],
-                error=str(outcome["error"]),
-                traceback=tuple(outcome["traceback"]),
-            )
-            (consequences if outcome["peer_lost"] else causes).append(failure)
+            (consequences if outcome["peer_lost"] else causes).append(_reported_failure(rank, outcome))
         elif code != 0 and rank in unstarted:
             error = f"was not started: {unstarted[rank]}"
             causes.append(Failure(kind="not_started", rank=rank, host=host_of(rank), step=None, error=error))
@@ -104,6 +94,19 @@ def first_failure(
     same = sum((cause.kind, cause.error) == ("error", first.error) for cause in causes)
     number = "both" if same == num_ranks == 2 else f"all {same}" if same == num_ranks else str(same)
     return replace(first, only_there=hosts <= {first.host}, detail=f"{number} ranks raised it" if same > 1 else "")
+
+
+def _reported_failure(rank: int, outcome: Mapping[str, Any]) -> Failure:
+    # Slurm's signal ahead of the time limit ended the start of the rank's container.
+    failed: Kind = "interrupted" if outcome.get("interrupted") else "error"
+    return Failure(
+        kind="rejected" if outcome["outcome"] == "rejected" else failed,
+        rank=rank,
+        host=str(outcome["host"]),
+        step=outcome["step"],
+        error=str(outcome["error"]),
+        traceback=tuple(outcome["traceback"]),
+    )
 
 
 def _unreported_end(code: int, memory_limit: int | None) -> tuple[Kind, str]:
