@@ -61,6 +61,8 @@ class Trainer:
     """Return the problems that only the host of the supervisor can detect, such as missing files."""
     fixed_keys: tuple[str, ...] = ()
     """The keys that a resume cannot change, because they determine the content of a checkpoint."""
+    module_key: str = ""
+    """A key of its section that may be `module:name`, with a module of the user's own; empty if there is none."""
     charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
     is_benchmark: bool = False

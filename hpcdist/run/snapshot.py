@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import hpcdist
 from hpcdist.config.redaction import redact_words
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import machine
@@ -72,13 +72,23 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
         return None
 
 
+def own_module(config: Config) -> str:
+    """Return the top package of the user's module: of the trainer, or that a shipped trainer imports; "" if none."""
+    if config.trainer.script:
+        return config.trainer.script_name.partition(".")[0]
+    named = config.trainer.target
+    if (trainer := find_trainer(named)) is not None:
+        named = str(getattr(config.sections[named], trainer.module_key)) if trainer.module_key else ""
+    module, colon, _ = named.partition(":")
+    return module.partition(".")[0] if colon else ""
+
+
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
-    """Return the script, or file or folder of the trainer's module, first in `path`; None if installed or missing."""
+    """Return the script, or file or folder of the user's module, first in `path`; None if installed or missing."""
     if file := config.trainer.script_file:
         return file.parent.resolve() / file.name
-    module = config.trainer.script_name or config.trainer.target
-    spec = find_module(module.partition(":")[0].partition(".")[0], path)
-    if spec is None:
+    module = own_module(config)
+    if not module or (spec := find_module(module, path)) is None:
         return None
     folders = list(spec.submodule_search_locations or ())
     place = Path(folders[0] if folders else spec.origin or "").resolve()
@@ -86,8 +96,8 @@ def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
 
 
 def is_own(config: Config) -> bool:
-    """Return whether the trainer is the user's: a script, or a function of a module."""
-    return bool(config.trainer.script) or ":" in config.trainer.target
+    """Return whether the ranks run code of the user's: a script, a function of a module, or a module that it names."""
+    return bool(config.trainer.script or own_module(config))
 
 
 def find_tree(config: Config, cwd: Path) -> tuple[Path, Path | None, bool]:
@@ -265,7 +275,7 @@ def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
     live = []
     if place is not None and run.copy_in(code.root, place) is None and not place.is_relative_to(run.code.resolve()):
         live.append(str(place))
-        name = place.name if config.trainer.script else config.trainer.target.partition(":")[0].partition(".")[0]
+        name = place.name if config.trainer.script else own_module(config)
         log.warning("%s is imported from %s, not from a copy: later edits of it change the run", name, place)
     if config.container.runtime == "none" and config.cluster.environment.kind == "none":  # ranks have this Python
         from importlib import metadata  # slow to import

@@ -53,4 +53,5 @@ TRAINER = Trainer(
     single_roles=("agent",),
     charts={"mean return of an episode": ("train/return", "eval/return")},
     fixed_keys=("rl.env_id", "rl.hidden_sizes", "optim.name"),
+    module_key="env_id",
 )
