@@ -136,7 +136,10 @@ class SlurmLauncher:
 
     @property
     def parents_are_idle(self) -> bool:
-        """Whether parents wait for the next attempt: all have reported that no process of the last one is left."""
+        """Whether parents wait for the next attempt: all have reported that no process of the last one is left.
+
+        Asked between attempts: it is also true while ranks run.
+        """
         parents = self._parents
         return parents is not None and parents.are_ready and parents.is_usable and parents.is_alive()
 
@@ -168,7 +171,7 @@ class SlurmLauncher:
             env.pop("SLURM_NTASKS_PER_NODE", None)
         env = dict(self.containers.env(env))
         require_same(self.run.path, env)
-        # Without a hostfile the user may have set another --distribution.
+        # With neither a hostfile nor a list of nodes the user may have set another --distribution.
         self.hosts = hosts if is_placed or used.chosen else ()
         self._parent_nodes = used.names
         self._step = step_name(attempt)
@@ -299,7 +302,7 @@ class RankStep(ParentRanks):
         super().__init__(parents, attempt, launcher.num_ranks, env={"HPCDIST_ATTEMPT": str(attempt.number)})
 
     def host_of(self, rank: int) -> str:
-        """Return the node of a rank; that of a task that has not started is known from srun's messages or the plan."""
+        """Return the node of a rank, from its parent, srun's messages or the plan; all nodes of the job if unknown."""
         planned = self.launcher.hosts[rank] if self.launcher.hosts else os.environ["SLURM_JOB_NODELIST"]
         return self.parents.hosts.get(rank) or self._seen_hosts.get(rank) or planned
 

@@ -26,7 +26,8 @@ killed the rank, and null otherwise.
 
 The parent imports the modules of the run's trainer, so a restart costs no import. User code is imported by the ranks
 alone: it may start threads, use a GPU or read the rank's variables. The parent has no threads and no CUDA context, and
-never runs code of a rank. It ends after the end of its requests; when it dies, the kernel kills the ranks.
+never runs code of a rank. It ends after the end of its requests, in a job not before its rank; when it dies, the kernel
+kills the ranks.
 """
 
 import ctypes
@@ -78,8 +79,8 @@ _RANK_OOM_SCORE = 300
 _MAX_TEXT = 500
 #: prctl(2): orphaned descendants become children of this process.
 _PR_SET_CHILD_SUBREAPER = 36
-#: Signals that a task of srun does not pass on to its rank: those of its own faults and children, and those that stop a
-#: process, which Slurm sends to all processes of a job.
+#: Signals that a task of srun does not pass on to its rank: those of its own faults, pipes and children, and those of
+#: job control, which Slurm sends to all processes of a job. SIGTERM, which it sends to tasks, is passed on.
 _NOT_PASSED_ON = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
@@ -120,8 +121,8 @@ def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
         return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
     finally:
         faulthandler.cancel_dump_traceback_later()
-    # Threads do not exist in a forked process, and CUDA fails. Fork handlers end the threads of OpenBLAS, which NumPy
-    # starts at its import if OMP_NUM_THREADS > 1.
+    # Threads do not exist in a forked process, and CUDA fails. A trial fork shows whether CUDA is initialised, and its
+    # fork handlers end the threads of OpenBLAS, which NumPy starts at its import if OMP_NUM_THREADS > 1.
     pid = os.fork()
     if pid == 0:
         os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
@@ -355,7 +356,7 @@ class Parent:
                 os.waitpid(orphan, os.WNOHANG)
 
     def _descendants(self) -> list[int]:
-        """Return ranks, and processes that ranks have left behind."""
+        """Return ranks, and processes that ranks have left behind, which have become children of this process."""
         return [pid for pid in _children() if pid not in self._children_before]
 
 

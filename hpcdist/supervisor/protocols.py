@@ -9,7 +9,7 @@ from hpcdist.run.records import Resources
 
 
 class Ranks(Protocol):
-    """The ranks of one attempt; those of a local run may be started only by a `wait`."""
+    """The ranks of one attempt; they may be started only by a `wait`."""
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
@@ -17,7 +17,7 @@ class Ranks(Protocol):
     memory_limits: dict[int, int]
 
     @property
-    def remaining(self) -> list[int]: ...  # those that have not ended; a local one may not be started yet
+    def remaining(self) -> list[int]: ...  # those that have not ended; one may not be started yet
     def host_of(self, rank: int) -> str: ...
 
     def wait(self, timeout_s: float) -> None:

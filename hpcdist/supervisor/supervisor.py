@@ -1,8 +1,8 @@
 """The supervisor of a run; it runs on the host and never imports torch.
 
-An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
-folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
-MLflow; ranks never wait for it.
+An attempt is one start of all ranks. The supervisor watches the exit codes that their parents report, heartbeats and
+requests in the attempt's folder, and restarts the ranks from the newest checkpoint after a failure. A separate process
+ships the journal to MLflow; ranks never wait for it.
 """
 
 import shutil
@@ -84,7 +84,10 @@ class Supervisor:
         self._began = time.time()
 
     def run(self) -> State:
-        """Start attempts until the run ends, and return its last state. After a lost lease nothing more is written."""
+        """Start attempts until the run ends or its job is requeued, and return its last state.
+
+        Raises LeaseLostError, after which nothing more is written.
+        """
         patience_s = retry.UNATTENDED_S
         if self._allocation is not None:
             patience_s = max(0.0, min(patience_s, self._allocation.end - time.time() - LAST_WRITE_S))
@@ -285,7 +288,7 @@ class Supervisor:
         return before.reason if before is not None and before.failed else ""
 
     def _settle_request(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Write the request to stop the ranks into the attempt's folder, although they have ended.
+        """Ask Slurm whether it ends the job, and write the request to stop into the folder of the ended attempt.
 
         A next start of the job reads it there: after a kill of this process it is the only record of the cause.
         """
@@ -297,7 +300,7 @@ class Supervisor:
         self._write_request(attempt)
 
     def _how_ended(self, attempt: Attempt, outcome: Outcome, request: StopRequest | None) -> str:
-        """Return how and why an attempt without a failure ended, without a request to end the run."""
+        """Return how and why an attempt without a failure ended; the caller adds the request to end the run."""
         if outcome == "finished":
             return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
         if outcome == "cancelled":

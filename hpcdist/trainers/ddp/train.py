@@ -36,7 +36,8 @@ def train(ctx: Context, cfg: Config) -> None:
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = build_scaler(ctx, cfg)
-    saved = ctx.restore()  # the newest valid checkpoint, None without one; its division is that of an elastic run
+    # The newest valid checkpoint, None without one. It fixes the micro-batches of elastic runs, for `steps_per_epoch`.
+    saved = ctx.restore()
     # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
     meter = Meter.restore(ctx, saved)
@@ -44,7 +45,7 @@ def train(ctx: Context, cfg: Config) -> None:
     steps = ctx.steps(
         progress.total_steps, model=model, optimizer=optimizer, scaler=scaler, position=progress, local=meter
     )
-    ctx.timer.training_begins()  # the time until here counts as start-up, from here to the first step as compilation
+    ctx.timer.training_begins()  # until here counts as start-up, from here to the end of the first step as compilation
     if ctx.world_size > 2 and not cfg.elastic.exact:  # with `exact`, hpcdist adds the gradients
         settle_order_of_gradients(ctx, cfg, data, model)
 
@@ -163,7 +164,7 @@ def epoch_steps(
         return (iter([(*batch, 1.0)]) for batch in batches)
     index_batches = ctx.elastic.division(len(data.train)).rank_indices(progress.epoch, progress.step_in_epoch)
     batches = data.train.batches(index_batches, epoch=progress.epoch)
-    # After the last micro-batch of a step, `micro_batches` sums the gradients over the ranks.
+    # When its last micro-batch has been taken, DDP or `micro_batches` itself has summed the gradients over the ranks.
     return (
         ((*next(batches), micro.weight) for micro in ctx.elastic.micro_batches(model, step, len(data.train)))
         for step in itertools.count(progress.step)
