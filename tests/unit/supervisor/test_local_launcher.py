@@ -259,7 +259,7 @@ def test_attempt_that_ends_during_the_imports_starts_no_rank(tmp_path: Path, run
     scene = Scene(tmp_path / "code", runs_dir, f"open({str(begin)!r}).read()\n{TORCH}")
     with scene.launcher:
         first, ranks = scene.start("pass", "pass")
-        (parent,) = scene.parents()
+        (parent,) = wait_for(scene.parents, "the parent, which a shell becomes")
         ranks.wait(0.01)
         ranks.close()
         assert (ranks.exits, ranks.absent()) == ({0: -9, 1: -9}, [0, 1])
