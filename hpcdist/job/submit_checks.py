@@ -270,7 +270,7 @@ def check_submission(
         except UserMistake as error:
             rejection = _explain_rejection(str(error), config.cluster)
             # `sbatch --test-only` refuses what sbatch accepts: a job that waits for nodes or for its reservation.
-            if later := _reservation_begins(config.cluster):
+            if "Invalid time specified" in rejection and (later := _reservation_begins(config.cluster)):
                 findings.warnings.append(later)
             elif force:
                 findings.warnings.append(rejection)

@@ -341,7 +341,8 @@ def _end_by_slurm(run: RunDir, now: RunStatus, job: JobInfo) -> str:
     if job.out_of_memory:
         # Slurm says so, too, of a step in which only a child of a rank was killed. What a rank has reported counts.
         attempt = run.attempt(now.state.attempt)
-        is_reported = bool(now.state.attempt) and bool(_failed_ranks(attempt, first=None))
+        failed = _failed_ranks(attempt, first=None) if now.state.attempt else []
+        is_reported = any(not outcome.get("peer_lost") for _, outcome in failed)
         return "OUT_OF_MEMORY" if not is_reported and now.name not in ("stopped", "cancelled") else ""
     if job.state == "CANCELLED" and now.name not in ("lost", "cancelled"):
         return ""  # after the run had failed
@@ -365,12 +366,14 @@ def explain_failure(run: RunDir, state: State) -> Finding | None:
 def _of_end(run: RunDir, state: State, reason: str) -> Finding | None:
     if state.attempt:
         return explain_attempt(run, run.attempt(state.attempt), reason)
-    return _of_logs(run, _batch_logs(run)) or _last_words(run)
+    found = _of_logs(run, _batch_logs(run))
+    # A reason that the supervisor has recorded says more than the last line of a log.
+    return found or (_last_words(run) if not state.reason or state.reason.startswith("job ") else None)
 
 
 def _last_words(run: RunDir) -> Finding | None:
     """Return the last line of the batch script's log as the cause of a job that ended before its first attempt."""
-    for path in filter(Path.is_file, _batch_logs(run)):
+    for path in (path for path in _batch_logs(run) if path.parent.name == "submitit"):
         for number, line in reversed(last_lines(path, MAX_LINES)):
             if line.strip():
                 cause = quote(f"the batch script ended before it started ranks: {line.strip()}")

@@ -78,6 +78,8 @@ def supervise_locally(
                 return supervisor.run()
         except OSError as error:
             # Before any attempt, for example if this user may start no more processes.
+            if run.read_state().attempt:
+                raise
             return held.fail_start(error)
 
 

@@ -111,6 +111,8 @@ class RankParents:
             log.warning("each rank imports torch itself: %s (see %s)", report["problem"], self.output)
 
     def close(self) -> None:
+        if self._channel.fileno() == -1:
+            return  # closed already, and its successor could not be started
         self._channel.close()
         try:
             # One that still imports, or is stopped, does not read the end of its requests.

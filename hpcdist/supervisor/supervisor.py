@@ -216,7 +216,10 @@ class Supervisor:
             )
             found = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
-            exits, absent = dict(ranks.exits), ranks.absent()
+            exits = dict(ranks.exits)
+            # Before `close`, too: srun's last message would be about the end of the step.
+            absent = ranks.absent()
+            unstarted = dict.fromkeys(absent, ranks.last_message()) if absent else None
         finally:
             ranks.close()
         outcomes = attempt.outcomes()
@@ -233,7 +236,7 @@ class Supervisor:
             sent_sigterm=sent_sigterm,
             num_ranks=num_ranks,
             memory_limits=ranks.memory_limits,
-            unstarted=dict.fromkeys(absent, ranks.last_message()) if absent else None,
+            unstarted=unstarted,
         )
         if failure is not None:
             return failure
