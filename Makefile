@@ -20,7 +20,7 @@ quickstart: install ## set everything up and train real digits on two ranks
 
 install: $(VENV)/.installed ## make .venv with hpcdist in it
 
-$(VENV)/.installed: pyproject.toml scripts/install.sh docker/requirements-dev.txt
+$(VENV)/.installed: pyproject.toml scripts/install.sh $(wildcard docker/requirements*.txt)
 	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV)
 	touch $@
 
@@ -71,7 +71,7 @@ recording: install ## record the README's terminal session on a dev cluster; nee
 screenshots: install ## take the pictures of MLflow and of a report; needs Chromium
 	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'table_of_the_best or rank_was_killed' -m ''
 
-lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
+lock: install ## pin the packages of images and checkout anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)
 
 pin: ## pin the base images to the digests of their tags; needs docker's registry, and skopeo or docker

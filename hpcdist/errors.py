@@ -5,6 +5,8 @@ fixes (the outcome of the rank is then `rejected`).
 """
 
 import difflib
+import errno
+import os
 import re
 import reprlib
 import traceback
@@ -59,12 +61,32 @@ def shortened(text: str, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
+#: What to do if no process or thread can be started, and if a disk is full.
+NO_PROCESS = "this user or container may start no more processes and threads (`ulimit -u`, its limit of pids)"
+_FULL = {
+    errno.ENOSPC: "free space there (`df -h`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
+    errno.EDQUOT: "free space there (`quota`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
+}
+
+
+def path_and_fix(error: OSError) -> tuple[str, str]:
+    """Return the path that an error of the system is about, and what a user can do about it; empty if unknown."""
+    fix = _FULL.get(error.errno or 0, "")
+    # A copy reads the first file and fills the disk of the second one.
+    path = error.filename2 if fix and error.filename2 is not None else error.filename
+    if path is None:
+        # Of a fork. That of a write that would block has another text.
+        return "", NO_PROCESS if error.strerror == os.strerror(errno.EAGAIN) else ""
+    return str(path), fix
+
+
 def error_text(error: Exception) -> str:
-    """Return the error that ended a run as a sentence."""
+    """Return the error that ended a run as a sentence, with what a user can do about it."""
     if isinstance(error, HpcdistError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        path, fix = path_and_fix(error)
+        return ": ".join(filter(None, [path, error.strerror, fix]))
     return f"the supervisor failed with {type(error).__name__}: {error}"
 
 

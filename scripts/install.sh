@@ -52,5 +52,6 @@ pip --requirement docker/requirements-build.txt # uv and the build system
 uv --requirement docker/requirements-dev.txt || pip --requirement docker/requirements-dev.txt
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
 # hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. The tests of configs use that of the images.
-[ -d "$venv/omegaconf" ] || pip --no-deps --target "$venv/omegaconf" \
-  --requirement <(sed -n '/^omegaconf==/,/[^\\]$/p' docker/requirements.txt)
+sed -n '/^omegaconf==/,/[^\\]$/p' docker/requirements.txt >"$venv/omegaconf.txt"
+rm -rf "$venv/omegaconf"
+pip --no-deps --target "$venv/omegaconf" --requirement "$venv/omegaconf.txt"

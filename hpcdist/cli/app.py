@@ -1,6 +1,5 @@
 """The command line: parse, call, print. Heavy modules are imported by the commands that need them."""
 
-import errno
 import importlib
 import inspect
 import io
@@ -13,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hpcdist import __version__
-from hpcdist.errors import HpcdistError, shortened
+from hpcdist.errors import NO_PROCESS, HpcdistError, path_and_fix, shortened
 from hpcdist.host.log_files import say
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
@@ -112,24 +111,14 @@ def main() -> NoReturn:
     sys.exit(code or 0)
 
 
-#: What a user can do about errors of the system.
-_FIXES = {
-    errno.EAGAIN: ": this user or container may start no more processes and threads (`ulimit -u`, its limit of pids)",
-    errno.ENOSPC: ": free space there (`df -h`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
-    errno.EDQUOT: ": free space there (`quota`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
-}
-
-
 def _explained(error: Exception) -> tuple[int, str]:
     """Return the exit code and the message of an exception that ended a command."""
     if isinstance(error, HpcdistError):
         return error.exit_code, f"hpcdist: {error}"
     if isinstance(error, OSError):  # such as a full disk or a folder without permission
-        # Of a copy the target: a disk is full there.
-        path = f": {error.filename2 or error.filename}" if error.filename else ""
-        return 2, f"hpcdist: {error.strerror or error}{path}{_FIXES.get(error.errno or 0, '')}"
+        return 2, f"hpcdist: {': '.join(filter(None, [error.strerror or str(error), *path_and_fix(error)]))}"
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return 2, f"hpcdist: {error}{_FIXES[errno.EAGAIN]}"
+        return 2, f"hpcdist: {error}: {NO_PROCESS}"
     # Typer's usage errors; their class is private, and so is that of the help without arguments.
     usage: Any = error
     if hasattr(usage, "format_message") and hasattr(usage, "exit_code"):

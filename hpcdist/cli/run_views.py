@@ -185,7 +185,7 @@ class RunView:
         """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
         step, total = beat["step"], beat["total_steps"]
         # The speed of the last interval is not that of the run, which `show_end` prints.
-        numbers = format_metrics(beat, with_speed=step != total)
+        numbers = format_metrics(beat, with_speed=total is None or step < total)
         if total is not None:
             if not self._console.is_terminal:
                 self._plain(step, total, numbers)
@@ -591,7 +591,7 @@ def follow(console: Console, run: RunDir) -> State:
             if found.slurm_error != shown_error and (shown_error := found.slurm_error):
                 view.note(f"Slurm does not report the state of the job ({shown_error})")
             if 0 < shown_attempt < found.state.attempt:
-                _note_restart(view, run, found.state)
+                _note_restarts(view, run, found.state, since=shown_attempt)
                 num_shown = 0
             shown_attempt = found.state.attempt
             if found.state.attempt and found.name == "running":
@@ -609,11 +609,12 @@ def follow(console: Console, run: RunDir) -> State:
     return found.state
 
 
-def _note_restart(view: RunView, run: RunDir, state: State) -> None:
-    """Show how the attempt before the present one ended, and that the ranks have been started again."""
-    before = read_times(run.attempt(state.attempt - 1))
-    if before is not None and before.status:
-        view.note(f"attempt {state.attempt - 1} {sentence_of(before.status, before.reason)}")
+def _note_restarts(view: RunView, run: RunDir, state: State, *, since: int) -> None:
+    """Show how the attempts from `since` on have ended, and that the ranks have been started again."""
+    for number in range(since, state.attempt):
+        times = read_times(run.attempt(number))
+        if times is not None and times.status:
+            view.note(f"attempt {number} {sentence_of(times.status, times.reason)}")
     view.attempt(run.attempt(state.attempt), state.world_size)
 
 

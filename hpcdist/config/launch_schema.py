@@ -190,7 +190,7 @@ class ClusterConfig(ConfigSection):
     sbatch: dict[str, str] = field(default_factory=dict)
     """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
     srun: dict[str, str] = field(default_factory=dict)
-    """Additional options of srun, in the same form."""
+    """Additional options of srun, in the same form, except those that hpcdist sets itself."""
     price_per_gpu_hour: str | None = None
     """Price of an hour of a GPU with its currency, `2.50 EUR` or `$2.50`; the cost of runs then shows money."""
     price_per_core_hour: str | None = None

@@ -312,12 +312,14 @@ class RankStep(ParentRanks):
             self._note_failed_tasks(self._messages.news())
             self._query_ranks()
 
-    def last_message(self) -> str:
-        """Return why ranks do not start: a parent's own words, else the last lines of its task's log and of srun."""
+    def last_message(self, rank: int) -> str:
+        """Return why a rank does not start: a parent's error, else the last lines of the task's log and of srun."""
+        if self._error:
+            return self._error
         of_srun = self._last_line(self.parents.output) or "no output of srun"
-        # Errors before the parent could speak, such as of a missing Python.
-        of_task = next((line for rank in self.absent() if (line := self._last_line(self.attempt.log(rank)))), "")
-        return self._error or (f"{of_task} ({of_srun})" if of_task else of_srun)
+        # Errors before the parent could report any, such as of a missing Python.
+        of_task = self._last_line(self.attempt.log(rank))
+        return f"{of_task} ({of_srun})" if of_task else of_srun
 
     def _last_line(self, path: Path) -> str:
         lines = retry(lambda: last_lines(path, 10), path) if path.exists() else []  # the last ones may be empty
@@ -330,6 +332,7 @@ class RankStep(ParentRanks):
         super().close()
         if not self.launcher.parents_are_idle:
             self.launcher.end_step()
+        self.remove_sockets()
 
     def _note_failed_tasks(self, messages: Iterable[str]) -> None:
         """Note the ranks whose parents have failed; a rank's own end, which its parent has reported, counts first."""

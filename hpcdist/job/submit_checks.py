@@ -228,7 +228,7 @@ def rejected_flags(flags: Mapping[str, str]) -> list[str]:
 # The checks of a submission.
 #
 # Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
-# rejects one. These checks run before `sbatch --test-only`; its rejection also counts.
+# rejects one. These checks run before `sbatch --test-only`, whose rejection also counts unless the job only waits.
 
 
 def check_config(config: Config, cwd: Path | None) -> None:
@@ -269,13 +269,15 @@ def check_submission(
             estimate = submit.estimate_start(config, flags)
         except UserMistake as error:
             rejection = _explain_rejection(str(error), config.cluster)
-            # `sbatch --test-only` refuses what sbatch accepts: a job that waits for nodes or for its reservation.
-            if "Invalid time specified" in rejection and (later := _reservation_begins(config.cluster)):
+            # `sbatch --test-only` refuses what sbatch accepts: a job that waits for its reservation, or for nodes.
+            later = _reservation_begins(config.cluster) if "Invalid time specified" in rejection else ""
+            waits = findings.waits_for_nodes and "Requested node configuration is not available" in rejection
+            if later:
                 findings.warnings.append(later)
             elif force:
                 findings.warnings.append(rejection)
             # Problems that these checks have found are more precise than Slurm's reason, except about accounts.
-            elif rejection != str(error) or not (blocking or findings.waits_for_nodes):
+            elif rejection != str(error) or not (blocking or waits):
                 blocking = [*blocking, rejection]
     if blocking:
         raise ConfigError(*blocking)

@@ -192,7 +192,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
-        steps_lost = records.lost_steps(attempt, resumed_at)
+        steps_lost = records.lost_steps(last_step, resumed_at)
     return AttemptFacts(
         number=attempt.number,
         started=times.began,

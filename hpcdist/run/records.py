@@ -128,19 +128,20 @@ def reached_before(attempt: Attempt) -> int:
 
 
 def done_step(attempt: Attempt) -> int | None:
-    """Return the largest step that a rank of an attempt has done, as far as it can be read; None if it is unknown.
+    """Return the largest step that a rank of an attempt has done; None if it is unknown.
 
     A killed rank has no outcome, and its heartbeat may be some seconds older than its end: other ranks know more.
     """
     times = read_times(attempt)
-    num_ranks = min(times.num_ranks if times is not None else 1, 64)  # whose heartbeats show the last step
     steps: list[int] = []
-    for rank in range(num_ranks):
-        with suppress(RunFolderError, OSError):
-            beat = attempt.read_beat(rank)
-            steps += [] if beat is None else [int(beat["step"])]
-    with suppress(RunFolderError, OSError):
+    try:
         steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
+        if times is None or times.failed or not steps:  # else rank 0 has reported its last step
+            num_ranks = min(times.num_ranks if times is not None else 1, 64)  # whose heartbeats show the last step
+            beats = (attempt.read_beat(rank) for rank in range(num_ranks))
+            steps += [int(beat["step"]) for beat in beats if beat is not None]
+    except (RunFolderError, OSError) as error:
+        log.warning("the last step of attempt %d may be incomplete: %s", attempt.number, error)
     return max(steps, default=None)
 
 
@@ -149,9 +150,9 @@ def reached_step(attempt: Attempt) -> int:
     return max(reached_before(attempt), done_step(attempt) or 0)
 
 
-def lost_steps(attempt: Attempt, resumed_at: int) -> int:
-    """Return the number of steps of an attempt that have to be done again from step `resumed_at`."""
-    return max(0, (done_step(attempt) or 0) - resumed_at)
+def lost_steps(done: int | None, resumed_at: int) -> int | None:
+    """Return how many of the steps that an attempt has done are done again from step `resumed_at`; None if unknown."""
+    return None if done is None else max(0, done - resumed_at)
 
 
 # The starts of the Slurm jobs of a run, in `job.json`. A job records its own start, accounting completes the record
@@ -350,12 +351,13 @@ def resume_point(run: RunDir, before: Attempt, script: Sequence[str] = ()) -> st
     newest = newest_step(run)
     at = "starting at step 0, since there is no checkpoint" if newest is None else f"resuming at step {newest}"
     first = newest or 0
-    if not (lost := lost_steps(before, first)):
+    lost = lost_steps(done_step(before), first)
+    if not lost:
         return at
     # The range, because the last heartbeat of a killed rank may be older.
-    return (
-        f"{at}, 1 step lost ({first + 1})" if lost == 1 else f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
-    )
+    if lost == 1:
+        return f"{at}, 1 step lost (step {first + 1})"
+    return f"{at}, {lost} steps lost ({first + 1} to {first + lost})"
 
 
 def script_of(run: RunDir) -> str:

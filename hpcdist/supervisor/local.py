@@ -208,6 +208,7 @@ class LocalRanks(ParentRanks):
                 with suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
             self._guard.forget(group)
+        self.remove_sockets()
 
     def _note_start(self, pid: int) -> None:
         self._guard.register(pid)

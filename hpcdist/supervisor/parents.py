@@ -166,7 +166,7 @@ class ParentRanks:
         """Return the ranks that have not started."""
         return [rank for rank in range(self._num_ranks) if rank not in self._pids]
 
-    def last_message(self) -> str:
+    def last_message(self, rank: int) -> str:
         return self._error or "their parent process has not finished its imports"
 
     def wait(self, timeout_s: float) -> None:
@@ -194,10 +194,9 @@ class ParentRanks:
             self.parents.is_usable = self._are_over()
         for rank in self.remaining:
             self.exits[rank] = -signal.SIGKILL
-        self._remove_sockets()
 
-    def _remove_sockets(self) -> None:
-        """Remove the sockets of the ended ranks: many programs cannot copy a folder with a socket in it."""
+    def remove_sockets(self) -> None:
+        """Remove the sockets of the ranks, which have ended: many programs cannot copy a folder with a socket in it."""
         with suppress(OSError):  # another node's view of the folder may be older
             for path in self.attempt.path.iterdir():
                 if path.is_socket():

@@ -26,8 +26,8 @@ class Ranks(Protocol):
     def absent(self) -> list[int]:
         """Return the ranks that show no sign of a start."""
 
-    def last_message(self) -> str:
-        """Return the last message of the program that starts the ranks."""
+    def last_message(self, rank: int) -> str:
+        """Return the last message about a rank that has not started, of the program that should start it."""
 
     def signal(self, number: signal.Signals) -> None: ...
     def examine(self, command: Sequence[str], *, limit_s: float, interrupted: Callable[[], bool]) -> str:

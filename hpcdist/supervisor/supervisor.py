@@ -217,9 +217,8 @@ class Supervisor:
             found = watch.until_over()
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
-            # Before `close`, too: srun's last message would be about the end of the step.
-            absent = ranks.absent()
-            unstarted = dict.fromkeys(absent, ranks.last_message()) if absent else None
+            # Before `close` as well: afterwards srun's last message is about the end of the step.
+            unstarted = {rank: ranks.last_message(rank) for rank in ranks.absent()}
         finally:
             ranks.close()
         outcomes = attempt.outcomes()
@@ -317,10 +316,9 @@ class Supervisor:
         """Return the file that explains a failure."""
         if failure.kind == "unfit":
             return attempt.preflight_text
-        srun_log = attempt.path / "srun.log"  # on Slurm only
-        if failure.kind == "not_started" and not failure.host and srun_log.exists():
-            return srun_log
-        return attempt.log(failure.rank)
+        log, srun_log = attempt.log(failure.rank), attempt.path / "srun.log"  # the second one on Slurm only
+        has_own = bool(failure.host) and log.exists() and log.stat().st_size > 0
+        return srun_log if failure.kind == "not_started" and srun_log.exists() and not has_own else log
 
     def _check_nodes(self, attempt: Attempt, failure: Failure) -> NodeFindings:
         """Judge the nodes after a failure, and choose others if they can be replaced within the job."""

@@ -102,7 +102,7 @@ class Watch:
             self._examined_s = 0.0
         if not any(self.ranks.exits.values()) or len(absent := self.ranks.absent()) < len(self.ranks.exits):
             return None
-        return not_started(absent, len(absent), f"at all: {self.ranks.last_message()}", self.ranks.host_of)
+        return not_started(absent, len(absent), f"at all: {self.ranks.last_message(absent[0])}", self.ranks.host_of)
 
     def _late(self, now: float) -> Failure | None:
         limit_s = self.config.launch.init_timeout_s
@@ -110,7 +110,7 @@ class Watch:
             return None
         absent = self.ranks.absent()
         self._all_started = not absent
-        why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message()}" if absent else ""
+        why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message(absent[0])}" if absent else ""
         num_ranks = len(self.ranks.remaining) + len(self.ranks.exits)
         return not_started(absent, num_ranks, why, self.ranks.host_of)
 

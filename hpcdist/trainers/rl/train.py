@@ -61,7 +61,9 @@ def train(ctx: Context, cfg: Config) -> None:
         serve_rollouts(ctx, cfg, problem)
         return
     policy = Policy(rl, problem.num_inputs, problem.num_outputs, is_discrete=problem.is_discrete).to(ctx.device)
-    digest = digest_of(problem.name, NO_OPTIONS, gymnasium.__version__)
+    # Of an environment from another package, the version is not known; the code of the user's own has a commit.
+    version = gymnasium.__version__ if problem.source == "gymnasium" else ""
+    digest = digest_of(problem.name, NO_OPTIONS, version)
     # In MLflow the environment takes the place of a dataset.
     ctx.report.log_dataset(problem.name, split="environment", digest=digest, source=problem.source)
     ctx.report.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))

@@ -114,7 +114,16 @@ FULL = "No space left on device"
         (OSError(28, FULL, "/home/x"), f"{FULL}: /home/x: free space there (`df -h`)"),
         (OSError(28, FULL, "/home/x", None, "/runs/x"), f"{FULL}: /runs/x: free space there"),
         (OSError(13, "Permission denied", "/runs/x"), "Permission denied: /runs/x\n"),
-        (BlockingIOError(11, "Try again"), "Try again: this user or container may start no more processes"),
+        (OSError(28, FULL), f"{FULL}\n"),
+        (OSError(2, "No such file", "/runs/x", None, "/runs/y"), "No such file: /runs/x\n"),
+        (
+            BlockingIOError(11, "write could not complete without blocking"),
+            "write could not complete without blocking\n",
+        ),
+        (
+            BlockingIOError(11, os.strerror(11)),
+            f"{os.strerror(11)}: this user or container may start no more processes",
+        ),
         (RuntimeError("can't start new thread"), "can't start new thread: this user or container may start no more"),
     ],
 )

@@ -132,14 +132,15 @@ def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:
 
 def test_rank_whose_parent_has_not_reported_has_not_started(step: Step) -> None:
     assert step.ranks.absent() == [0, 1, 2, 3]
-    assert step.ranks.last_message() == "no output of srun"
+    assert step.ranks.last_message(2) == "no output of srun"
     step.print("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
-    assert step.ranks.last_message() == message
+    assert step.ranks.last_message(2) == message
     assert step.ranks.absent() == [0, 1, 2, 3]
     step.attempt.log(2).write_text("slurmstepd: error: execve(): sh: No such file or directory\n")
     of_task = "slurmstepd: error: execve(): sh: No such file or directory"
-    assert step.ranks.last_message() == f"{of_task} ({message})"
+    assert step.ranks.last_message(2) == f"{of_task} ({message})"
+    assert step.ranks.last_message(0) == message, "that of rank 2 says nothing about others"
 
 
 def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(

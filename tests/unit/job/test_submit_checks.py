@@ -132,6 +132,10 @@ def test_job_that_only_waits_is_not_rejected_although_sbatch_tests_it_in_vain(
     assert re.fullmatch(r"cluster\.sbatch\.reservation=r begins at [-0-9: ]+: the run will wait until then", warning)
     with pytest.raises(ConfigError, match="Slurm rejects this job: Invalid time specified"):
         check(tmp_path, cluster=reserved | {"time_limit_min": 61})
+    reject(slurm, "Invalid qos specification")
+    for cluster in (reserved, {"nodes": 4}):
+        with pytest.raises(ConfigError, match="Slurm rejects this job: Invalid qos specification"):
+            check(tmp_path, cluster=cluster)
 
 
 def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:

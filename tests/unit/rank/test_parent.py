@@ -179,7 +179,7 @@ def test_no_rank_starts_beside_one_of_an_earlier_attempt(new_step: NewStep, pipe
     second, ranks = step.start("pass", "pass")
     assert end_of(ranks) == {0: 1, 1: 1}
     errors = {f"process {one.pid} of attempt 1 survives SIGKILL on this node" for one in left}
-    assert ranks.last_message() in errors
+    assert ranks.last_message(0) in errors
     assert not second.log(0).exists()
 
 
@@ -380,7 +380,7 @@ def test_stack_of_long_imports_is_printed(new_step: NewStep) -> None:
     wait_for(lambda: 'torch.py", line 2 in <module>' in step.log_of(1), "the stack", timeout_s=2 * SOON_S)
     _, ranks = step.start("pass", "pass")
     ranks.wait(0.0)
-    assert (ranks.absent(), ranks.last_message()) == ([0, 1], "their parent process has not finished its imports")
+    assert (ranks.absent(), ranks.last_message(0)) == ([0, 1], "their parent process has not finished its imports")
     ranks.close()
 
 

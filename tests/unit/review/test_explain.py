@@ -259,6 +259,9 @@ def test_step_out_of_memory_is_the_cause_and_a_later_scancel_is_not(run: RunDir,
     assert explained(run)["cause"] == "the job used more memory than it requested"
     write_outcome(run, 0, "ValueError: nan")
     assert explained(run)["cause"] == "an exception in the training code", "what the rank has reported counts"
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    assert explained(run)["cause"] == "the job used more memory than it requested", "a lost peer is no cause"
+    write_outcome(run, 0, "ValueError: nan")
     slurm("CANCELLED", nodes="n1")
     assert explained(run)["cause"] == "an exception in the training code"
 
@@ -303,6 +306,12 @@ def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir,
     found = explained(run)
     assert found["cause"] == "the batch script ended before it started ranks: SlurmError: scontrol is not installed"
     assert found["evidence"] == "submitit/7_0_log.out:2: SlurmError: scontrol is not installed"
+    change_state(run, reason="no rank fits: cluster.nodes=1")
+    assert explained(run)["cause"] == "no rank fits: cluster.nodes=1", "what the supervisor has recorded"
+    change_state(run, reason="")
+    (run.path / "submitit" / "7_0_log.out").unlink()
+    (run.path / "supervisor.log").write_text("12:00:00 INFO a line\n")
+    assert explained(run)["cause"] == "no cause was recorded", "its log is not that of a batch script"
 
 
 def test_output_that_slurm_cannot_create_is_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:

@@ -251,7 +251,9 @@ def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: Run
     assert records.resume_point(stepped, before) == f"resuming at step 100000000, {lost}"
     before = empty.new_attempt()
     write_json(before.outcome(0), {"outcome": "failed", "step": 1})
-    assert records.resume_point(empty, before) == "starting at step 0, since there is no checkpoint, 1 step lost (1)"
+    assert (
+        records.resume_point(empty, before) == "starting at step 0, since there is no checkpoint, 1 step lost (step 1)"
+    )
     assert records.resume_point(empty, before, ["train.py"]) == (
         "starts train.py from the beginning, unless it has saved elsewhere"
     )

@@ -19,7 +19,8 @@ from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, code_digest, import_path, take
+from hpcdist.run.snapshot import CodeState, code_digest, import_path, own_module, take
+from hpcdist.trainers.rl import RlConfig
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -50,6 +51,26 @@ def contents(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.is_symlink()
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "module"),
+    [
+        ({"trainer": TrainerConfig(target="pack.train:train")}, "pack"),
+        ({"trainer": TrainerConfig(script=["-m", "pack.train"])}, "pack"),
+        ({"trainer": TrainerConfig(target="ddp")}, ""),
+        ({"trainer": TrainerConfig(target="rl"), "sections": {"rl": RlConfig(env_id="CartPole-v1")}}, ""),
+        ({"trainer": TrainerConfig(target="rl"), "sections": {"rl": RlConfig(env_id="pack.maze:Maze-v0")}}, "pack"),
+    ],
+)
+def test_code_of_a_module_that_the_config_names_is_copied(
+    changes: dict[str, Any], module: str, project: Path, run: RunDir
+) -> None:
+    write(project, pack____init__="", pack__maze="1")
+    given = config(run, **changes)
+    assert own_module(given) == module
+    assert take(given, run, project).copied == bool(module)
+    assert (run.code / "pack" / "maze.py").is_file() == bool(module)
 
 
 # --- git work trees

@@ -19,7 +19,7 @@ from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchC
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, TrainerConfig
 from hpcdist.config.topology import Topology, port_for
-from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.errors import NO_PROCESS, ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.run import create, folder, snapshot
 from hpcdist.run.create import check_trainer, create_run
@@ -157,7 +157,7 @@ def test_run_without_room_for_a_process_has_failed_with_that_cause(
     run = create_run(make(), project)
     monkeypatch.setattr(local, "Guard", no_more_processes)
     state = supervise_locally(run, make(), PLAN, lambda: nullcontext(Recorder()), {}, tracking_uri="")
-    assert (state.status, state.reason) == ("failed", "Resource temporarily unavailable")
+    assert (state.status, state.reason) == ("failed", f"Resource temporarily unavailable: {NO_PROCESS}")
     assert run.read_state() == state
     assert not run.lease.exists()
 

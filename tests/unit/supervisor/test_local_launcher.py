@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -124,7 +125,7 @@ def test_rank_that_cannot_be_started_fails_with_its_reason(shell: Shell, pipe: N
         ranks.wait(SOON_S)
     assert (ranks.exits, ranks.absent()) == ({1: 1}, [1])
     reason = f"its parent process cannot start it: [Errno 21] Is a directory: '{shell.attempt.log(1)}'"
-    assert ranks.last_message() == reason
+    assert ranks.last_message(0) == reason
     shell.close(ranks)
     assert pipe.is_released(SOON_S)
 
@@ -154,16 +155,20 @@ def test_children_of_the_shell_that_became_the_parent_survive_the_ranks(tmp_path
         *parent_of(run, "all", ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/orphan; exit 3"]),
     ]
     parents = RankParents(command, guard, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, output=tmp_path / "parent.log")
-    for _ in range(2):
-        ranks = LocalRanks(parents, run.new_attempt(), [{}], guard)
-        assert end_of(ranks) == {0: 3}
-        ranks.close()
-        assert parents.is_usable
-        assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
-        (left,) = psutil.Process(parents.process.pid).children()
-        assert left.pid == int((tmp_path / "daemon").read_text())
-    parents.close()
-    left.kill()
+    try:
+        for _ in range(2):
+            ranks = LocalRanks(parents, run.new_attempt(), [{}], guard)
+            assert end_of(ranks) == {0: 3}
+            ranks.close()
+            assert parents.is_usable
+            assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
+            (left,) = psutil.Process(parents.process.pid).children()
+            assert left.pid == int((tmp_path / "daemon").read_text())
+    finally:
+        parents.kill()
+        parents.close()
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
 
 
 # --- descriptors
@@ -249,7 +254,7 @@ def test_ranks_fail_if_the_imports_end_their_parent(tmp_path: Path, runs_dir: Pa
             assert end_of(ranks) == {0: 1, 1: 1}
             assert ranks.absent() == [0, 1]
             output = scene.run.path / "attempts" / "rank-parent.log"
-            assert ranks.last_message() == f"their parent process has ended (see {output})"
+            assert ranks.last_message(0) == f"their parent process has ended (see {output})"
             assert output.read_text() == "at import\n" * number
 
 

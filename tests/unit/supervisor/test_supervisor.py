@@ -16,7 +16,7 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
 from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
-from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, State, StopRequest, identity
+from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, StopRequest, identity
 from hpcdist.run.records import read_times
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
@@ -116,6 +116,30 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
     scene.script(second=[EXIT_0, fails("a")], third=[[*DONE], EXIT_0])
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts, state.rejected) == ("finished", 3, 3, False)
+
+
+def test_rank_that_did_not_start_has_the_message_about_it_from_before_the_end_of_its_step(scene: Scene) -> None:
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[fails("Connection closed by peer", peer_lost=True), [["exit", 7]]])
+    supervisor = scene.supervisor()
+    start = scene.launcher.start
+
+    def start_without_rank_1(attempt: Attempt) -> Any:
+        ranks = start(attempt)
+        ranks.absent = lambda: [1]  # type: ignore[method-assign]
+        ranks.last_message = lambda rank: f"about rank {rank}"  # type: ignore[method-assign]
+        close = ranks.close
+
+        def close_and_change() -> None:
+            close()
+            ranks.last_message = lambda rank: "Killed"  # type: ignore[method-assign]
+
+        ranks.close = close_and_change  # type: ignore[method-assign]
+        return ranks
+
+    scene.launcher.start = start_without_rank_1  # type: ignore[method-assign]
+    state = scene.supervise(supervisor)
+    assert state.reason == f"rank 1 on {os.uname().nodename} was not started: about rank 1"
 
 
 # --- requests

@@ -58,7 +58,7 @@ class SteppedRanks:
         self.absent_called_at.append(self.time)
         return self.never_started
 
-    def last_message(self) -> str:
+    def last_message(self, rank: int) -> str:
         return "srun: retrying"
 
     def sign(self, rank: int) -> float:
