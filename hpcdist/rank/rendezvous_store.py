@@ -5,7 +5,7 @@ a Unix socket in the attempt folder, which only their user can reach. Ranks on s
 address; CURVE authenticates both sides with keys that are derived from the attempt's key, and encrypts the connection.
 
 A request is a list of frames: the operation and its arguments. The answer is a list of frames, of which the first is
-`ok`, or an error message.
+`ok`, or an error message. Both are sent in parts (`frame_parts.py`).
 
 References: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
 """
@@ -31,6 +31,10 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RendezvousError
+from hpcdist.rank.frame_parts import MAX_FRAME_BYTES, join_all, split_all
+
+#: Time for a client to prove that it knows the key; then its connection is closed. A busy node may need seconds.
+PROOF_MS = 20_000
 
 
 class CurveKeys:
@@ -45,6 +49,7 @@ class CurveKeys:
 
     def be_client(self, sock: zmq.Socket[bytes]) -> None:
         """Let a socket connect only to servers that know the key, before `connect`."""
+        sock.maxmsgsize = MAX_FRAME_BYTES
         sock.curve_serverkey = self._server_public
         sock.curve_publickey, sock.curve_secretkey = self._client_public, self._client
 
@@ -53,6 +58,8 @@ class CurveKeys:
 
         Returns the socket at which ZeroMQ asks about each client. Without an answer (`admit`) nobody is accepted.
         """
+        sock.maxmsgsize = MAX_FRAME_BYTES
+        sock.handshake_ivl = PROOF_MS
         sock.curve_server = True
         sock.curve_secretkey = self._server
         sock.zap_domain = b"hpcdist"
@@ -128,7 +135,6 @@ class StoreServer(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 20_000)  # ms, for a proof of the key
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._meeting = meeting
@@ -158,25 +164,32 @@ class StoreServer(threading.Thread):
                 self._socket.disable_monitor()
                 self._refused.close()
             if self._socket in ready:
-                client, _, operation, *arguments = self._socket.recv_multipart()
-                try:
-                    answer = self._execute(client, operation.decode(), arguments)
-                except ValueError as error:
-                    answer = [str(error).encode()]
-                if answer is not None:
-                    self._socket.send_multipart([client, b"", *answer])
+                self._serve_request()
             now = time.monotonic()
             waiting, self._waiting = self._waiting, []
             for client, keys, until, wants_values in waiting:
                 missing = [key for key in keys if key not in self._values]
                 if not missing:
                     values = [self._values[key] for key in keys] if wants_values else []
-                    self._socket.send_multipart([client, b"", _OK, *values])
+                    self._answer(client, [_OK, *values])
                 elif now >= until:
                     text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
-                    self._socket.send_multipart([client, b"", text.encode()])
+                    self._answer(client, [text.encode()])
                 else:
                     self._waiting.append((client, keys, until, wants_values))
+
+    def _serve_request(self) -> None:
+        client, _, *parts = self._socket.recv_multipart()
+        try:
+            operation, *arguments = join_all(parts)
+            answer = self._execute(client, operation.decode(), arguments)
+        except ValueError as error:
+            answer = [str(error).encode()]
+        if answer is not None:
+            self._answer(client, answer)
+
+    def _answer(self, client: bytes, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart([client, b"", *split_all(frames)])
 
     def _execute(self, client: bytes, operation: str, arguments: list[bytes]) -> list[bytes] | None:
         """Return the answer, or None if the client must wait for keys."""
@@ -231,12 +244,12 @@ class _Connection:
         """Return the answer to a request. Raises OSError if rank 0 cannot be reached, RendezvousError if it refuses."""
         until = time.monotonic() + limit_s
         with suppress(zmq.Again):  # the monitor tells why
-            self._socket.send_multipart(request)
+            self._socket.send_multipart(split_all(request))
         foreign = f"the program at {self._meeting} is not rank 0 of this attempt ({self._meeting.token})"
         while ready := dict(self._poller.poll(max(0, round(1000 * (until - time.monotonic()))))):
             if self._socket in ready:
                 self._has_answered = True
-                return self._socket.recv_multipart()
+                return join_all(self._socket.recv_multipart())
             self._was_connected = True
             if recv_monitor_message(self._monitor)["event"] != zmq.EVENT_CONNECTED:
                 if self._has_answered or self._meeting.keys is None:

@@ -5,7 +5,8 @@ thread receives, another one watches the connections. The connection to a proces
 all calls to it. ZeroMQ's heartbeats are not used: a process that is suspended or starved could not answer them. TCP's
 keepalive finds a node that is gone instead, because a node answers for its suspended processes.
 
-A message is a JSON header and a frame for each tensor: `[kind, number, rank of the sender, function, value, tensors]`.
+A message is a JSON header, `[kind, number, rank of the sender, function, value, tensors]`, and the bytes of each
+tensor: in one frame between ranks of one node, and in parts between nodes (`frame_parts.py`).
 """
 
 import itertools
@@ -18,6 +19,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,9 +33,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.frame_parts import Buffer, cut, split, take_frame
 from hpcdist.rank.private_network import address_towards
 from hpcdist.rank.rendezvous_store import CurveKeys
-from hpcdist.rank.rpc_values import decode, encode, from_frame, to_frames
+from hpcdist.rank.rpc_values import decode, encode, from_parts, to_frames
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +71,11 @@ class _Pending(NamedTuple):
 
 
 class _Peer:
-    """The socket over which this rank sends to another one."""
+    """The socket over which this rank sends to another one, on this node or not."""
 
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+    def __init__(self, sock: zmq.Socket[bytes], *, is_on_node: bool) -> None:
         self.sock = sock
+        self.is_on_node = is_on_node
         self.lock = threading.Lock()
         self.is_connected = False
         self.lost: PeerLost | None = None
@@ -146,10 +150,11 @@ class Transport:
         monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor.linger = 0
         self._monitors[monitor] = rank
-        self._peers.append(_Peer(sock))
+        is_on_node = addresses["node"] == self._ctx.topology.node_rank
+        self._peers.append(_Peer(sock, is_on_node=is_on_node))
         if rank == self._rank:
             sock.connect("inproc://self")
-        elif addresses["node"] == self._ctx.topology.node_rank:
+        elif is_on_node:
             sock.connect(self._unix(addresses["folder"] or str(self._attempt.path), addresses["name"]))
         else:
             self._keys.be_client(sock)
@@ -185,29 +190,32 @@ class Transport:
         tensors: list[Tensor] = []
         content = encode(value, tensors)
         descriptions, frames = to_frames(tensors)
-        header = json.dumps([kind, number, self._rank, function, content, descriptions]).encode()
+        parts = split(json.dumps([kind, number, self._rank, function, content, descriptions]).encode())
         peer = self._peers[rank]
+        for frame in frames:
+            parts += [frame] if peer.is_on_node else cut(frame)
         with peer.lock:
             if peer.lost is not None:
                 raise peer.lost
-            peer.sock.send_multipart([header, *frames], copy=False)
+            peer.sock.send_multipart(parts, copy=False)
 
     def _receive(self) -> None:
         while not self._is_closing:
-            frames = self._inbox.recv_multipart(copy=False)
+            parts: deque[Buffer] = deque(frame.buffer for frame in self._inbox.recv_multipart(copy=False))
             try:
-                self._deliver(bytes(frames[0].buffer), [frame.buffer for frame in frames[1:]])
+                self._deliver(parts)
             except (ValueError, TypeError, LookupError, RecursionError, RuntimeError, OverflowError) as error:
                 self._num_malformed += 1
                 if self._num_malformed == 1 and not self._is_closing:
                     log.warning("RPC: ignored a malformed message (%s)", error)
 
-    def _deliver(self, header: bytes, frames: Sequence[memoryview]) -> None:
-        kind, number, source, function, content, descriptions = json.loads(header)
+    def _deliver(self, parts: deque[Buffer]) -> None:
+        kind, number, source, function, content, descriptions = json.loads(take_frame(parts))
         if source not in range(len(self._peers)):
             raise ValueError(f"there is no rank {source}")
-        device = self._ctx.device
-        tensors = [from_frame(each, frame, device) for each, frame in zip(descriptions, frames, strict=True)]
+        tensors = [from_parts(description, parts, self._ctx.device) for description in descriptions]
+        if parts:
+            raise ValueError(f"{len(parts)} frames without a tensor")
         value = decode(content, tensors)
         if kind == _CALL:
             if not isinstance(value, tuple):

@@ -1,16 +1,19 @@
-"""The form in which RPC sends values: JSON, and a frame of bytes for each tensor. Nothing is pickled.
+"""The form in which RPC sends values: JSON, and the bytes of each tensor. Nothing is pickled.
 
 Values are None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The JSON contains the number of
-a tensor among the frames. Its description has dtype, shape, order of the axes in memory, and whether it is on a GPU.
+a tensor. Its description has dtype, shape, order of the axes in memory, and whether it is on a GPU.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hpcdist.rank.frame_parts import Buffer
 
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -54,8 +57,11 @@ def decode(content: Any, tensors: Sequence[Tensor]) -> Any:
     raise ValueError("not a value of RPC")
 
 
-def to_frames(tensors: Sequence[Tensor]) -> tuple[list[Any], list[memoryview | bytes]]:
-    """Return the descriptions of tensors, and their bytes, which are not copied if the tensor is dense on the host."""
+def to_frames(tensors: Sequence[Tensor]) -> tuple[list[Any], list[memoryview]]:
+    """Return the descriptions of tensors, and a frame for each one that has elements.
+
+    The frame is the memory of the tensor if it is dense on the host, otherwise that of a copy.
+    """
     descriptions: list[Any] = []
     on_host: list[Tensor] = []
     for tensor in tensors:
@@ -73,22 +79,29 @@ def to_frames(tensors: Sequence[Tensor]) -> tuple[list[Any], list[memoryview | b
     on_gpu = [tensor for tensor in tensors if not tensor.is_cpu]
     if on_gpu:
         torch.accelerator.current_stream(on_gpu[0].device).synchronize()
-    return descriptions, [_bytes_of(tensor) if tensor.numel() else b"" for tensor in on_host]
+    return descriptions, [_bytes_of(tensor) for tensor in on_host if tensor.numel()]
 
 
-def from_frame(description: Any, frame: memoryview, device: torch.device) -> Tensor:
-    """Return the tensor of a frame, on `device` if the sender had it on a GPU.
+def from_parts(description: Any, parts: deque[Buffer], device: torch.device) -> Tensor:
+    """Remove the parts of a tensor's frame, and return the tensor, on `device` if the sender had it on a GPU.
 
-    Raises ValueError, TypeError, LookupError or RuntimeError for a description that does not fit the frame.
+    Raises ValueError, TypeError, LookupError or RuntimeError for a description that does not fit the parts.
     """
     dtype, shape, order, on_gpu = description
     kind = _DTYPES[dtype]
-    if sorted(order) != list(range(len(shape))) or math.prod(shape) * kind.itemsize != frame.nbytes:
-        raise ValueError(f"{frame.nbytes} bytes for a tensor of shape {shape}")
-    # A copy, because the frame is aligned differently, and kernels round differently then.
+    missing = math.prod(shape) * kind.itemsize
+    taken = []
+    while missing > 0 and parts:
+        taken.append(parts.popleft())
+        missing -= len(taken[-1])
+    if sorted(order) != list(range(len(shape))) or missing != 0:
+        raise ValueError(f"{sum(map(len, taken))} bytes for a tensor of shape {shape}")
+    # A copy, because the parts are aligned differently, and kernels round differently then.
     tensor = torch.empty([shape[axis] for axis in order], dtype=kind)
-    if frame.nbytes:
-        _bytes_of(tensor)[:] = frame
+    start = 0
+    for part in taken:
+        _bytes_of(tensor)[start : start + len(part)] = part
+        start += len(part)
     tensor = tensor.permute([order.index(axis) for axis in range(len(shape))])
     return tensor.to(device) if on_gpu else tensor
 

@@ -25,6 +25,7 @@ import zmq
 from hpcdist_runs import assert_states_equal, listening, unused_port, wait_for
 from launcher_env import OWN, topology_of
 from other_user import as_other_user
+from raw_zmtp import MB, resident_bytes, send_frame, sent_and_kept_mb
 from spawn import Rank, rank_env, spawn_ranks
 from torch import Tensor
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -38,6 +39,7 @@ from hpcdist.errors import PreflightError, RendezvousError
 from hpcdist.host.files import read_json
 from hpcdist.rank import collective_check
 from hpcdist.rank.collective_check import Stopwatch
+from hpcdist.rank.frame_parts import PART_BYTES
 from hpcdist.rank.process_group import Groups, open_store, process_groups
 from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore, _Connection
 from hpcdist.run.folder import Attempt, RunDir
@@ -151,6 +153,8 @@ def test_both_groups_reduce_over_all_ranks() -> None:
 
 OTHER = bytes([1] * 32)
 HERE = "127.0.0.1"
+#: What a peer without the key sends of one frame.
+FRAME_BYTES = 2**28
 
 
 def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
@@ -252,6 +256,35 @@ def test_store_between_nodes_answers_only_those_who_know_the_key(
     assert theirs.get("key") == b"value"
     assert ours.num_keys() == 1  # type: ignore[attr-defined]  # of the C++ classes too
     assert caplog.text.count("without this attempt's key") == 1
+
+
+def test_store_reads_no_large_frame_before_the_proof_of_the_key(tmp_path: Path) -> None:
+    port = unused_port()
+    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2))
+    for _ in range(2):
+        sent, kept = sent_and_kept_mb(port, FRAME_BYTES)
+        assert (sent < 64, kept < 64) == (True, True), f"{sent} MB sent, {kept} MB kept"
+    # The limit is no limit of values: larger ones are sent in parts.
+    for size in (PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 0):
+        value = os.urandom(size)
+        theirs.set("key", value)
+        ours.append("key", value)
+        assert theirs.multi_get(["key", "key"]) == [2 * value] * 2
+
+
+def test_client_reads_no_large_frame_from_a_program_on_the_port(tmp_path: Path, silent_listener: socket.socket) -> None:
+    def answer() -> int:
+        sock, _ = silent_listener.accept()
+        with sock:
+            return send_frame(sock, FRAME_BYTES)
+
+    before = resident_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer)
+        with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
+            store_at(tmp_path, port_of(silent_listener), rank=1, num_nodes=2)
+        assert answered.result() < 64 * MB
+    assert resident_bytes() - before < 64 * MB
 
 
 def test_program_that_ends_the_connection_before_the_first_request_is_named(

@@ -19,12 +19,14 @@ import torch
 import zmq
 from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import listening
+from raw_zmtp import sent_and_kept_mb
 from spawn import Rank, spawn_ranks
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.frame_parts import PART_BYTES
 from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
@@ -246,20 +248,36 @@ def test_calls_with_tensors_on_gpus_and_the_main_thread_are_ordered(tmp_path: Pa
 
 # --- RPC against others.
 
+#: Bytes of values: about a part, and more than one.
+LARGE_SIZES = (PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 10 * PART_BYTES + 5)
+
 
 def call_peer(here: Rank, path: Path, num_nodes: int) -> dict[str, Any]:
     """Let the two ranks call each other; return the ports that RPC has opened, and what clients of them experience."""
     received: list[str] = []
+    functions = {"note": received.append, "echo": lambda *values: values}
     with open_context(here, RunDir(path), Config(), num_nodes=num_nodes) as ctx:
         before = listening(os.getpid())
-        with rpc_group(ctx, {"note": received.append}) as group:
+        with rpc_group(ctx, functions) as group:
             ports = [port for _, port in listening(os.getpid()) - before]
             group.call(1 - ctx.rank, "note", f"rank {ctx.rank}").result()
             purpose, server = f"rpc/{ctx.topology.token}", group.transport._keys._server_public
             clients = {"no key": None, "other key": CurveKeys(bytes(32), purpose), "its key": group.transport._keys}
             admitted = [name for name, keys in clients.items() for port in ports if is_admitted(port, keys, server)]
+            attacks = [sent_and_kept_mb(port, 2**28) for port in ports for _ in range(2)]
+            large = [(sent, kept) for sent, kept in attacks if sent > 64 or kept > 64]
+            damaged = [num_bytes for num_bytes in LARGE_SIZES if not is_echoed(group, 1 - ctx.rank, num_bytes)]
             ctx.groups.barrier()
-    return {"num_ports": len(ports), "admitted": admitted, "received": received}
+    return {"num_ports": len(ports), "admitted": admitted, "received": received, "large": large, "damaged": damaged}
+
+
+def is_echoed(group: RpcGroup, rank: int, num_bytes: int) -> bool:
+    """Return whether tensors and a text of this size come back equal."""
+    tensor = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+    tensors = [tensor, tensor[:0], tensor[:7]]
+    text = "t" * num_bytes
+    *answers, same_text = group.call(rank, "echo", *tensors, text).result()
+    return same_text == text and all(map(torch.equal, answers, tensors))
 
 
 def is_admitted(port: int, keys: CurveKeys | None, server: bytes) -> bool:
@@ -278,14 +296,17 @@ def is_admitted(port: int, keys: CurveKeys | None, server: bytes) -> bool:
 
 def test_ranks_of_one_node_open_no_port(tmp_path: Path) -> None:
     first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=1)
-    assert first == {"num_ports": 0, "admitted": [], "received": ["rank 1"]}
-    assert second == {"num_ports": 0, "admitted": [], "received": ["rank 0"]}
+    found = {"num_ports": 0, "admitted": [], "large": [], "damaged": []}
+    assert first == {**found, "received": ["rank 1"]}
+    assert second == {**found, "received": ["rank 0"]}
 
 
 def test_ranks_of_two_nodes_admit_only_clients_with_the_key(tmp_path: Path) -> None:
     first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=2)
-    assert first == {"num_ports": 1, "admitted": ["its key"], "received": ["rank 1"]}
-    assert second == {"num_ports": 1, "admitted": ["its key"], "received": ["rank 0"]}
+    # Before a client has proved its key, no large frame of it is read; RPC itself sends large values in parts.
+    found = {"num_ports": 1, "admitted": ["its key"], "large": [], "damaged": []}
+    assert first == {**found, "received": ["rank 1"]}
+    assert second == {**found, "received": ["rank 0"]}
 
 
 def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,8 +319,9 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     ):
         peer = group.transport._peers[0]
         bad: list[Any] = [None, {}, [], [0] * 6, "x", [0, [], 0, "echo", [], []], [1, {}, 0, "", 0, []]]
+        values: list[Any] = [None, -1, 99, "?", [], {}, [[]], 1e999]
         for index in range(6):
-            bad += [[*valid[:index], value, *valid[index + 1 :]] for value in (None, -1, 99, "?", [], {}, [[]], 1e999)]
+            bad += [[*valid[:index], value, *valid[index + 1 :]] for value in values]
         for shape in ([3], [-2], [2**62, 8], ["2"], [1.0, 2.0]):
             bad.append([*valid[:5], [["float32", shape, list(range(len(shape))), False]]])
         text = json.dumps(valid).encode()
@@ -309,7 +331,7 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
             broken[random.randrange(len(text))] = random.randrange(256)
             raw.append(bytes(broken))
         for header in raw:
-            for frames in ([], [b"12345678"], [b"1", b"2"]):
+            for frames in ([], [b"12345678"], [b"1", b"2"], [b"1234", b"5678"], [b"12345678", b""]):
                 with peer.lock:
                     peer.sock.send_multipart([header, *frames])
         assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
