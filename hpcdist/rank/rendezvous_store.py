@@ -77,6 +77,8 @@ class CurveKeys:
 
 log = logging.getLogger(__name__)
 SOCKET_NAME = "store.sock"
+#: Longest time limit, in seconds: a poll lasts at most 2**31 ms.
+MAX_WAIT_S = 1e6
 _OK = b"ok"
 _NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -179,10 +181,12 @@ class StoreServer(threading.Thread):
                     self._waiting.append((client, keys, until, wants_values))
 
     def _serve_request(self) -> None:
-        client, _, *parts = self._socket.recv_multipart()
+        client, *parts = self._socket.recv_multipart()
+        if parts[:1] != [b""]:
+            return  # not a request of ZeroMQ, so its client expects no answer
         try:
-            operation, *arguments = join_all(parts)
-            answer = self._execute(client, operation.decode(), arguments)
+            operation, arguments = _parsed(parts[1:])
+            answer = self._execute(client, operation, arguments)
         except ValueError as error:
             answer = [str(error).encode()]
         if answer is not None:
@@ -192,14 +196,16 @@ class StoreServer(threading.Thread):
         self._socket.send_multipart([client, b"", *split_all(frames)])
 
     def _execute(self, client: bytes, operation: str, arguments: list[bytes]) -> list[bytes] | None:
-        """Return the answer, or None if the client must wait for keys."""
+        """Return the answer, or None if the client must wait for keys. Raises ValueError for a malformed request."""
         values = self._values
         match operation, arguments:
             case "set", pairs:
+                if len(pairs) % 2:
+                    raise ValueError("keys and values of different number")
                 values.update(zip(pairs[::2], pairs[1::2], strict=True))
                 return [_OK]
             case (("get" | "wait"), [limit_s, *keys]):
-                self._waiting.append((client, keys, time.monotonic() + float(limit_s), operation == "get"))
+                self._waiting.append((client, keys, time.monotonic() + _time_limit(limit_s), operation == "get"))
                 return None
             case "add", [key, amount]:
                 values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
@@ -217,7 +223,22 @@ class StoreServer(threading.Thread):
                 return [_OK, b"1" * (values.pop(key, None) is not None)]
             case "count", []:
                 return [_OK, b"%d" % len(values)]
-        raise ValueError(f"the store has no operation {operation!r} with {len(arguments)} arguments")
+        raise ValueError(f"the store has no operation {operation[:40]!r} with {len(arguments)} arguments")
+
+
+def _parsed(parts: Sequence[bytes]) -> tuple[str, list[bytes]]:
+    """Return the operation and the arguments of a request. Raises ValueError if it is malformed."""
+    frames = join_all(parts)
+    if not frames:
+        raise ValueError("a request without an operation")
+    return frames[0].decode(), frames[1:]
+
+
+def _time_limit(text: bytes) -> float:
+    limit_s = float(text)
+    if not math.isfinite(limit_s):
+        raise ValueError(f"a time limit of {limit_s} s")
+    return min(limit_s, MAX_WAIT_S)
 
 
 class _Connection:
@@ -302,7 +323,7 @@ class RendezvousStore(Store):
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        return min(float(limit.total_seconds()), 1e6)  # a poll lasts at most 2**31 ms
+        return min(float(limit.total_seconds()), MAX_WAIT_S)
 
     def _ask(self, operation: str, *arguments: str | bytes, wait_s: float | None = None) -> list[bytes]:
         try:

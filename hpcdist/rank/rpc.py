@@ -48,10 +48,15 @@ class RpcGroup:
         self.peers = [name for name in self.names if name != self.name]
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
         own: dict[str, Callable[..., Any]] = {
-            "_command": lambda command, arguments: self._commands.put((command, arguments)),
+            "_command": self._receive_command,
             "_pulse": lambda stop: ctx.roles.request_stop() if stop else None,
         }
         self.transport = Transport(ctx, self.names, {**functions, **own}, num_threads)
+
+    def _receive_command(self, command: str, arguments: tuple[Any, ...]) -> None:
+        if not isinstance(command, str) or not isinstance(arguments, tuple):
+            raise TypeError("a command is a name and a tuple of arguments")  # to the caller: `serve` would end the rank
+        self._commands.put((command, arguments))
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self.names if name.partition(":")[0] == role]

@@ -204,31 +204,45 @@ class Transport:
             parts: deque[Buffer] = deque(frame.buffer for frame in self._inbox.recv_multipart(copy=False))
             try:
                 self._deliver(parts)
-            except (ValueError, TypeError, LookupError, RecursionError, RuntimeError, OverflowError) as error:
+            except Exception as error:  # the thread goes on, because it serves all ranks
                 self._num_malformed += 1
                 if self._num_malformed == 1 and not self._is_closing:
                     log.warning("RPC: ignored a malformed message (%s)", error)
 
     def _deliver(self, parts: deque[Buffer]) -> None:
+        """Pass a message on. Raises an exception if its header is malformed; other errors reach the caller."""
         kind, number, source, function, content, descriptions = json.loads(take_frame(parts))
-        if source not in range(len(self._peers)):
+        if type(source) is not int or source not in range(len(self._peers)):
             raise ValueError(f"there is no rank {source}")
-        tensors = [from_parts(description, parts, self._ctx.device) for description in descriptions]
-        if parts:
-            raise ValueError(f"{len(parts)} frames without a tensor")
-        value = decode(content, tensors)
         if kind == _CALL:
-            if not isinstance(value, tuple):
-                raise ValueError("not the arguments of a call")
-            self._calls.put(_Call(source, number, str(function), value))
+            try:
+                arguments = self._read(content, descriptions, parts)
+                if not isinstance(arguments, tuple):
+                    raise ValueError("not the arguments of a call")
+            except Exception as error:
+                self._send_error(source, number, error)
+                return
+            self._calls.put(_Call(source, number, str(function), arguments))
             return
         pending = self._pending.get(number)
         if pending is None or pending.rank != source or self._pending.pop(number, None) is None:
             return  # its time was over
+        try:
+            value = self._read(content, descriptions, parts)
+        except Exception as error:
+            pending.future.set_exception(RemoteError.of(error, self.place))
+            return
         if kind == _RESULT:
             pending.future.set_result(value)
         else:
             pending.future.set_exception(RemoteError(str(value)))
+
+    def _read(self, content: Any, descriptions: Any, parts: deque[Buffer]) -> Any:
+        """Return the value of a message. Raises an exception if it is malformed or if there is no memory for it."""
+        tensors = [from_parts(description, parts, self._ctx.device) for description in descriptions]
+        if parts:
+            raise ValueError(f"{len(parts)} frames without a tensor")
+        return decode(content, tensors)
 
     def _work(self) -> None:
         while True:
@@ -258,9 +272,12 @@ class Transport:
                 value.add_done_callback(lambda done: self._answer(source, number, done.result))
             else:
                 self._send(source, _RESULT, number, "", value)
-        except Exception as error:  # it reaches the caller as text
-            with suppress(PeerLost):  # the caller has ended
-                self._send(source, _ERROR, number, "", str(RemoteError.of(error, self.place)))
+        except Exception as error:
+            self._send_error(source, number, error)
+
+    def _send_error(self, source: int, number: int, error: Exception) -> None:
+        with suppress(PeerLost):  # the caller has ended
+            self._send(source, _ERROR, number, "", str(RemoteError.of(error, self.place)))
 
     def _watch(self) -> None:
         """Fail calls to ranks whose connection ends, and calls whose time is over; admit clients that know the key."""

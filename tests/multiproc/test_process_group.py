@@ -349,6 +349,52 @@ def test_store_does_what_torch_expects(tmp_path: Path) -> None:
         assert [one.result() for one in waiting] == [None] * 8
 
 
+#: Frames that a client with the key sends, and the error with which the store answers; it drops those without.
+MALFORMED = [
+    ([b"set"], ""),
+    ([b"set", b"key", b"value"], ""),
+    ([b""], "a request without an operation"),
+    ([b"", b""], "the store has no operation '' with 0 arguments"),
+    ([b"", b"\xff"], "can't decode byte 0xff"),
+    ([b"", b"unknown", b"key"], "the store has no operation 'unknown' with 1 arguments"),
+    ([b"", b"o" * 1000], "the store has no operation 'ooo"),
+    ([b"", b"set", b"key"], "keys and values of different number"),
+    ([b"", b"set", b"key", b"changed", b"other"], "keys and values of different number"),
+    ([b"", b"add", b"key", b"1"], "invalid literal for int"),
+    ([b"", b"add", b"new", b"9" * 10_000], "Exceeds the limit"),
+    ([b"", b"wait"], "the store has no operation 'wait' with 0 arguments"),
+    ([b"", b"get", b"soon", b"never"], "could not convert string to float"),
+    ([b"", b"get", b"nan", b"never"], "a time limit of nan s"),
+    ([b"", b"wait", b"inf", b"never"], "a time limit of inf s"),
+    ([b"", b"wait", b"-inf", b"never"], "a time limit of -inf s"),
+    ([b"", b"wait", b"-1e300", b"\xff"], "no rank has set '\ufffd' within the time limit"),
+    ([b"", b"set", b"key", bytes(PART_BYTES)], "the last part of a frame is missing"),
+]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_malformed_requests_with_the_key_are_answered_or_dropped(tmp_path: Path, num_nodes: int) -> None:
+    port = unused_port()
+    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=num_nodes) for rank in range(2))
+    ours.set("key", "value")
+    assert isinstance(theirs, RendezvousStore)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        if theirs._meeting.keys is not None:
+            theirs._meeting.keys.be_client(sock)
+        sock.connect(theirs._endpoint)
+        for request, problem in MALFORMED:
+            sock.send_multipart(request)
+            if problem:
+                assert sock.poll(20_000), f"no answer to {request!r}"
+                delimiter, text = sock.recv_multipart()
+                assert (delimiter, problem in text.decode()) == (b"", True), text
+            assert theirs.get("key") == b"value", request
+        sock.send_multipart([b"", b"wait", b"1e300", b"later"])  # a poll cannot last as long
+        ours.set("later", "")
+        assert sock.recv_multipart() == [b"", b"ok"]
+
+
 # --- The all-reduce check between real ranks: correct sums pass, and a wrong sum is attributed to the faulty rank.
 
 

@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.rank import rpc_transport
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import PART_BYTES
 from hpcdist.rank.rendezvous_store import CurveKeys
@@ -319,7 +320,7 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     ):
         peer = group.transport._peers[0]
         bad: list[Any] = [None, {}, [], [0] * 6, "x", [0, [], 0, "echo", [], []], [1, {}, 0, "", 0, []]]
-        values: list[Any] = [None, -1, 99, "?", [], {}, [[]], 1e999]
+        values: list[Any] = [None, True, 0.0, -1, 99, "?", [], {}, [[]], 1e999]
         for index in range(6):
             bad += [[*valid[:index], value, *valid[index + 1 :]] for value in values]
         for shape in ([3], [-2], [2**62, 8], ["2"], [1.0, 2.0]):
@@ -334,6 +335,29 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
             for frames in ([], [b"12345678"], [b"1", b"2"], [b"1234", b"5678"], [b"12345678", b""]):
                 with peer.lock:
                     peer.sock.send_multipart([header, *frames])
+        for command in ((["save"], (1,)), ("save", 1), ("save",)):
+            with pytest.raises(RemoteError):
+                group.call(0, "_command", *command).result()
+        assert all(thread.is_alive() for thread in group.transport._threads)
         assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
         assert group.transport._num_malformed > 300
     assert caplog.text.count("RPC: ignored") == 1
+
+
+def no_memory(*_: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_call_whose_arguments_cannot_be_read_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as tensors for which the receiver's GPU has no memory: the caller does not wait for its time limit."""
+    with (
+        open_context(SINGLE_RANK, new_run(tmp_path), Config()) as ctx,
+        rpc_group(ctx, {"echo": lambda *values: values, "new": lambda: torch.ones(2)}) as group,
+    ):
+        monkeypatch.setattr(rpc_transport, "from_parts", no_memory)
+        with pytest.raises(RemoteError, match=r"trainer:0 \(rank 0 on .*CUDA out of memory"):
+            group.call(0, "echo", torch.ones(2)).result()
+        with pytest.raises(RemoteError, match=r"trainer:0 \(rank 0 on .*CUDA out of memory"):
+            group.call(0, "new").result()
+        monkeypatch.undo()
+        assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
