@@ -19,8 +19,9 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import RendezvousError
+from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.device import refuse_shared_gpu
-from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, has_unix_sockets
+from hpcdist.rank.rendezvous_store import Meeting, RendezvousStore, has_unix_sockets
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

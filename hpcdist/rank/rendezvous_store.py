@@ -6,11 +6,8 @@ address; CURVE authenticates both sides with keys that are derived from the atte
 
 A request is a list of frames: the operation and its arguments. The answer is a list of frames, of which the first is
 `ok`, or an error message. Both are sent in parts (`frame_parts.py`).
-
-References: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
 """
 
-import hmac
 import itertools
 import logging
 import math
@@ -26,61 +23,18 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import zmq
-import zmq.utils.z85
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them at run time
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RendezvousError
-from hpcdist.rank.frame_parts import MAX_FRAME_BYTES, join_all, split_all
-
-#: Time for a client to prove that it knows the key; then its connection is closed. A busy node may need seconds.
-PROOF_MS = 20_000
-
-
-class CurveKeys:
-    """The key pairs of servers and clients for one purpose in one attempt. Both follow from the attempt's key."""
-
-    def __init__(self, key: bytes, purpose: str) -> None:
-        self._server, self._client = (
-            zmq.utils.z85.encode(hmac.digest(key, f"{purpose}/{side}".encode(), "sha256"))
-            for side in ("server", "client")
-        )
-        self._server_public, self._client_public = map(zmq.curve_public, (self._server, self._client))
-
-    def be_client(self, sock: zmq.Socket[bytes]) -> None:
-        """Let a socket connect only to servers that know the key, before `connect`."""
-        sock.maxmsgsize = MAX_FRAME_BYTES
-        sock.curve_serverkey = self._server_public
-        sock.curve_publickey, sock.curve_secretkey = self._client_public, self._client
-
-    def be_server(self, sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Let a socket accept only clients that know the key, before `bind` and once per context.
-
-        Returns the socket at which ZeroMQ asks about each client. Without an answer (`admit`) nobody is accepted.
-        """
-        sock.maxmsgsize = MAX_FRAME_BYTES
-        sock.handshake_ivl = PROOF_MS
-        sock.curve_server = True
-        sock.curve_secretkey = self._server
-        sock.zap_domain = b"hpcdist"
-        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, ZeroMQ would otherwise accept every key
-        zap: zmq.Socket[bytes] = sock.context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind("inproc://zeromq.zap.01")
-        return zap
-
-    def admit(self, zap: zmq.Socket[bytes]) -> None:
-        version, number, _, _, _, mechanism, *public = zap.recv_multipart()
-        knows_key = mechanism == b"CURVE" and zmq.utils.z85.encode(public[0]) == self._client_public
-        zap.send_multipart([version, number, b"200" if knows_key else b"400", b"", b"", b""])
-
+from hpcdist.rank.admission import NO_PROOF, Admission, CurveKeys
+from hpcdist.rank.frame_parts import join_all, split_all
 
 log = logging.getLogger(__name__)
 SOCKET_NAME = "store.sock"
 #: Longest time limit, in seconds: a poll lasts at most 2**31 ms.
 MAX_WAIT_S = 1e6
 _OK = b"ok"
-_NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +94,11 @@ class StoreServer(threading.Thread):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._meeting = meeting
-        self._zap: zmq.Socket[bytes] | None = None
-        self._refused = self._socket.get_monitor_socket(_NO_PROOF)
-        self._poller.register(self._refused, zmq.POLLIN)
+        self._admission: Admission | None = None
         if meeting.keys is not None:
-            self._zap = meeting.keys.be_server(self._socket)
-            self._poller.register(self._zap, zmq.POLLIN)
+            self._admission = Admission(self._socket, meeting.keys)
+            for sock in self._admission.sockets:
+                self._poller.register(sock, zmq.POLLIN)
         try:
             self._socket.bind(meeting.endpoint(to_bind=True))
         except (OSError, zmq.ZMQError) as error:
@@ -156,15 +109,8 @@ class StoreServer(threading.Thread):
         while True:
             next_end = min((until for _, _, until, _ in self._waiting), default=math.inf) - time.monotonic()
             ready = dict(self._poller.poll(None if next_end == math.inf else max(0, math.ceil(1000 * next_end))))
-            if self._zap is not None and self._zap in ready:
-                assert self._meeting.keys is not None
-                self._meeting.keys.admit(self._zap)
-            if self._refused in ready:
-                # Only once, so that an attacker cannot fill the log.
-                log.warning("refused a connection to %s without this attempt's key", self._meeting)
-                self._poller.unregister(self._refused)
-                self._socket.disable_monitor()
-                self._refused.close()
+            if self._admission is not None and not ready.keys().isdisjoint(self._admission.sockets):
+                self._admission.process()
             if self._socket in ready:
                 self._serve_request()
             now = time.monotonic()
@@ -254,7 +200,7 @@ class _Connection:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
         if meeting.keys is not None:
             meeting.keys.be_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _NO_PROOF)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | NO_PROOF)
         self._was_connected = self._has_answered = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

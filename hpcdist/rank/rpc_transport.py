@@ -32,10 +32,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.rank.admission import Admission, CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import Buffer, cut, split, take_frame
 from hpcdist.rank.private_network import address_towards
-from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc_values import decode, encode, from_parts, to_frames
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Transport:
         self._num_malformed = 0
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads = num_threads
-        self._zap: zmq.Socket[bytes] | None = None
+        self._admission: Admission | None = None
         self._descriptors: list[int] = []
         self._temporary = ""
         self._inbox = self._context.socket(zmq.PULL)
@@ -138,7 +138,7 @@ class Transport:
             self._inbox.bind(self._unix(self._temporary, name))
         addresses: dict[str, Any] = {"node": topology.node_rank, "folder": self._temporary, "name": name}
         if topology.num_nodes > 1:
-            self._zap = self._keys.be_server(self._inbox)
+            self._admission = Admission(self._inbox, self._keys)
             self._inbox.bind(f"tcp://{_own_address(topology.master_addr)}:*")
             addresses["tcp"] = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         return addresses
@@ -282,14 +282,15 @@ class Transport:
     def _watch(self) -> None:
         """Fail calls to ranks whose connection ends, and calls whose time is over; admit clients that know the key."""
         poller = zmq.Poller()
-        for sock in filter(None, (*self._monitors, self._zap)):
+        admission = self._admission
+        for sock in (*self._monitors, *(admission.sockets if admission is not None else ())):
             poller.register(sock, zmq.POLLIN)
         while not self._is_closing:
             for sock, _ in poller.poll(_EXPIRY_CHECK_MS):
-                if sock is self._zap:
-                    self._keys.admit(self._zap)
-                else:
+                if sock in self._monitors:
                     self._note_event(self._monitors[sock], recv_monitor_message(sock)["event"])
+            if admission is not None:
+                admission.process()
             now = time.monotonic()
             for number, pending in self._pending.copy().items():
                 if now > pending.until:
@@ -337,8 +338,9 @@ class Transport:
                 peer.sock.disable_monitor()
                 peer.sock.close()
             monitor.close()
-        for sock in filter(None, (self._inbox, self._zap)):
-            sock.close()
+        if self._admission is not None:
+            self._admission.close()
+        self._inbox.close()
         self._context.term()
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -25,7 +25,7 @@ import zmq
 from hpcdist_runs import assert_states_equal, listening, unused_port, wait_for
 from launcher_env import OWN, topology_of
 from other_user import as_other_user
-from raw_zmtp import MB, resident_bytes, send_frame, sent_and_kept_mb
+from raw_zmtp import MB, hold_connections, resident_bytes, send_frame, sent_and_kept_mb
 from spawn import Rank, rank_env, spawn_ranks
 from torch import Tensor
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -37,11 +37,12 @@ from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import PreflightError, RendezvousError
 from hpcdist.host.files import read_json
-from hpcdist.rank import collective_check
+from hpcdist.rank import admission, collective_check
+from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.collective_check import Stopwatch
 from hpcdist.rank.frame_parts import PART_BYTES
 from hpcdist.rank.process_group import Groups, open_store, process_groups
-from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore, _Connection
+from hpcdist.rank.rendezvous_store import SOCKET_NAME, Meeting, RendezvousStore, _Connection
 from hpcdist.run.folder import Attempt, RunDir
 
 CPU = torch.device("cpu")
@@ -270,6 +271,23 @@ def test_store_reads_no_large_frame_before_the_proof_of_the_key(tmp_path: Path) 
         theirs.set("key", value)
         ours.append("key", value)
         assert theirs.multi_get(["key", "key"]) == [2 * value] * 2
+
+
+def test_clients_without_the_key_hold_a_limited_number_of_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(admission, "MAX_UNPROVED", 8)
+    port = unused_port()
+    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2))
+    held = hold_connections(port, 1000)
+    # More than the limit, since the kernel and ZeroMQ accept connections until the store has counted them.
+    assert 8 <= len(held) < 1000
+    theirs.set("key", "value")
+    assert ours.get("key") == b"value"
+    for sock in held:
+        sock.close()
+    assert store_at(tmp_path, port, rank=1, num_nodes=2).get("key") == b"value", "admitted again"
+    assert f"port {port} has 8 connections of clients that have not proved" in caplog.text
 
 
 def test_client_reads_no_large_frame_from_a_program_on_the_port(tmp_path: Path, silent_listener: socket.socket) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,16 +20,16 @@ import torch
 import zmq
 from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import listening
-from raw_zmtp import sent_and_kept_mb
+from raw_zmtp import hold_connections, sent_and_kept_mb
 from spawn import Rank, spawn_ranks
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
-from hpcdist.rank import rpc_transport
+from hpcdist.rank import admission, rpc_transport
+from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.context import Context
 from hpcdist.rank.frame_parts import PART_BYTES
-from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
 
@@ -267,9 +268,20 @@ def call_peer(here: Rank, path: Path, num_nodes: int) -> dict[str, Any]:
             admitted = [name for name, keys in clients.items() for port in ports if is_admitted(port, keys, server)]
             attacks = [sent_and_kept_mb(port, 2**28) for port in ports for _ in range(2)]
             large = [(sent, kept) for sent, kept in attacks if sent > 64 or kept > 64]
+            with patch.object(admission, "MAX_UNPROVED", 8):
+                held = [sock for port in ports for sock in hold_connections(port, 1000)]
+            for sock in held:
+                sock.close()
             damaged = [num_bytes for num_bytes in LARGE_SIZES if not is_echoed(group, 1 - ctx.rank, num_bytes)]
             ctx.groups.barrier()
-    return {"num_ports": len(ports), "admitted": admitted, "received": received, "large": large, "damaged": damaged}
+    return {
+        "num_ports": len(ports),
+        "admitted": admitted,
+        "received": received,
+        "large": large,
+        "damaged": damaged,
+        "is_full": 0 < len(held) < 1000,
+    }
 
 
 def is_echoed(group: RpcGroup, rank: int, num_bytes: int) -> bool:
@@ -297,7 +309,7 @@ def is_admitted(port: int, keys: CurveKeys | None, server: bytes) -> bool:
 
 def test_ranks_of_one_node_open_no_port(tmp_path: Path) -> None:
     first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=1)
-    found = {"num_ports": 0, "admitted": [], "large": [], "damaged": []}
+    found = {"num_ports": 0, "admitted": [], "large": [], "damaged": [], "is_full": False}
     assert first == {**found, "received": ["rank 1"]}
     assert second == {**found, "received": ["rank 0"]}
 
@@ -305,7 +317,7 @@ def test_ranks_of_one_node_open_no_port(tmp_path: Path) -> None:
 def test_ranks_of_two_nodes_admit_only_clients_with_the_key(tmp_path: Path) -> None:
     first, second = spawn_ranks(call_peer, 2, path=new_run(tmp_path).path, num_nodes=2)
     # Before a client has proved its key, no large frame of it is read; RPC itself sends large values in parts.
-    found = {"num_ports": 1, "admitted": ["its key"], "large": [], "damaged": []}
+    found = {"num_ports": 1, "admitted": ["its key"], "large": [], "damaged": [], "is_full": True}
     assert first == {**found, "received": ["rank 1"]}
     assert second == {**found, "received": ["rank 0"]}
 

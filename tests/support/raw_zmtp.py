@@ -39,5 +39,17 @@ def sent_and_kept_mb(port: int, num_bytes: int) -> tuple[float, float]:
         return sent / MB, (resident_bytes() - before) / MB
 
 
+def hold_connections(port: int, most: int) -> list[socket.socket]:
+    """Open connections to a port that send nothing, until the kernel answers no more or there are `most`.
+
+    A listener that is only busy answers the packet that TCP repeats after one second, hence the longer timeout.
+    """
+    held: list[socket.socket] = []
+    with suppress(TimeoutError):
+        while len(held) < most:
+            held.append(socket.create_connection(("127.0.0.1", port), timeout=2.5))
+    return held
+
+
 def resident_bytes() -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
