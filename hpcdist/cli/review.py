@@ -14,7 +14,7 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option, print_table
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake, duration
 from hpcdist.host.files import is_mine, require_safe, short_path
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
@@ -310,7 +310,6 @@ def cost(
 
 def _print_causes(title: str, one: "Ledger") -> None:
     from hpcdist.review.ledger import SHORT_RUN, hours_text, percent
-    from hpcdist.review.text import duration
 
     say(title)
     print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])

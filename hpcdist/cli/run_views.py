@@ -29,7 +29,7 @@ from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import rank_table
 from hpcdist.config.written import redacted
-from hpcdist.errors import HpcdistError, RunFolderError, terminal_text
+from hpcdist.errors import HpcdistError, RunFolderError, duration, terminal_text
 from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
@@ -44,7 +44,6 @@ from hpcdist.review.facts import (
     with_speeds,
 )
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
-from hpcdist.review.text import duration
 from hpcdist.review.verdict import judge
 from hpcdist.run import status as run_status
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
+from hpcdist.errors import duration
 from hpcdist.review.facts import ATTEMPT, RunFacts, Series, group_of, is_hidden, ranked, thinned
 from hpcdist.review.ledger import Interval, Ledger
-from hpcdist.review.text import duration
 from hpcdist.run.figures import Curves, Figure, Histogram, Matrix
 
 # Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes

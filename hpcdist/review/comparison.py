@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from hpcdist.errors import duration
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
 from hpcdist.review.sweep import SweepFacts
-from hpcdist.review.text import clock, duration, text_of
+from hpcdist.review.text import clock, text_of
 from hpcdist.review.uncertainty import ends, signed
 from hpcdist.review.verdict import Verdict, judge
 from hpcdist.run.folder import RunDir

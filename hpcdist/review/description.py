@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.schema import script_name
-from hpcdist.errors import few
+from hpcdist.errors import duration, few, plural
 from hpcdist.review.facts import Progress, RunFacts
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.text import (
@@ -18,11 +18,9 @@ from hpcdist.review.text import (
     TRAINING_PAGES,
     Markdown,
     clock,
-    duration,
     escaped,
     link,
     one_line,
-    plural,
     run_page,
     table,
     with_code,

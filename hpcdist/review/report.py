@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.written import StoredConfig, read_stored
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, duration
 from hpcdist.host.files import read_regular, write_atomic
 from hpcdist.review import charts, description
 from hpcdist.review.explain import MAX_ROWS, explain_failure, read_faults
@@ -26,7 +26,7 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
 from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
-from hpcdist.review.text import duration, text_of
+from hpcdist.review.text import text_of
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.run.figures import read_figures

@@ -1,4 +1,4 @@
-"""Text of reports: Markdown for MLflow's UI, addresses in it, and durations."""
+"""Text of reports: Markdown for MLflow's UI, addresses in it, and times."""
 
 import json
 import re
@@ -85,21 +85,6 @@ def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
     return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + f"?{TRAINING_PAGES}"
 
 
-def plural(number: int, noun: str) -> str:
-    """Return `1 step` or `1,200 steps`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def clock(seconds: float) -> str:
     """Return a time as `2026-11-22 12:30 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: `4.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    whole = round(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            rest = whole % unit_s // part_s
-            return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{seconds:.2g} s" if seconds >= 0.01 else "0 s"

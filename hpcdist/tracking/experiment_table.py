@@ -14,12 +14,12 @@ from functools import cache, partial
 from itertools import groupby, islice
 from pathlib import Path
 
-from hpcdist.errors import RunFolderError
+from hpcdist.errors import RunFolderError, plural
 from hpcdist.host.files import fill, parse_json, read_json
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.text import clock, escaped, link, one_line, plural, run_page, table, with_code
+from hpcdist.review.text import clock, escaped, link, one_line, run_page, table, with_code
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.review.verdict import Measured, judge
