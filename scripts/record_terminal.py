@@ -71,7 +71,7 @@ def record(target: Path) -> None:
                     console.print(Text.from_ansi(line), overflow="ellipsis", no_wrap=True)
                 console.print()
         finally:
-            subprocess.run(["hpcdist", "devcluster", "down"], env=env, check=False, capture_output=True)
+            subprocess.run(["hpcdist", "devcluster", "down", "--yes"], env=env, check=False, capture_output=True)
     console.save_svg(str(target), title="hpcdist on a dev cluster")
 
 

@@ -1,13 +1,14 @@
 """`hpcdist devcluster`: a Slurm cluster of virtual nodes on this machine."""
 
 import os
-from dataclasses import fields
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
 
 from hpcdist.cli.options import flag, option
-from hpcdist.devcluster.settings import MAX_NODES, Layout, Settings
+from hpcdist.devcluster.settings import CLUSTER, MAX_NODES, Layout, Settings
+from hpcdist.errors import DevClusterError
 from hpcdist.host.log_files import say
 
 app = typer.Typer(
@@ -18,7 +19,8 @@ app = typer.Typer(
 node_app = typer.Typer(name="node", help="Inject faults: kill, start or slow down a node.", no_args_is_help=True)
 app.add_typer(node_app)
 
-Node = Annotated[str, typer.Argument(metavar="NAME", help="Name of a node, such as n2.")]
+Name = Annotated[str, option("--name", "NAME", "Name of the cluster. Several run side by side.")]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="Name of a node, such as n2.")]
 
 
 def _setting(flag: str, metavar: str, text: str, default: object, **more: Any) -> Any:
@@ -28,6 +30,7 @@ def _setting(flag: str, metavar: str, text: str, default: object, **more: Any) -
 
 @app.command()
 def up(
+    name: Name = CLUSTER,
     num_nodes: Annotated[
         int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes, min=1, max=MAX_NODES)
     ] = None,
@@ -54,49 +57,65 @@ def up(
     ] = None,
     users: Annotated[
         list[str] | None,
-        option("--user", "NAME", "A user who may submit, besides root and SUDO_USER; repeat for more."),
+        option("--user", "USER", "A user who may submit, besides root and SUDO_USER; repeat for more."),
     ] = None,
     install: Annotated[bool, flag("--install", "Install missing Debian packages.")] = False,
 ) -> None:
-    """Start the cluster, or its missing parts.
+    """Start the cluster, or its missing parts. It belongs to the user who created it.
 
     Examples:
         sudo hpcdist devcluster up --install
         sudo hpcdist devcluster up --nodes 16
+        sudo hpcdist devcluster up --name second
         sudo hpcdist devcluster up --runtime apptainer
     """
-    given = locals()  # by the names of the settings
     from hpcdist.devcluster import cluster
 
-    layout = Layout()
-    changes = {one.name: given[one.name] for one in fields(Settings) if given[one.name] is not None}
-    caller = os.environ.get("SUDO_USER")
-    allowed = [*(users or []), *([caller] if caller else [])]
-    cluster.up(layout, changes, users=allowed, install=install, env=os.environ)
+    layout = Layout(name)
+    given = {"num_nodes": num_nodes, "proctrack": proctrack, "runtime": runtime, "pyxis_plugin": pyxis_plugin}
+    changes = {setting: value for setting, value in given.items() if value is not None}
+    cluster.up(layout, changes, users=users or [], install=install, env=os.environ)
     say("\n".join(cluster.describe(cluster.status(layout), layout)))
 
 
 @app.command()
-def down() -> None:
+def down(
+    name: Name = CLUSTER,
+    yes: Annotated[bool, flag("--yes", "Do not ask, even if jobs run or the cluster belongs to another user.")] = False,
+) -> int:
     """Remove the cluster with all its files, mounts and processes; its jobs are killed.
+
+    Asks first if jobs run or wait, or if the cluster belongs to another user.
 
     Example:  sudo hpcdist devcluster down
     """
-    from hpcdist.devcluster import cluster
+    from hpcdist.devcluster import cluster, host
 
-    killed = cluster.down(Layout())
-    say(f"the dev cluster is removed: {killed} processes ended")
+    layout = Layout(name)
+    host.require_root(layout, "down")
+    reasons = [] if yes else cluster.reasons_to_ask(layout, cluster.caller(os.environ))
+    if reasons:
+        text = f"{cluster.summary(layout)}: {'; '.join(reasons)}"
+        if not (os.isatty(0) and os.isatty(1)):
+            raise DevClusterError(f"{text}. `{layout.command('down --yes')}` removes it")
+        say(f"{text}. Remove it? [y/N] ", end="")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("nothing is removed")
+            return 1
+    killed = cluster.down(layout)
+    say(f"dev cluster {name} is removed: {killed} processes ended")
+    return 0
 
 
 @app.command()
-def status() -> int:
+def status(name: Name = CLUSTER) -> int:
     """Show nodes, partitions and how to use them; the exit code is 1 unless the whole cluster is up.
 
     Example:  hpcdist devcluster status
     """
     from hpcdist.devcluster import cluster
 
-    layout = Layout()
+    layout = Layout(name)
     found = cluster.status(layout)
     say("\n".join(cluster.describe(found, layout)))
     return 0 if found.is_up else 1
@@ -104,7 +123,8 @@ def status() -> int:
 
 @node_app.command("kill")
 def kill(
-    name: Node,
+    node: Node,
+    name: Name = CLUSTER,
     keep_link: Annotated[bool, flag("--keep-link", "Kill the processes only: peers see closed connections.")] = False,
 ) -> None:
     """Simulate a power failure of a node: cut its link, then kill its processes.
@@ -113,13 +133,16 @@ def kill(
     """
     from hpcdist.devcluster import cluster
 
-    killed = cluster.kill_node(Layout(), name, keep_link=keep_link)
-    say(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
+    layout = Layout(name)
+    killed = cluster.kill_node(layout, node, keep_link=keep_link)
+    say(f"node {node} is down: {killed} processes ended; `{layout.command(f'node start {node}')}` starts it again")
 
 
 @node_app.command("start")
 def start(
-    name: Node, own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False
+    node: Node,
+    name: Name = CLUSTER,
+    own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False,
 ) -> None:
     """Start a killed node again.
 
@@ -127,15 +150,17 @@ def start(
     """
     from hpcdist.devcluster import cluster, host, settings
 
-    layout = Layout()
-    cluster.start_node(layout, name, own_mounts=own_mounts)
-    pid = host.pid_of(layout, settings.slurmd(name))
-    say(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
+    layout = Layout(name)
+    cluster.start_node(layout, node, own_mounts=own_mounts)
+    pid = host.pid_of(layout, settings.slurmd(node))
+    say(f"node {node} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
 
 
 @node_app.command("slow")
 def slow(
-    name: Node, rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None
+    node: Node,
+    name: Name = CLUSTER,
+    rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None,
 ) -> None:
     """Slow down a node's link; without options, restore its full speed.
 
@@ -145,5 +170,5 @@ def slow(
     """
     from hpcdist.devcluster import cluster
 
-    cluster.slow_node(Layout(), name, rate_mbit=rate_mbit)
-    say(f"node {name}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")
+    cluster.slow_node(Layout(name), node, rate_mbit=rate_mbit)
+    say(f"node {node}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")

@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any
 from hpcdist.devcluster import host
 from hpcdist.devcluster import settings as files
 from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds, wait_until
-from hpcdist.devcluster.settings import CLUSTER, HEAD, HOST, LINK, Daemon, Layout, Settings, inside, slurmd
-from hpcdist.errors import DevClusterError
-from hpcdist.host.files import write_atomic
+from hpcdist.devcluster.settings import CLUSTER, Daemon, Layout, Settings, inside, slurmd
+from hpcdist.errors import DevClusterError, duration, plural
+from hpcdist.host.files import user_of, write_atomic
 
 # Creation and removal of a dev cluster's files, network namespaces and links.
 
@@ -56,7 +57,7 @@ def write_files(settings: Settings, layout: Layout) -> None:
         _give_to(fresh, "mysql")
         install = ["mariadb-install-db", "--no-defaults", f"--datadir={fresh}", "--user=mysql"]
         install += ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
-        run(inside(layout, HEAD, install))  # in the namespace, so that `down` also finds it
+        run(inside(layout, settings.head, install))  # in the namespace, so that `down` also finds it
         fresh.rename(layout.database)
 
 
@@ -77,12 +78,13 @@ def make_network(settings: Settings, layout: Layout) -> None:
     """Create all namespaces and links, after removing the remains of a crash or reboot."""
     remove_network(layout)
     layout.namespaces.mkdir(exist_ok=True)
-    for name in (HEAD, *settings.nodes):
+    for name in (settings.head, *settings.nodes):
         layout.namespace(name).touch()
         run(["unshare", f"--net={layout.namespace(name)}", "true"])
-    link = f"link add {LINK} type veth peer name {files.HOST_PORT} netns {layout.namespace(HEAD)}\n"
-    run(["ip", "-batch", "-"], stdin=link + settings.batch(HOST, LINK))
-    run(inside(layout, HEAD, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
+    link = f"link add {layout.link} type veth peer name {files.HOST_PORT} netns {layout.namespace(settings.head)}\n"
+    run(["ip", "-batch", "-"], stdin=link + settings.batch(settings.host, layout.link))
+    run(["ip", "link", "set", layout.link, "alias", settings.title])  # for those who see the link, but not the files
+    run(inside(layout, settings.head, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
     for node in settings.nodes:
         # Without a default route, DNS lookups fail at once instead of after seconds.
         own = "link set lo up\n" + settings.batch(node, "eth0")
@@ -112,8 +114,8 @@ def remove_network(layout: Layout) -> int:
     """Kill all processes in the namespaces, then remove these and this machine's link."""
     layout.network_ready.unlink(missing_ok=True)
     killed = host.kill_members(host.mounted_namespaces(layout).values())
-    if host.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
-        run(["ip", "link", "delete", LINK])
+    if host.mounted_namespaces(layout) and (host.LINKS / layout.link).exists():
+        run(["ip", "link", "delete", layout.link])
     for _ in range(50):  # the kernel may hold a mount for a moment after its last process has ended
         left = host.mounted_namespaces(layout)
         if not left:
@@ -141,6 +143,8 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
     dead: tuple[str, ...] = ()  #: daemons that are not running
     controller_answers: bool = False
+    summary: str = ""  #: name, owner and age
+    others: tuple[str, ...] = ()  #: the same of the other clusters of this machine
 
     @property
     def is_up(self) -> bool:
@@ -159,48 +163,104 @@ def up(
 
     Args:
         changes: the requested fields of Settings; the others are those of the running cluster, or defaults.
-        env: environment of apt-get, such as proxies; container runtimes are searched for on its PATH.
+        users: who may submit, besides root and the owner.
+        env: environment of apt-get, such as proxies; container runtimes are searched for on its PATH. SUDO_USER in it
+            becomes the owner of a new cluster.
     """
-    host.require_root("up")
+    host.require_root(layout, "up")
+    owner = caller(env)
     with exclusive(), ExitStack() as stack:
         # Users and daemons read the configuration; secrets have stricter modes.
         stack.callback(os.umask, os.umask(0o022))
+        require_own(layout, owner)
         host.refuse_beside_slurm(layout)
         if install:
             host.install(env)
         host.require_commands()
         host.require_namespaces()
-        settings = _choose(layout, changes)
+        settings = dataclasses.replace(_choose(layout, changes), owner=owner)
         host.require_cgroups(settings)
         host.require_free_network(settings, layout)
         programs = host.find_programs(settings, layout, env)
-        if recorded_settings(layout) != settings:
+        recorded = recorded_settings(layout)
+        if recorded != settings:
             remove(layout)  # the remains of a crash
             layout.state.mkdir()
+        if recorded != settings or recorded.owner is None:
             write_atomic(layout.settings_file, settings.to_json())
         mounted = host.mounted_namespaces(layout)
         # After a crash during creation or a reboot some are missing.
-        if not layout.network_ready.exists() or not mounted.keys() >= {HEAD, *settings.nodes}:
+        if not layout.network_ready.exists() or not mounted.keys() >= {settings.head, *settings.nodes}:
             make_network(settings, layout)
         write_files(settings, layout)
         host.write_files(settings, layout, programs)
         host.create(settings, layout)
-        host.write_hosts(files.with_hosts_block(host.HOSTS.read_text(), settings))
-        _start_daemons(settings, layout, list(users))
+        host.write_hosts(files.with_hosts_block(host.HOSTS.read_text(), settings, layout))
+        _start_daemons(settings, layout, [*users, owner])
     return settings
+
+
+def caller(env: Mapping[str, str]) -> str:
+    """Return the user who calls a command, possibly with sudo."""
+    return env.get("SUDO_USER") or user_of(os.geteuid())
+
+
+def require_own(layout: Layout, user: str) -> None:
+    """Raise DevClusterError for a cluster of another user, and for a running one whose owner is not known."""
+    if _is_foreign(layout, user):
+        raise DevClusterError(
+            f"{summary(layout)}, is not a cluster of {user}: `hpcdist devcluster up --name NAME` starts another one"
+            f" beside it; `{layout.command('down')}` removes it"
+        )
+
+
+def _is_foreign(layout: Layout, user: str) -> bool:
+    recorded = recorded_settings(layout)
+    if recorded is not None and recorded.owner is not None:
+        return recorded.owner != user
+    return _has_processes(layout)  # otherwise it is the rest of a crash, or of an earlier version
+
+
+def _has_processes(layout: Layout) -> bool:
+    return bool(host.members(host.mounted_namespaces(layout).values()))
+
+
+def summary(layout: Layout) -> str:
+    """Return the name, owner and age of a cluster."""
+    title = (recorded_settings(layout) or Settings(name=layout.name)).title
+    try:
+        created = layout.settings_file.stat().st_mtime  # it is written once
+    except FileNotFoundError:
+        return title
+    return f"{title}, created {duration(max(0.0, time.time() - created))} ago"
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     recorded = recorded_settings(layout)
-    proctrack = "cgroup" if host.are_usable() else "linuxproc"
-    requested = dataclasses.replace(recorded or Settings(proctrack=proctrack), **changes)
-    up = recorded is not None and host.members(host.mounted_namespaces(layout).values())
-    if recorded is not None and up and recorded != requested:
+    requested = dataclasses.replace(recorded or _new(layout), **changes)
+    if recorded is not None and recorded != requested and _has_processes(layout):
         name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))
         option = "--nodes" if name == "num_nodes" else f"--{name.replace('_', '-')}"
         values = f"{option} {getattr(recorded, name)}, not {getattr(requested, name)}"
-        raise DevClusterError(f"a dev cluster is running with {values}: `hpcdist devcluster down` first")
+        raise DevClusterError(f"a dev cluster is running with {values}: `{layout.command('down')}` first")
     return requested
+
+
+def _new(layout: Layout) -> Settings:
+    """Return the settings of a new cluster, by default with the first network that is free."""
+    proctrack = "cgroup" if host.are_usable() else "linuxproc"
+    settings = Settings(name=layout.name, proctrack=proctrack)
+    if layout.name == CLUSTER:
+        return settings
+    recorded = (recorded_settings(other) for other in host.others(layout))
+    taken = {other.network for other in recorded if other is not None}
+    for network in files.FURTHER_NETWORKS:
+        if network not in taken and not host.routes(network):
+            return dataclasses.replace(settings, network=network)
+    raise DevClusterError(
+        f"no network is free for another dev cluster: routes or dev clusters of this machine use"
+        f" {files.FURTHER_NETWORKS[0]} to {files.FURTHER_NETWORKS[-1]}"
+    )
 
 
 def recorded_settings(layout: Layout) -> Settings | None:
@@ -226,7 +286,7 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
     wait(mariadbd, "mariadb-admin", "--no-defaults", f"--socket={layout.database_socket}", "ping")
     start(layout, slurmdbd)
     wait(slurmdbd, "sacctmgr", "-nP", "show", "cluster", "format=cluster")
-    _add_accounts(layout, users)
+    _add_accounts(settings, layout, users)
     start(layout, slurmctld)
     wait(slurmctld, "scontrol", "ping")
     for node in settings.nodes:
@@ -235,17 +295,17 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
         wait_for_node(settings, layout, node, slurmd(node))
 
 
-def _add_accounts(layout: Layout, users: list[str]) -> None:
+def _add_accounts(settings: Settings, layout: Layout, users: list[str]) -> None:
     """Add accounts, so that Slurm rejects wrong ones like a real cluster."""
-    env = client_env(layout)
+    env, cluster = client_env(layout), settings.name
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
     known = {tuple(row.split("|")) for row in rows}
-    if CLUSTER not in {row[0] for row in known}:
-        run(["sacctmgr", "-i", "add", "cluster", CLUSTER], env=env)
-    if (CLUSTER, files.ACCOUNT, "") not in known:
-        run(["sacctmgr", "-i", "add", "account", files.ACCOUNT, f"cluster={CLUSTER}"], env=env)
+    if cluster not in {row[0] for row in known}:
+        run(["sacctmgr", "-i", "add", "cluster", cluster], env=env)
+    if (cluster, files.ACCOUNT, "") not in known:
+        run(["sacctmgr", "-i", "add", "account", files.ACCOUNT, f"cluster={cluster}"], env=env)
     for user in dict.fromkeys(["root", *users]):
-        if (CLUSTER, files.ACCOUNT, user) not in known:
+        if (cluster, files.ACCOUNT, user) not in known:
             run(["sacctmgr", "-i", "add", "user", user, f"account={files.ACCOUNT}"], env=env)
 
 
@@ -273,19 +333,44 @@ def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
 
 def status(layout: Layout) -> Status:
     settings = recorded_settings(layout)
+    others = tuple(f"{summary(other)}: `{other.command('status')}`" for other in host.others(layout))
     if settings is None:
-        return Status(None)
+        return Status(None, others=others)
     dead = tuple(daemon.name for daemon in files.daemons(settings, layout) if not host.is_running(layout, daemon))
     answers = succeeds(["scontrol", "ping"], env=client_env(layout))
-    return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
+    nodes = _nodes(settings, layout) if answers else ()
+    return Status(settings, nodes, dead, answers, summary(layout), others)
+
+
+def reasons_to_ask(layout: Layout, user: str) -> list[str]:
+    """Return why a user should be asked before `down`: jobs that it would end, or a cluster of another user."""
+    reasons = [f"it is not a cluster of {user}"] if _is_foreign(layout, user) else []
+    if _has_processes(layout):
+        reasons += _jobs(layout)
+    return reasons
+
+
+def _jobs(layout: Layout) -> list[str]:
+    if not layout.controller.is_dir() or not any(layout.controller.iterdir()):
+        return []  # slurmctld has never run
+    env = client_env(layout)
+    unknown = ["Slurm does not answer whether it has jobs"]
+    try:
+        if not succeeds(["scontrol", "ping"], env=env):  # squeue would wait for a dead slurmctld
+            return unknown
+        rows = run(["squeue", "--noheader", "--array", "--format=%T|%u"], env=env).splitlines()
+    except DevClusterError:
+        return unknown
+    num_jobs = Counter(row.partition("|")[2] for row in rows if not row.startswith("COMPLETING|"))
+    return [f"its {plural(number, 'job')} of {user} would end" for user, number in sorted(num_jobs.items())]
 
 
 def down(layout: Layout) -> int:
     """Remove a cluster in any state with all its files; return the number of killed processes."""
-    host.require_root("down")
+    host.require_root(layout, "down")
     with exclusive():
         killed = remove(layout)
-        host.write_hosts(files.without_hosts_block(host.HOSTS.read_text()))
+        host.write_hosts(files.without_hosts_block(host.HOSTS.read_text(), layout))
     return killed
 
 
@@ -293,20 +378,28 @@ def down(layout: Layout) -> int:
 
 
 def describe(status: Status, layout: Layout) -> Iterator[str]:
-    settings = status.settings
-    if settings is None:
-        yield f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one"
-        return
+    if status.settings is None:
+        yield f"no dev cluster in {layout.state}: `{layout.command('up --nodes 4')}` makes one"
+    else:
+        yield status.summary
+        yield from _describe_cluster(status, status.settings, layout)
+    for other in status.others:
+        yield f"another {other}"
+
+
+def _describe_cluster(status: Status, settings: Settings, layout: Layout) -> Iterator[str]:
     if status.dead:
-        yield f"not running: {', '.join(status.dead)}; `hpcdist devcluster up` starts what is missing"
+        yield f"not running: {', '.join(status.dead)}; `{layout.command('up')}` starts what is missing"
     if not status.controller_answers:
         yield f"slurmctld does not answer: see {layout.logs}/slurmctld.log"
         return
-    yield f"{'node':<6}{'address':<17}{'state':<12}reason"
+    width = len(settings.prefix) + 6
+    yield f"{'node':<{width}}{'address':<17}{'state':<12}reason"
     for node in status.nodes:
-        yield f"{node.name:<6}{node.address:<17}{node.state:<12}{node.reason}"
+        yield f"{node.name:<{width}}{node.address:<17}{node.state:<12}{node.reason}"
     yield "partitions: main (default), high (preempts jobs of main: they are requeued)"
-    yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
+    address = settings.addresses[settings.host]
+    yield f"the nodes reach this machine as {settings.host} ({address}); logs are in {layout.logs}"
     yield "use it:"
     yield f"  export SLURM_CONF={layout.slurm_conf}"
     if settings.runtime != "none":
@@ -323,11 +416,11 @@ def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
     Its link goes down first, so that peers receive nothing. With `keep_link` peers see closed connections, as when only
     the processes of a node are killed.
     """
-    require_root("node kill")
+    require_root(layout, f"node kill {node}")
     with exclusive():
-        _require_node(layout, node)
+        settings = _require_node(layout, node)
         if not keep_link:
-            run(inside(layout, HEAD, ["ip", "link", "set", node, "down"]))
+            run(inside(layout, settings.head, ["ip", "link", "set", node, "down"]))
         return host.kill_members([host.mounted_namespaces(layout)[node]])
 
 
@@ -338,11 +431,11 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         own_mounts: give the node its own mount namespace, so that a folder can be full or another one on this node
             alone. Nodes have none by default, because they would not see later mounts of the host.
     """
-    require_root("node start")
+    require_root(layout, f"node start {node}")
     with exclusive():
         settings = _require_node(layout, node)
-        run(inside(layout, HEAD, ["ip", "link", "set", node, "up"]))
-        _full_speed(layout, node)
+        run(inside(layout, settings.head, ["ip", "link", "set", node, "up"]))
+        _full_speed(settings, layout, node)
         daemon = slurmd(node, own_mounts=own_mounts, rebooted=True)
         start(layout, daemon)
         wait_for_node(settings, layout, node, daemon)
@@ -350,21 +443,21 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
 
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None) -> None:
     """Slow down both directions of a node's link to `rate_mbit` (Mbit/s), or restore its full speed."""
-    require_root("node slow")
+    require_root(layout, f"node slow {node}")
     if rate_mbit is not None and rate_mbit <= 0:
         raise DevClusterError(f"--rate-mbit must be > 0, got {rate_mbit:g}")
     with exclusive():
-        _require_node(layout, node)
+        settings = _require_node(layout, node)
         if rate_mbit is None:
-            _full_speed(layout, node)
+            _full_speed(settings, layout, node)
             return
         shape = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
-        for name, device in ((node, "eth0"), (HEAD, node)):  # both ends
+        for name, device in ((node, "eth0"), (settings.head, node)):  # both ends
             run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
 
 
-def _full_speed(layout: Layout, node: str) -> None:
-    for name, device in ((node, "eth0"), (HEAD, node)):
+def _full_speed(settings: Settings, layout: Layout, node: str) -> None:
+    for name, device in ((node, "eth0"), (settings.head, node)):
         # Fails if there is nothing to delete.
         succeeds(inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
 
@@ -372,9 +465,9 @@ def _full_speed(layout: Layout, node: str) -> None:
 def _require_node(layout: Layout, node: str) -> Settings:
     settings = recorded_settings(layout)
     if settings is None:
-        raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` creates one")
+        raise DevClusterError(f"no dev cluster in {layout.state}: `{layout.command('up')}` creates one")
     if node not in settings.nodes:
         raise DevClusterError(f"no node {node!r} in the dev cluster: it has {', '.join(settings.nodes)}")
     if node not in host.mounted_namespaces(layout):
-        raise DevClusterError(f"the dev cluster in {layout.state} is not running: `hpcdist devcluster up`")
+        raise DevClusterError(f"the dev cluster in {layout.state} is not running: `{layout.command('up')}`")
     return settings

@@ -15,9 +15,8 @@ import psutil
 
 from hpcdist.devcluster.settings import (
     BARE_ENV,
-    HEAD,
-    LINK,
-    NETWORK,
+    CLUSTER,
+    NAME,
     Daemon,
     Layout,
     Settings,
@@ -31,12 +30,20 @@ from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import write_atomic
 from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 
-# The processes of a dev cluster: those in one of its network namespaces.
+# The dev clusters of this machine, and their processes: those in one of a cluster's network namespaces.
 #
 # Membership survives crashes, needs no list of process ids, and child processes cannot leave it.
 
 #: Device and inode of a namespace.
 Namespace = tuple[int, int]
+
+
+def others(layout: Layout) -> list[Layout]:
+    """Return the other dev clusters of this machine, whether they run or not."""
+    prefix = f"{layout.first.name}-"
+    names = {CLUSTER, *(path.name.removeprefix(prefix) for path in layout.first.parent.glob(f"{prefix}*"))}
+    known = [Layout(name, layout.first) for name in sorted(names - {layout.name}) if NAME.fullmatch(name)]
+    return [other for other in known if other.settings_file.exists()]
 
 
 def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
@@ -229,17 +236,19 @@ COMMANDS = (
     *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
 )
 HOSTS = Path("/etc/hosts")
+LINKS = Path("/sys/class/net")
 SITE_CONF = Path("/etc/slurm/slurm.conf")
 POLICY = Path("/usr/sbin/policy-rc.d")
 #: invoke-rc.d and deb-systemd-invoke call this script before they start a package's service.
 DENY_STARTS = "#!/bin/sh\n# hpcdist devcluster: removed when its packages are installed\nexit 101\n"
 
 
-def require_root(command: str) -> None:
+def require_root(layout: Layout, words: str) -> None:
     if os.geteuid() != 0:
+        command = layout.command(words)
         raise DevClusterError(
-            f"`hpcdist devcluster {command}` needs root to create network namespaces and to start daemons of several"
-            f" users: sudo $(which hpcdist) devcluster {command}"
+            f"`{command}` needs root to create network namespaces and to start daemons of several users:"
+            f" sudo $(which hpcdist){command.removeprefix('hpcdist')}"
         )
 
 
@@ -256,12 +265,13 @@ def _is_installed(command: str) -> bool:
 
 
 def refuse_beside_slurm(layout: Layout) -> None:
-    own = set(members(mounted_namespaces(layout).values()))
+    namespaces = [mounted_namespaces(cluster) for cluster in (layout, *others(layout))]
+    known = set(members(namespace for found in namespaces for namespace in found.values()))
     for pid in psutil.pids():
-        if pid not in own and (name := _name(pid)) in ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd"):
+        if pid not in known and (name := _name(pid)) in ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd"):
             raise DevClusterError(
-                f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in"
-                f" {layout.state}: a dev cluster cannot run beside another Slurm"
+                f"{name} (process {pid}) runs on this machine and does not belong to a dev cluster in"
+                f" {layout.first.parent}: a dev cluster cannot run beside another Slurm"
             )
 
 
@@ -281,14 +291,35 @@ def require_cgroups(settings: Settings) -> None:
 
 
 def require_free_network(settings: Settings, layout: Layout) -> None:
-    if taken := taken_names(HOSTS.read_text(), settings):
+    if taken := taken_names(HOSTS.read_text(), settings, layout):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
-    if HEAD not in mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
-        raise DevClusterError(f"interface {LINK} already exists: `ip link delete {LINK}`")
-    # Larger networks do not matter: the cluster's addresses are a more specific route.
-    routes = run(["ip", "-4", "route", "show", "table", "all", "root", str(NETWORK)]).splitlines()
-    if others := [line.strip() for line in routes if f"dev {LINK}" not in line]:
-        raise DevClusterError(f"this machine uses addresses of {NETWORK}, the dev cluster's network: {others[0]}")
+    if settings.head not in mounted_namespaces(layout) and (LINKS / layout.link).exists():
+        # Its cluster runs: the kernel removes a link when one of its namespaces ends.
+        owner = _text(LINKS / layout.link / "ifalias") or "an unknown dev cluster"
+        raise DevClusterError(
+            f"interface {layout.link} belongs to {owner} outside of {layout.state}, such as in another container:"
+            " `hpcdist devcluster up --name NAME` starts a cluster with an interface of its own"
+        )
+    if foreign := [line for line in routes(settings.network) if layout.link not in line.split()]:
+        raise DevClusterError(
+            f"this machine uses addresses of {settings.network}, the dev cluster's network: {foreign[0]}"
+        )
+
+
+def routes(network: str) -> list[str]:
+    """Return this machine's routes to parts of a network.
+
+    Larger networks do not matter: the cluster's addresses are a more specific route.
+    """
+    lines = run(["ip", "-4", "route", "show", "table", "all", "root", network]).splitlines()
+    return [line.strip() for line in lines]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def write_hosts(text: str) -> None:

@@ -3,23 +3,27 @@
 import ipaddress
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from hpcdist.errors import DevClusterError, shown
+
 # Settings and paths of a dev cluster: values without side effects.
 
+#: Name of the cluster without `--name`.
+CLUSTER = "hpcdist"
+#: Folder of the cluster CLUSTER; the folders of others are beside it.
 STATE = Path("/var/lib/hpcdist-devcluster")
-#: Host name of the namespace with the controller, the accounting daemon and the bridge.
-HEAD = "devcluster-head"
-#: Name of this machine on the nodes, for example for a tracking server.
-HOST = "devcluster-host"
-#: The only network interface that the cluster adds to this machine.
-LINK = "hpcdist0"
+#: With the name, a link or port of a cluster has at most 15 characters: `NAME-n250`, `hpcd-NAME`.
+NAME = re.compile(r"[a-z][a-z0-9]{0,9}")
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
-NETWORK = ipaddress.IPv4Network("10.213.77.0/24")
+#: Network of the cluster CLUSTER.
+NETWORK = "10.213.77.0/24"
+#: Networks of other clusters, one each.
+FURTHER_NETWORKS = tuple(f"10.213.{number}.0/24" for number in range(78, 94))
 #: The network has further addresses for the head and this machine.
 MAX_NODES = 250
 #: What Slurm assumes of each node. CPUs and memory (MiB) may exceed those of the machine; the GPUs are fake.
@@ -35,38 +39,81 @@ class Settings:
     proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
     runtime: str = "none"  #: container runtime that the nodes have beside Slurm
     pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"  #: must be built for the installed Slurm
+    name: str = CLUSTER  #: also Slurm's ClusterName
+    network: str = NETWORK
+    #: User who created the cluster, possibly with sudo; None if an earlier version of hpcdist did not record it.
+    owner: str | None = field(default=None, compare=False)
+
+    @property
+    def title(self) -> str:
+        return f"dev cluster {self.name} of {self.owner or 'an unknown user'}"
+
+    @property
+    def prefix(self) -> str:
+        """Begins the host names of a further cluster: all names are in /etc/hosts."""
+        return "" if self.name == CLUSTER else f"{self.name}-"
+
+    @property
+    def head(self) -> str:
+        """Host name of the namespace with the controller, the accounting daemon and the bridge."""
+        return f"{self.prefix}devcluster-head"
+
+    @property
+    def host(self) -> str:
+        """Name of this machine on the nodes, for example for a tracking server."""
+        return f"{self.prefix}devcluster-host"
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.prefix}n{number}" for number in range(1, self.num_nodes + 1)]
 
     @cached_property
     def addresses(self) -> dict[str, str]:
         """Address of every name: nodes from the start of the network, head and host at its end."""
-        named = {name: str(NETWORK[number]) for number, name in enumerate(self.nodes, 1)}
-        return {**named, HEAD: str(NETWORK[-2]), HOST: str(NETWORK[-3])}
-
-    @property
-    def nodes(self) -> list[str]:
-        return [f"n{number}" for number in range(1, self.num_nodes + 1)]
+        network = ipaddress.IPv4Network(self.network)
+        named = {name: str(network[number]) for number, name in enumerate(self.nodes, 1)}
+        return {**named, self.head: str(network[-2]), self.host: str(network[-3])}
 
     def batch(self, name: str, device: str) -> str:
         """Return commands of `ip -batch -`."""
-        return f"addr add {self.addresses[name]}/{NETWORK.prefixlen} dev {device}\nlink set {device} up\n"
+        length = ipaddress.IPv4Network(self.network).prefixlen
+        return f"addr add {self.addresses[name]}/{length} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the settings file. Raises ValueError for a truncated file or one of another version."""
+        """Parse the settings file. Raises ValueError for a truncated file or one of another version.
+
+        Earlier versions wrote neither the name, which was always CLUSTER, nor the network and the owner.
+        """
         found: Any = json.loads(text)
-        if not isinstance(found, dict) or set(found) != {field.name for field in fields(cls)}:
+        keys = {field.name for field in fields(cls)}
+        if not isinstance(found, dict) or not keys - {"name", "network", "owner"} <= set(found) <= keys:
             raise ValueError("not the settings of a dev cluster of this version")
         return cls(**found)
 
 
 class Layout:
-    """Paths of a cluster, all below its state folder, whose path is short, because it contains sockets."""
+    """The link and the paths of a cluster, all below its state folder, whose path is short: it contains sockets.
 
-    def __init__(self, state: Path = STATE) -> None:
-        self.state = state
+    Args:
+        name: of the cluster. Raises DevClusterError if it is not like NAME.
+        first: state folder of the cluster CLUSTER.
+    """
+
+    def __init__(self, name: str = CLUSTER, first: Path = STATE) -> None:
+        if not NAME.fullmatch(name):
+            raise DevClusterError(
+                f"--name {shown(name)}: the name of a dev cluster has at most 10 lower-case letters and digits and"
+                " begins with a letter"
+            )
+        self.name = name
+        self.first = first
+        #: The only network interface that the cluster adds to this machine.
+        self.link = "hpcdist0" if name == CLUSTER else f"hpcd-{name}"
+        self.state = state = first if name == CLUSTER else first.with_name(f"{first.name}-{name}")
         #: Identifies the folder: created first and removed last.
         self.settings_file = state / "devcluster.json"
         self.conf = state / "conf"
@@ -95,6 +142,10 @@ class Layout:
         self.logs = state / "log"
         self.run = state / "run"
 
+    def command(self, words: str) -> str:
+        """Return the command line of `hpcdist devcluster` for this cluster."""
+        return f"hpcdist devcluster {words}" + ("" if self.name == CLUSTER else f" --name {self.name}")
+
     def namespace(self, name: str) -> Path:
         return self.namespaces / name
 
@@ -108,20 +159,16 @@ class Layout:
 
 # The configuration files of a dev cluster, as pure functions of its settings and layout.
 
-CLUSTER = "hpcdist"
-BEGIN = "# >>> hpcdist devcluster: removed by `hpcdist devcluster down`"
-END = "# <<< hpcdist devcluster"
-
 
 def slurm_conf(settings: Settings, layout: Layout) -> str:
     """Return slurm.conf: default behaviour with short timeouts and a fast scheduler."""
     nodes = node_range(settings)
-    head = settings.addresses[HEAD]
+    head = settings.addresses[settings.head]
     return f"""\
 # Written by `hpcdist devcluster up`; changes are lost.
-ClusterName={CLUSTER}
+ClusterName={settings.name}
 SlurmUser=root
-SlurmctldHost={HEAD}({head})
+SlurmctldHost={settings.head}({head})
 SlurmctldPort={CONTROLLER_PORT}
 SlurmdPort={NODE_PORT}
 CommunicationParameters=NoCtldInAddrAny
@@ -180,8 +227,8 @@ def slurmdbd_conf(settings: Settings, layout: Layout, password: str) -> str:
     return f"""\
 AuthType=auth/munge
 AuthInfo=socket={layout.munge_socket}
-DbdHost={HEAD}
-DbdAddr={settings.addresses[HEAD]}
+DbdHost={settings.head}
+DbdAddr={settings.addresses[settings.head]}
 DbdPort={ACCOUNTING_PORT}
 CommunicationParameters=NoInAddrAny
 SlurmUser=root
@@ -204,23 +251,30 @@ GRANT ALL ON slurm.* TO slurm@localhost;
 
 
 def node_range(settings: Settings) -> str:
-    return f"n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else "n1"
+    return f"{settings.prefix}n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else f"{settings.prefix}n1"
 
 
-def with_hosts_block(text: str, settings: Settings) -> str:
+def with_hosts_block(text: str, settings: Settings, layout: Layout) -> str:
     """Return /etc/hosts with the cluster's names in a marked block at its end; an existing block is replaced."""
-    text = without_hosts_block(text)
-    lines = [BEGIN, *(f"{address} {name}" for name, address in settings.addresses.items()), END]
+    text = without_hosts_block(text, layout)
+    begin, end = _hosts_markers(layout)
+    lines = [begin, *(f"{address} {name}" for name, address in settings.addresses.items()), end]
     return text + "\n" * (text[-1:] not in ("", "\n")) + "\n".join(lines) + "\n"
 
 
-def without_hosts_block(text: str) -> str:
-    return re.sub(rf"^{re.escape(BEGIN)}$.*?^{re.escape(END)}$\n?", "", text, flags=re.MULTILINE | re.DOTALL)
+def without_hosts_block(text: str, layout: Layout) -> str:
+    begin, end = map(re.escape, _hosts_markers(layout))
+    return re.sub(rf"^{begin}$.*?^{end}$\n?", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def taken_names(text: str, settings: Settings) -> list[str]:
+def _hosts_markers(layout: Layout) -> tuple[str, str]:
+    name = "" if layout.name == CLUSTER else f" {layout.name}"
+    return f"# >>> hpcdist devcluster{name}: removed by `{layout.command('down')}`", f"# <<< hpcdist devcluster{name}"
+
+
+def taken_names(text: str, settings: Settings, layout: Layout) -> list[str]:
     """Return the cluster's names that /etc/hosts already contains outside the block."""
-    words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text).splitlines())
+    words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text, layout).splitlines())
     taken = {name for names in words for name in names}
     return [name for name in settings.addresses if name in taken]
 
@@ -259,16 +313,16 @@ def daemon_command(layout: Layout, spec: Daemon) -> list[str]:
     return ["setsid", "--fork", *inside(layout, spec.node, ["unshare", "--uts", *mounts, *shell])]
 
 
-def munged(layout: Layout) -> Daemon:
+def munged(settings: Settings, layout: Layout) -> Daemon:
     files = (
         *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
         *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
     )
     user = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups")
-    return Daemon("munged", HEAD, (*user, "munged", "--foreground", "--num-threads=10", *files))
+    return Daemon("munged", settings.head, (*user, "munged", "--foreground", "--num-threads=10", *files))
 
 
-def mariadbd(layout: Layout) -> Daemon:
+def mariadbd(settings: Settings, layout: Layout) -> Daemon:
     """Return MariaDB with little memory and without syncs, because `down` deletes the database."""
     files = (
         f"--datadir={layout.database}",
@@ -279,11 +333,15 @@ def mariadbd(layout: Layout) -> Daemon:
     small = ("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900")
     quick = ("--innodb-flush-log-at-trx-commit=0", "--innodb-flush-method=nosync", "--skip-innodb-doublewrite")
     argv = ("mariadbd", "--no-defaults", "--user=mysql", "--skip-networking", *files, *small, *quick)
-    return Daemon("mariadbd", HEAD, argv)
+    return Daemon("mariadbd", settings.head, argv)
 
 
-SLURMDBD = Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
-SLURMCTLD = Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
+def slurmdbd(settings: Settings) -> Daemon:
+    return Daemon("slurmdbd", settings.head, ("slurmdbd", "-D"))
+
+
+def slurmctld(settings: Settings) -> Daemon:
+    return Daemon("slurmctld", settings.head, ("slurmctld", "-D"))
 
 
 def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
@@ -293,7 +351,8 @@ def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Da
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
     """Return the daemons in the order of their start."""
-    return [munged(layout), mariadbd(layout), SLURMDBD, SLURMCTLD, *map(slurmd, settings.nodes)]
+    head = [munged(settings, layout), mariadbd(settings, layout), slurmdbd(settings), slurmctld(settings)]
+    return [*head, *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:
@@ -317,5 +376,5 @@ def head_batch(settings: Settings, layout: Layout) -> str:
         f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}\nlink set {node} master {BRIDGE} up\n"
         for node in settings.nodes
     ]
-    own = f"link set lo up\nlink add {BRIDGE} type bridge\n{settings.batch(HEAD, BRIDGE)}"
+    own = f"link set lo up\nlink add {BRIDGE} type bridge\n{settings.batch(settings.head, BRIDGE)}"
     return own + f"link set {HOST_PORT} master {BRIDGE} up\n" + "".join(ports)

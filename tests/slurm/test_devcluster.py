@@ -13,11 +13,11 @@ import pytest
 import runtime_cases
 from containers import RUNTIMES, Containers, mismatch, mount_flags, small_image
 from runtime_cases import PYXIS
-from slurm_cluster import DevCluster
+from slurm_cluster import OWNER, DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster, host, settings
-from hpcdist.devcluster.settings import GPU_TYPE, LINK
+from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster.settings import GPU_TYPE, Layout
 
 NAMES = ["n1", "n2", "n3", "n4"]
 
@@ -48,11 +48,72 @@ def test_up_is_idempotent_and_status_shows_the_cluster(devcluster: DevCluster) -
     assert done.stderr == "hpcdist: a dev cluster is running with --nodes 4, not 5: `hpcdist devcluster down` first\n"
     done = devcluster.hpcdist("devcluster", "status")
     assert done.returncode == 0, done.stderr
-    assert [line.split()[:3] for line in done.stdout.splitlines()[1:5]] == [
+    assert re.match(rf"dev cluster hpcdist of {OWNER}, created .* ago\n", done.stdout)
+    assert [line.split()[:3] for line in done.stdout.splitlines()[2:6]] == [
         [name, devcluster.settings.addresses[name], "idle"] for name in NAMES
     ]
     assert "partitions: main (default), high" in done.stdout
     assert f"export SLURM_CONF={devcluster.layout.slurm_conf}\n" in done.stdout
+
+
+def test_cluster_of_another_user_is_left_alone(devcluster: DevCluster) -> None:
+    before, ids = devcluster.layout.slurm_conf.stat(), daemon_ids(devcluster)
+    ada = {"SUDO_USER": "ada"}
+    done = devcluster.hpcdist("devcluster", "up", env=ada)
+    assert done.returncode == 2
+    error = rf"hpcdist: dev cluster hpcdist of {OWNER}, created .* ago, is not a cluster of ada: `.* --name NAME`"
+    assert re.match(error, done.stderr)
+    done = devcluster.hpcdist("devcluster", "down", env=ada)
+    assert done.returncode == 2
+    assert done.stderr.endswith(": it is not a cluster of ada. `hpcdist devcluster down --yes` removes it\n")
+    after = devcluster.layout.slurm_conf.stat()
+    assert (after.st_mtime_ns, after.st_ino, daemon_ids(devcluster)) == (before.st_mtime_ns, before.st_ino, ids)
+    assert cluster.status(devcluster.layout).is_up
+
+
+def test_second_cluster_beside_the_first(devcluster: DevCluster) -> None:
+    ids, hosts = daemon_ids(devcluster), host.HOSTS.read_text()
+    layout, name = Layout("second"), ("--name", "second")
+    job = devcluster.sbatch("sleep 600", "--nodelist=n1")
+    devcluster.wait_job_state(job, "RUNNING")
+    options = ("--nodes", "2", "--proctrack", devcluster.settings.proctrack)
+    done = devcluster.hpcdist("devcluster", "up", *name, *options, env={"SUDO_USER": "nobody"})
+    try:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("dev cluster second of nobody, created ")
+        assert f"another dev cluster hpcdist of {OWNER}, created " in done.stdout
+        assert "another dev cluster second of nobody" in devcluster.hpcdist("devcluster", "status").stdout
+        recorded = cluster.recorded_settings(layout)
+        assert recorded is not None
+        second = DevCluster(layout, recorded, hosts)
+        assert (host.LINKS / layout.link / "ifalias").read_text() == "dev cluster second of nobody\n"
+        for one, title in ((devcluster, "hpcdist"), (second, "second")):
+            assert re.search(rf"ClusterName += {title}\n", one.run("scontrol", "show", "config"))
+            for node, address in one.settings.addresses.items():
+                assert one.run("getent", "hosts", node).split() == [address, node]
+        assert sorted(second.run("srun", "--nodes=2", "hostname").split()) == ["second-n1", "second-n2"]
+        assert sorted(devcluster.run("srun", "--nodes=4", "hostname").split()) == NAMES
+
+        for verb, dead in (("kill", ("slurmd-second-n2",)), ("start", ())):
+            done = second.hpcdist("devcluster", "node", verb, "second-n2", *name)
+            assert done.returncode == 0, done.stderr
+            assert cluster.status(layout).dead == dead
+        again = devcluster.hpcdist("devcluster", "up")
+        assert again.returncode == 0, again.stderr
+        assert daemon_ids(devcluster) == ids
+
+        waiting = second.sbatch("sleep 600", "--begin=now+1hour")
+        done = second.hpcdist("devcluster", "down", *name, env={"SUDO_USER": "nobody"})
+        assert (done.returncode, "its 1 job of root would end." in done.stderr) == (2, True)
+        assert second.job(waiting)["JobState"] == "PENDING"
+    finally:
+        done = devcluster.hpcdist("devcluster", "down", *name, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert not layout.state.exists()
+    assert layout.link not in os.listdir("/sys/class/net")
+    assert str(layout.state) not in Path("/proc/self/mounts").read_text()
+    assert host.HOSTS.read_text() == hosts
+    assert (devcluster.job(job)["JobState"], daemon_ids(devcluster)) == ("RUNNING", ids)
 
 
 def test_only_requested_fake_gpus_are_visible(devcluster: DevCluster) -> None:
@@ -101,7 +162,7 @@ def left_behind(devcluster: DevCluster) -> list[str]:
     """Return the files, links, mounts and processes of the cluster that exist on this machine."""
     layout = devcluster.layout
     found = [str(layout.state)] if layout.state.exists() else []
-    found += [f"link {name}" for name in os.listdir("/sys/class/net") if name in (LINK, *NAMES)]
+    found += [f"link {name}" for name in os.listdir("/sys/class/net") if name in (layout.link, *NAMES)]
     found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(layout.state) in line]
     found += ["hosts"] if host.HOSTS.read_text() != devcluster.hosts_before else []
     state = str(layout.state).encode()
@@ -121,6 +182,10 @@ def test_down_removes_everything_even_with_running_jobs(devcluster: DevCluster) 
     devcluster.wait_until(lambda: "RUNNING" in devcluster.run("sacct", "-nPj", f"{job}.0", "-oState"), "the step runs")
     assert left_behind(devcluster) != []
     done = devcluster.hpcdist("devcluster", "down")
+    assert done.returncode == 2
+    assert done.stderr.endswith(": its 1 job of root would end. `hpcdist devcluster down --yes` removes it\n")
+    assert devcluster.job(job)["JobState"] == "RUNNING"
+    done = devcluster.hpcdist("devcluster", "down", "--yes")
     try:
         assert done.returncode == 0, done.stderr
         assert left_behind(devcluster) == []
@@ -169,7 +234,7 @@ def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: D
                 time.sleep(0.01)
             up.kill()
         assert left_behind(devcluster) != []
-        assert settings.BEGIN not in host.HOSTS.read_text(), "up was killed before it changed /etc/hosts"
+        assert host.HOSTS.read_text() == devcluster.hosts_before, "up was killed before it changed /etc/hosts"
         cluster.down(layout)
         assert left_behind(devcluster) == []
     finally:
@@ -243,6 +308,6 @@ def test_run_in_containers(
     job = slurm_runs.submit(f"{name}-again", *container)
     slurm_runs.assert_finished_as(f"{name}-again", job, slurm_control)
 
-    done = stopped.hpcdist("devcluster", "down")
+    done = stopped.hpcdist("devcluster", "down", "--yes")
     assert done.returncode == 0, done.stderr
     assert left_behind(stopped) == before

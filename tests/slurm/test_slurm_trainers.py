@@ -4,6 +4,7 @@ The trainers run at the same time, since the tests mostly wait. `make test` runs
 `SLOW`, `make faults` has the others.
 """
 
+import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -203,7 +204,7 @@ def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Fi
 
 
 def test_ranks_listen_only_on_loopback_and_cluster_network(finished: dict[str, Finished]) -> None:
-    network = {str(address) for address in settings.NETWORK.hosts()}
+    network = {str(address) for address in ipaddress.IPv4Network(settings.NETWORK).hosts()}
     for trainer, found in finished.items():
         assert set(found.sockets) == set(range(len(found.hosts)))
         for rank, sockets in found.sockets.items():

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ WAIT_S = 800.0
 REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
+OWNER = "root"
+"""Owner of the dev cluster of the tests, which call `cluster.up` without SUDO_USER."""
+
 PROCTRACK = "HPCDIST_PROCTRACK"
 """How the dev cluster of the tests signals processes: `linuxproc`, the default, or `cgroup`."""
 
@@ -35,7 +38,9 @@ class DevCluster:
 
     @property
     def env(self) -> dict[str, str]:
-        return {**os.environ, **cluster.client_env(self.layout)}
+        """Without SUDO_USER: the cluster belongs to OWNER."""
+        env = {name: value for name, value in os.environ.items() if name != "SUDO_USER"}
+        return {**env, **cluster.client_env(self.layout)}
 
     def run(self, *command: str, timeout_s: float = 120) -> str:
         """Run a command with SLURM_CONF set and return its standard output."""
@@ -43,9 +48,13 @@ class DevCluster:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def hpcdist(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def hpcdist(
+        self, *arguments: str, timeout_s: float = 120, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of hpcdist; `env`: further variables."""
         command = [sys.executable, "-m", "hpcdist", *arguments]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        full = {**self.env, **(env or {})}
+        return subprocess.run(command, env=full, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def sbatch(self, script: str, *options: str, output: Path | str = "/dev/null") -> str:
         """Submit a shell script and return its job id."""
@@ -131,7 +140,8 @@ def slurm_release() -> tuple[int, ...]:
 def missing_requirement(layout: Layout) -> str | None:
     """Return the reason why this machine cannot start a dev cluster; None if it can."""
     try:
-        host.require_root("up")
+        host.require_root(layout, "up")
+        cluster.require_own(layout, OWNER)
         host.require_commands()
         host.refuse_beside_slurm(layout)
         host.require_namespaces()

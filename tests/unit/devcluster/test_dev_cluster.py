@@ -1,10 +1,12 @@
 """The dev cluster without root: its errors, configuration files and commands."""
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +17,13 @@ from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster.cluster import NodeStatus, Status, describe
 from hpcdist.devcluster.settings import (
     BARE_ENV,
-    LINK,
-    SLURMCTLD,
+    FURTHER_NETWORKS,
     Layout,
     Settings,
     gres_conf,
+    head_batch,
     slurm_conf,
+    slurmctld,
     taken_names,
     with_hosts_block,
     without_hosts_block,
@@ -30,13 +33,23 @@ from hpcdist.errors import DevClusterError
 Patch = pytest.MonkeyPatch
 LOCK = host.LOCK
 TWO = Settings(num_nodes=2)
+SLURMCTLD = slurmctld(TWO)
+#: The settings file of two nodes of an earlier version, without name, network and owner.
+EARLIER = """{
+  "num_nodes": 2,
+  "proctrack": "cgroup",
+  "runtime": "none",
+  "pyxis_plugin": "/usr/local/lib/slurm/spank_pyxis.so"
+}
+"""
+HOUR_S = 3600
 
 
 @pytest.fixture
 def layout() -> Iterator[Layout]:
     """A state folder with a short path, because paths of sockets are limited."""
     folder = Path(tempfile.mkdtemp(prefix="dc", dir="/tmp"))
-    yield Layout(folder / "state")
+    yield Layout(first=folder / "state")
     shutil.rmtree(folder)
 
 
@@ -46,12 +59,25 @@ def own_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "LOCK", tmp_path / "lock")
 
 
+def record(layout: Layout, text: str = TWO.to_json(), *, age_s: float = 3 * HOUR_S + 60) -> Layout:
+    """Write the settings file of a cluster that is not running."""
+    layout.state.mkdir(exist_ok=True)
+    layout.settings_file.write_text(text)
+    created = time.time() - age_s
+    os.utime(layout.settings_file, (created, created))
+    return layout
+
+
 @pytest.fixture
 def recorded(layout: Layout) -> Layout:
     """The state folder of a cluster of two nodes that is not running."""
-    layout.state.mkdir()
-    layout.settings_file.write_text(TWO.to_json())
-    return layout
+    return record(layout)
+
+
+@pytest.fixture
+def second(layout: Layout) -> Layout:
+    """The place of a second cluster beside the first."""
+    return Layout("second", layout.first)
 
 
 @pytest.fixture
@@ -63,8 +89,9 @@ def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
     assert cluster.recorded_settings(recorded) == TWO
     recorded.settings_file.write_text(TWO.to_json()[:-5])
     assert cluster.recorded_settings(recorded) is None
-    with pytest.raises(ValueError, match="not the settings of a dev cluster of this version"):
-        Settings.from_json(json.dumps({"num_nodes": 2}))
+    for keys in ({"num_nodes": 2}, {**json.loads(TWO.to_json()), "key_of_a_later_version": 1}):
+        with pytest.raises(ValueError, match="not the settings of a dev cluster of this version"):
+            Settings.from_json(json.dumps(keys))
 
 
 def test_commands_that_need_root_report_it(layout: Layout, monkeypatch: Patch) -> None:
@@ -145,8 +172,8 @@ def test_used_names_and_networks_are_errors(layout: Layout, tmp_path: Path, monk
     with pytest.raises(DevClusterError, match="hosts already names n1"):
         host.require_free_network(TWO, layout)
     host.HOSTS.write_text("")
-    routes = f"10.213.77.0/24 dev {LINK} proto kernel scope link src 10.213.77.253\n"
-    monkeypatch.setattr(host, "Path", lambda name: layout.state / "no such interface")
+    routes = f"10.213.77.0/24 dev {layout.link} proto kernel scope link src 10.213.77.253\n"
+    monkeypatch.setattr(host, "LINKS", tmp_path)
     monkeypatch.setattr(host, "run", lambda command: routes)
     host.require_free_network(TWO, layout)
     routes += "10.213.77.0/25 dev tun0 scope link \n"
@@ -154,6 +181,21 @@ def test_used_names_and_networks_are_errors(layout: Layout, tmp_path: Path, monk
         DevClusterError, match=r"uses addresses of 10.213.77.0/24, .*: 10.213.77.0/25 dev tun0 scope link$"
     ):
         host.require_free_network(TWO, layout)
+
+
+def test_link_of_a_running_cluster_is_not_to_be_deleted(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    """A cluster of another container with the network of this machine: its link is here, its files are not."""
+    monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
+    monkeypatch.setattr(host, "LINKS", tmp_path)
+    host.HOSTS.touch()
+    link = tmp_path / layout.link
+    link.mkdir()
+    for owner in ("an unknown dev cluster", "dev cluster hpcdist of ada"):
+        error = rf"^interface hpcdist0 belongs to {owner} outside of .*: `hpcdist devcluster up --name NAME` starts a"
+        with pytest.raises(DevClusterError, match=error) as raised:
+            host.require_free_network(TWO, layout)
+        assert "delete" not in str(raised.value)
+        (link / "ifalias").write_text("dev cluster hpcdist of ada\n")
 
 
 def test_etc_hosts_is_written_in_place(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -253,7 +295,7 @@ def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root
     recorded.pid_file("slurmctld").write_text(str(os.getpid()))
     assert not host.is_running(recorded, SLURMCTLD)
     own = os.stat("/proc/self/ns/net")
-    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"devcluster-head": (own.st_dev, own.st_ino)})
+    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {TWO.head: (own.st_dev, own.st_ino)})
     assert host.is_running(recorded, SLURMCTLD)
 
 
@@ -267,7 +309,7 @@ def test_remains_of_a_crash_are_removed(recorded: Layout) -> None:
 
 
 def test_unknown_node_and_missing_or_stopped_cluster_are_errors(recorded: Layout, as_root: None) -> None:
-    nothing = Layout(recorded.state / "nothing")
+    nothing = Layout(first=recorded.state / "nothing")
     assert (cluster.status(nothing), cluster.status(nothing).is_up) == (Status(None), False)
     with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` creates one"):
         cluster.kill_node(nothing, "n1")
@@ -279,10 +321,166 @@ def test_unknown_node_and_missing_or_stopped_cluster_are_errors(recorded: Layout
         cluster.slow_node(recorded, "n1", rate_mbit=0.0)
 
 
+# --- Several clusters and several users.
+
+
+def test_second_cluster_shares_no_name_with_the_first(layout: Layout, second: Layout) -> None:
+    names = [
+        {one.link, str(one.state), settings.name, settings.network, *settings.addresses, *settings.addresses.values()}
+        for one, settings in (
+            (layout, Settings(num_nodes=250)),
+            (second, Settings(num_nodes=250, name="second", network=FURTHER_NETWORKS[0])),
+        )
+    ]
+    assert names[0].isdisjoint(names[1])
+    assert names[0] >= {"hpcdist0", "n1", "n250", "devcluster-head", "devcluster-host", "hpcdist", "10.213.77.1"}
+    assert names[1] >= {"hpcd-second", "second-n1", "second-devcluster-head", "second", "10.213.78.1"}
+    assert Layout().state == Path("/var/lib/hpcdist-devcluster")
+    assert Layout("second").state == Path("/var/lib/hpcdist-devcluster-second")
+
+
+def test_longest_name_fits_into_names_of_interfaces() -> None:
+    longest = Layout("a123456789")
+    words = head_batch(Settings(num_nodes=250, name=longest.name), longest).split()
+    added = [name for word, name in itertools.pairwise(words) if word == "add"]
+    assert max(map(len, [longest.link, *(name for name in added if "." not in name)])) == 15
+    for name in ("", "a1234567890", "1a", "A", "a-b", "a/b", "a\n"):
+        with pytest.raises(DevClusterError, match=r"^--name .*: the name of a dev cluster has at most 10 lower-case"):
+            Layout(name)
+
+
+def test_second_cluster_gets_the_first_free_network(second: Layout, monkeypatch: Patch) -> None:
+    routed = {FURTHER_NETWORKS[0]}
+    monkeypatch.setattr(host, "routes", lambda network: ["a route"] if network in routed else [])
+    record(Layout("third", second.first), Settings(name="third", network=FURTHER_NETWORKS[1]).to_json())
+    settings = cluster._choose(second, {"num_nodes": 1})
+    assert (settings.name, settings.network) == ("second", FURTHER_NETWORKS[2])
+    routed.update(FURTHER_NETWORKS)
+    with pytest.raises(DevClusterError, match=r"^no network is free .* use 10.213.78.0/24 to 10.213.93.0/24$"):
+        cluster._choose(second, {})
+    record(second, settings.to_json())
+    assert cluster._choose(second, {}) == settings, "its own route does not matter"
+
+
+@pytest.fixture
+def no_daemons(monkeypatch: Patch, as_root: None, tmp_path: Path) -> None:
+    """`up` writes the settings file only."""
+    names = ("refuse_beside_slurm", "require_commands", "require_namespaces", "require_cgroups")
+    for name in (*names, "require_free_network", "write_files", "create"):
+        monkeypatch.setattr(host, name, lambda *arguments: None)
+    for name in ("make_network", "write_files", "_start_daemons"):
+        monkeypatch.setattr(cluster, name, lambda *arguments: None)
+    monkeypatch.setattr(host, "routes", lambda network: [])
+    monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
+    host.HOSTS.touch()
+
+
+@pytest.mark.usefixtures("no_daemons")
+def test_up_refuses_a_cluster_of_another_user(layout: Layout, second: Layout, monkeypatch: Patch) -> None:
+    cluster.up(layout, {}, env={"SUDO_USER": "ada"})
+    record(layout, layout.settings_file.read_text())
+    text, hosts = layout.settings_file.read_text(), host.HOSTS.read_text()
+    begins = "dev cluster hpcdist of ada, created 3 h 1 min ago, is not a cluster of "
+    for env, user in (({"SUDO_USER": "bob"}, "bob"), ({}, "root")):
+        with pytest.raises(DevClusterError, match=rf"^{begins}{user}: `hpcdist devcluster up --name NAME` starts"):
+            cluster.up(layout, {"num_nodes": 7}, env=env)
+    assert (layout.settings_file.read_text(), host.HOSTS.read_text()) == (text, hosts)
+    assert cluster.up(layout, {}, env={"SUDO_USER": "ada"}).owner == "ada"
+    assert layout.settings_file.read_text() == text
+    cluster.up(second, {}, env={"SUDO_USER": "bob"})
+    with pytest.raises(DevClusterError, match=r"^dev cluster second of bob, .*`hpcdist devcluster down --name second`"):
+        cluster.up(second, {}, env={})
+    assert cluster.caller({}) == "root"
+
+
+@pytest.mark.usefixtures("no_daemons")
+def test_running_cluster_of_an_earlier_version_is_kept(layout: Layout, monkeypatch: Patch) -> None:
+    later = json.dumps({**json.loads(TWO.to_json()), "key_of_a_later_version": 1})
+    error = r"^dev cluster hpcdist of an unknown user, created 3 h 1 min ago, is not a cluster of root: "
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "members", lambda namespaces: [1])
+        for text in (EARLIER, later):
+            record(layout, text)
+            with pytest.raises(DevClusterError, match=error):
+                cluster.up(layout, {}, env={})
+            assert layout.settings_file.read_text() == text
+    record(layout, EARLIER)
+    layout.database.mkdir()
+    settings = cluster.up(layout, {}, env={})
+    assert (settings.num_nodes, settings.owner, layout.database.exists()) == (2, "root", True)
+    assert '"owner": "root"' in layout.settings_file.read_text()
+    record(layout, later)
+    assert cluster.up(layout, {}, env={}).num_nodes == 4, "the remains of a crash"
+    assert not layout.database.exists()
+
+
+@pytest.mark.processes
+def test_slurm_of_another_dev_cluster_is_accepted(
+    layout: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    shutil.copy(sleep, tmp_path / "slurmctld")
+    with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
+        monkeypatch.setattr("psutil.pids", lambda: [daemon.pid])
+        monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {layout.name: (4, len(layout.name))})
+        monkeypatch.setattr(host, "members", lambda found: [daemon.pid] * ((4, len("second")) in set(found)))
+        try:
+            with pytest.raises(DevClusterError, match=r"slurmctld .* does not belong to a dev cluster in /tmp/dc"):
+                host.refuse_beside_slurm(layout)
+            record(second)
+            host.refuse_beside_slurm(layout)
+        finally:
+            daemon.kill()
+
+
+def test_down_has_reasons_to_ask(recorded: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setitem(BARE_ENV, "PATH", f"{tmp_path}:/usr/bin:/bin")
+    record(recorded, replace(TWO, owner="ada").to_json())
+    put_command(tmp_path / "scontrol", "exit 1")
+    put_command(tmp_path / "squeue", "exit 1")
+    foreign, unknown = "it is not a cluster of bob", "Slurm does not answer whether it has jobs"
+    assert cluster.reasons_to_ask(recorded, "ada") == cluster.reasons_to_ask(second, "ada") == []
+    assert cluster.reasons_to_ask(recorded, "bob") == [foreign]
+    monkeypatch.setattr(host, "members", lambda namespaces: [1])
+    recorded.controller.mkdir()
+    assert cluster.reasons_to_ask(recorded, "ada") == [], "`up` was killed before it started slurmctld"
+    (recorded.controller / "clustername").touch()
+    assert cluster.reasons_to_ask(recorded, "ada") == [unknown]
+    put_command(tmp_path / "scontrol", "exit 0")
+    assert cluster.reasons_to_ask(recorded, "ada") == [unknown]
+    put_command(tmp_path / "squeue", "")
+    assert cluster.reasons_to_ask(recorded, "ada") == []
+    rows = "'RUNNING|ada' 'PENDING|bob' 'PENDING|ada' 'COMPLETING|eve'"
+    put_command(tmp_path / "squeue", f"printf '%s\\n' {rows}")
+    assert cluster.reasons_to_ask(recorded, "ada") == ["its 2 jobs of ada would end", "its 1 job of bob would end"]
+    assert cluster.reasons_to_ask(recorded, "bob")[0] == foreign
+    record(recorded, EARLIER)
+    put_command(tmp_path / "squeue", "")
+    assert cluster.reasons_to_ask(recorded, "ada") == ["it is not a cluster of ada"], "its owner is not known"
+
+
+def test_status_names_owner_age_and_the_other_clusters(
+    recorded: Layout, second: Layout, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    put_command(tmp_path / "scontrol", "exit 1")
+    monkeypatch.setitem(BARE_ENV, "PATH", f"{tmp_path}:/usr/bin:/bin")
+    third = Layout("third", second.first)
+    record(second, replace(TWO, name="second", owner="ada").to_json())
+    record(third, replace(TWO, name="third").to_json(), age_s=2 * HOUR_S)
+    second.first.with_name(f"{second.first.name}-no_name").mkdir()
+    found = cluster.status(second)
+    assert found.summary == "dev cluster second of ada, created 3 h 1 min ago"
+    assert found.others == (
+        "dev cluster hpcdist of an unknown user, created 3 h 1 min ago: `hpcdist devcluster status`",
+        "dev cluster third of an unknown user, created 2 h ago: `hpcdist devcluster status --name third`",
+    )
+
+
 # --- Configuration files and commands that depend on the settings.
 
 
-LAYOUT = Layout(Path("/var/lib/dc"))
+LAYOUT = Layout(first=Path("/var/lib/dc"))
 BLOCK = """\
 # >>> hpcdist devcluster: removed by `hpcdist devcluster down`
 10.213.77.1 n1
@@ -295,14 +493,30 @@ BLOCK = """\
 
 def test_removed_hosts_block_restores_the_text() -> None:
     for text in ("", "127.0.0.1 a\n\n"):
-        added = with_hosts_block(text, TWO)
+        added = with_hosts_block(text, TWO, LAYOUT)
         assert added == text + BLOCK
-        assert without_hosts_block(added) == without_hosts_block(text) == text
-        assert without_hosts_block(added + "10.0.0.1 other\n") == text + "10.0.0.1 other\n"
-    assert with_hosts_block("127.0.0.1 no_line_break", TWO) == "127.0.0.1 no_line_break\n" + BLOCK
-    assert with_hosts_block(with_hosts_block("", Settings(num_nodes=7)), TWO) == BLOCK
+        assert without_hosts_block(added, LAYOUT) == without_hosts_block(text, LAYOUT) == text
+        assert without_hosts_block(added + "10.0.0.1 other\n", LAYOUT) == text + "10.0.0.1 other\n"
+    assert with_hosts_block("127.0.0.1 no_line_break", TWO, LAYOUT) == "127.0.0.1 no_line_break\n" + BLOCK
+    assert with_hosts_block(with_hosts_block("", Settings(num_nodes=7), LAYOUT), TWO, LAYOUT) == BLOCK
     taken = "10.0.0.7 n2 n9 # n1\n# 10.0.0.8 n1\n10.0.0.9 devcluster-head.\n"
-    assert taken_names(with_hosts_block(taken, TWO), TWO) == ["n2"]
+    assert taken_names(with_hosts_block(taken, TWO, LAYOUT), TWO, LAYOUT) == ["n2"]
+
+
+def test_hosts_blocks_of_two_clusters_are_independent() -> None:
+    place, settings = Layout("b"), Settings(num_nodes=1, name="b", network="10.213.78.0/24")
+    block = """\
+# >>> hpcdist devcluster b: removed by `hpcdist devcluster down --name b`
+10.213.78.1 b-n1
+10.213.78.254 b-devcluster-head
+10.213.78.253 b-devcluster-host
+# <<< hpcdist devcluster b
+"""
+    both = with_hosts_block(BLOCK, settings, place)
+    assert both == BLOCK + block
+    assert without_hosts_block(both, LAYOUT) == block
+    assert without_hosts_block(both, place) == BLOCK
+    assert taken_names(both, settings, place) == taken_names(both, TWO, LAYOUT) == []
 
 
 def test_nodes_report_cores_memory_and_fake_gpus() -> None:
@@ -313,11 +527,19 @@ def test_nodes_report_cores_memory_and_fake_gpus() -> None:
 def test_describe_status() -> None:
     idle, dead = NodeStatus("n1", "10.213.77.1", "idle", "none"), NodeStatus("n2", "10.213.77.2", "down*", "no answer")
     with_runtime = replace(TWO, runtime="apptainer")
-    text = list(describe(Status(with_runtime, (idle, dead), dead=("slurmd-n2",), controller_answers=True), LAYOUT))
-    assert text[0] == "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing"
-    assert text[3] == "n2    10.213.77.2      down*       no answer"
+    found = Status(
+        with_runtime, (idle, dead), ("slurmd-n2",), controller_answers=True, summary="of ada", others=("one",)
+    )
+    text = list(describe(found, LAYOUT))
+    assert text[:2] == ["of ada", "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing"]
+    assert text[4] == "n2    10.213.77.2      down*       no answer"
     assert "  export PATH=/var/lib/dc/bin:$PATH" in text
-    assert list(describe(Status(TWO), LAYOUT)) == ["slurmctld does not answer: see /var/lib/dc/log/slurmctld.log"]
-    assert list(describe(Status(None), LAYOUT)) == [
-        "no dev cluster in /var/lib/dc: `hpcdist devcluster up --nodes 4` makes one"
+    assert text[-1] == "another one"
+    assert list(describe(Status(TWO, summary="of ada"), LAYOUT)) == [
+        "of ada",
+        "slurmctld does not answer: see /var/lib/dc/log/slurmctld.log",
+    ]
+    assert list(describe(Status(None, others=("one",)), Layout("b", LAYOUT.first))) == [
+        "no dev cluster in /var/lib/dc-b: `hpcdist devcluster up --nodes 4 --name b` makes one",
+        "another one",
     ]
