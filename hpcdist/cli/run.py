@@ -86,7 +86,8 @@ def run(
         return run_here(other.config, origin=other.origin, like=other.run, follow=follow, dry_run=dry_run)
     config, words = with_script(require_config(config), overrides)
     if axes := with_repetitions(sweep, repeat, words):
-        from hpcdist.cli import sweep as sweeps
+        from hpcdist.cli.local_sweep import run_sweep
+        from hpcdist.cli.sweep import read_sweep
 
         if engine is not None:
             raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
@@ -94,7 +95,7 @@ def run(
             raise UserMistake(
                 "--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux"
             )
-        return sweeps.run_sweep(sweeps.read_sweep(config, words, axes), dry_run=dry_run)
+        return run_sweep(read_sweep(config, words, axes), dry_run=dry_run)
     unnamed = load_config(config, words)
     create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
     if engine is not None:

@@ -1,4 +1,4 @@
-"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array, and tables of them."""
+"""Sweeps (`--sweep`): their cells and tables of them, and sweeps on Slurm as one job array."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpcdist.cli.options import console, print_table
 from hpcdist.config.schema import Config
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import require_mine, require_trusted, short_path, write_json
 from hpcdist.host.log_files import say
 from hpcdist.run import create, snapshot
@@ -91,82 +91,6 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
 
     found = match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
     return replace(found, origin=load_origin(config, [*overrides, *axes], cluster))
-
-
-# --- on this machine
-
-
-def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
-    """Run the remaining cells of a sweep one after the other. Returns the exit code of the command.
-
-    The sweep continues after a failed cell. Ctrl-C or `hpcdist stop SWEEP` ends it after the current cell has saved.
-    """
-    from hpcdist.cli.run_views import RunView, show_plan
-    from hpcdist.environments.torch_check import require_torch
-    from hpcdist.host import log_files
-    from hpcdist.supervisor import local
-    from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.supervisor.signals import SignalRequests
-    from hpcdist.tracking.uri import resolve_uri
-
-    for cell in sweep.cells:
-        require_torch(cell.config, os.environ, on_slurm=False)
-    machine = Machine.inspect(os.environ)
-    plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
-    first = sweep.cells[0]
-    uri = resolve_uri(first.config, os.environ)
-    choices = choose(sweep)
-    show_plan(console(), first.config, plans[first.name], sweep.folder, uri, verbose=dry_run)
-    show_choices(sweep, choices)
-    if dry_run:
-        return 0
-    to_run = [choice for choice in choices if choice.runs]
-    log_files.configure()
-    terminal = console()
-    refused = False
-    folder = write_sweep(sweep)
-    signals = SignalRequests()  # between two cells; within a cell its supervisor handles them
-    with signals.handled(), hold(folder):
-        folder.request.unlink(missing_ok=True)
-        prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
-        for number, choice in enumerate(to_run, 1):
-            if signals.request() or folder.request.exists():
-                break
-            terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
-            view = RunView(console())
-            try:
-                state = local.supervise_locally(
-                    choice.run,
-                    choice.cell.config,
-                    plans[choice.cell.name],
-                    lambda view=view: view,  # type: ignore[misc]
-                    os.environ,
-                    tracking_uri=uri,
-                )
-                view.note(state.sentence)
-            except HpcdistError as error:
-                refused = True
-                say(f"{choice.run.name}: {error}")
-            # A signal to this process ends the sweep; `hpcdist stop CELL` does not.
-            attempt = choice.run.read_state().attempt
-            request = choice.run.attempt(attempt).read_request() if attempt else None
-            if request is not None and request.cause == "signal":
-                break
-    if any(choice.run.read_state().status == "created" for choice in to_run):
-        _close_parent_run(to_run[0].run, uri)
-    return show_end(sweep, choices) or int(refused)
-
-
-def _close_parent_run(run: RunDir, uri: str) -> None:
-    """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.pages import ParentRun
-
-    try:
-        parent = ParentRun.of(run, uri)
-        if parent is not None:
-            parent.refresh()
-    except TrackingError as error:
-        say(f"the end of the sweep is not in MLflow yet: {error}")
 
 
 # --- on Slurm

@@ -42,38 +42,26 @@ def supervise_locally(
     env: Mapping[str, str],
     *,
     tracking_uri: str,
+    launcher: "LocalLauncher | None" = None,
 ) -> State:
     """Hold the run's lease and supervise the run until its end. Returns its last state.
 
-    `view` is called when the parent of the ranks has begun to import torch. Raises RunFolderError if another supervisor
-    holds the run, or its folder is incomplete.
+    Args:
+        view: is called when the parent of the ranks has begun to import torch.
+        launcher: of this run, if the parent of its ranks was started ahead.
+
+    Raises RunFolderError if another supervisor holds the run, or its folder is incomplete.
     """
     with retry.patient(retry.UNATTENDED_S), hold(run) as held:
-        code = snapshot.code_state(run)
         facts = read_record(run.environment) or {}
         if facts | (image := image_facts(env)) != facts:  # first start in this image
             write_json(run.environment, facts | image)
-        # The original working directory may not exist on another machine; the run folder holds the code.
-        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-        # Values are redacted in config.yaml; ranks read them from the environment.
-        env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
         try:
-            with (
-                LocalLauncher(
-                    run,
-                    plan,
-                    env=env,
-                    import_path=snapshot.import_path(code, run),
-                    cwd=cwd,
-                    fork=config.launch.fork and not config.trainer.script,
-                    init_timeout_s=config.launch.init_timeout_s,
-                ) as launcher,
-                view() as report,
-            ):
+            with launcher or LocalLauncher.of(run, config, plan, env) as launcher, view() as report:
                 from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
 
                 supervisor = Supervisor(
-                    run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
+                    run, config, launcher, report, tracking_uri=tracking_uri, env=launcher.env, check_lease=held.check
                 )
                 return supervisor.run()
         except OSError as error:
@@ -120,6 +108,23 @@ class LocalLauncher:
     fork: bool = False  #: whether the parent process imports torch for the ranks and forks them, if it can
     init_timeout_s: float = LaunchConfig.init_timeout_s  #: of the imports of this parent
 
+    @classmethod
+    def of(cls, run: RunDir, config: Config, plan: Plan, env: Mapping[str, str]) -> Self:
+        """Return the launcher of a run. Raises RunFolderError if the run's folder is incomplete."""
+        code = snapshot.code_state(run)
+        # The original working directory may not exist on another machine; the run folder holds the code.
+        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+        return cls(
+            run,
+            plan,
+            # Values are redacted in config.yaml; ranks read them from the environment.
+            env={**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)},
+            import_path=snapshot.import_path(code, run),
+            cwd=cwd,
+            fork=config.launch.fork and not config.trainer.script,
+            init_timeout_s=config.launch.init_timeout_s,
+        )
+
     def __post_init__(self) -> None:
         self.num_ranks = self.plan.num_ranks
         self._job_id = f"{self.run.experiment}/{self.run.name}"
@@ -128,15 +133,32 @@ class LocalLauncher:
         envs = self._envs(0, 1)
         #: Variables that all ranks have, and so their parent.
         self._shared = {name: value for name, value in envs[0].items() if all(env.get(name) == value for env in envs)}
+        self._is_started = False
+
+    def start_parent(self) -> None:
+        """Start the parent of the ranks and its guard, unless this was done ahead of the run."""
+        if self._is_started:
+            return
+        self._guard = Guard()
+        try:
+            self._parent = self._start_parent()
+        except BaseException:
+            self._guard.close()
+            raise
+        self._is_started = True
+
+    def close(self) -> None:
+        if self._is_started:
+            self._is_started = False
+            self._parent.close()
+            self._guard.close()
 
     def __enter__(self) -> Self:
-        self._guard = Guard()
-        self._parent = self._start_parent()
+        self.start_parent()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._parent.close()
-        self._guard.close()
+        self.close()
 
     @property
     def resources(self) -> Resources:

@@ -21,7 +21,6 @@ from hpcdist.review.sweep import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import parameters
 from hpcdist.run.sweeps import SweepDir
-from hpcdist.supervisor import local
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -35,16 +34,16 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Set the ends of cells by the last part of their names; all others finish."""
     ends: Ends = {}
 
-    def supervise_locally(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+    def supervise_locally(run: RunDir, *_: Any, **__: Any) -> State:
         run.new_attempt()
         how = ends.get(run.name.rpartition("-")[2], lambda run: State(status="finished", reason="done"))
         state = replace(how(run), attempt=1)
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
+    monkeypatch.setattr("hpcdist.cli.local_sweep.supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
+    monkeypatch.setattr("hpcdist.cli.local_sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
     return ends
 
 
