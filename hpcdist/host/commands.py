@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import IO, TypeVar
 
 #: Polling interval for the output of a command that may end early.
@@ -20,6 +21,7 @@ def run_within(
     limit_s: float,
     *,
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
     stdin: str = "",
     is_enough: Callable[[str], bool] | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -36,7 +38,9 @@ def run_within(
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given.write(stdin.encode())
         given.seek(0)
-        process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=given, stdout=output, stderr=errors, start_new_session=True
+        )
         until, is_late, is_cut = time.monotonic() + limit_s, False, False
         try:
             while not (is_late or is_cut):

@@ -175,6 +175,10 @@ class SupervisedJob:
     def requeue(self) -> None:
         self.current.requeue(exclude=self.launcher.avoid)
 
+    def release_nodes(self) -> None:
+        self.launcher.close()
+        self.current.release_other_nodes()
+
     def _asked(self, question: Callable[[], bool]) -> bool:
         try:
             return question()

@@ -78,6 +78,7 @@ class SlurmLauncher:
         self._env = {**env, **code_env(self.import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._python = IMAGE_PYTHON if box else self.environment.python
         self._parents: RankParents | None = None
+        self._is_open = False
         self._parent_nodes: Sequence[str] = ()
         self._step = ""  #: name of the parents' step
         self.hosts: Sequence[str] = ()  #: planned hosts of the ranks, if they are known
@@ -107,11 +108,19 @@ class SlurmLauncher:
         with suppress(HpcdistError):
             self._end_orphaned_steps(WATCHDOG_STEP)
         self.guard = Guard()
+        self._is_open = True
         output = self.run.path / "attempts" / "job-watchdog.log"
         self._watchdog = WatchdogStep(self.job.id, self.guard, env=self._env, cwd=self.cwd, output=output)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of the ranks' steps; no attempt can follow."""
+        if not self._is_open:
+            return
+        self._is_open = False
         self._watchdog.close()
         self._close_parents()
         self.nodes.close()

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from hpcdist.config.launch_schema import ClusterConfig, read_price
+from hpcdist.config.topology import expand
 from hpcdist.config.written import read_section
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import LARGEST, read_json_lines
@@ -150,6 +151,8 @@ class AllocationTimes:
     nodes: dict[str, float] = field(default_factory=dict)  #: allocated GPUs or cores of each node
     queue_s: float = 0.0
     energy_j: float | None = None
+    resized: float | None = None  #: time since which a job has had `last_nodes` only
+    last_nodes: Collection[str] = ()
 
 
 def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
@@ -196,7 +199,10 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         allocated = key.gpus if unit_of(attempts) == "GPU" else key.cores
         nodes: dict[str, float] = group[0].nodes if group else {key.nodes: allocated} if allocated else {}
         allocation = AllocationTimes(began=began, ended=ended, attempts=clipped, nodes=nodes)
-        found.append(replace(allocation, queue_s=key.queue_s, energy_j=key.energy_j))
+        allocation = replace(allocation, queue_s=key.queue_s, energy_j=key.energy_j)
+        if key.resized is not None:
+            allocation = replace(allocation, resized=key.resized, last_nodes=expand(key.last_nodes))
+        found.append(allocation)
     return sorted(found, key=lambda one: one.began)
 
 
@@ -461,6 +467,11 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, dict[str, float]
         nodes = timed.nodes or nodes  # those that were lost do not belong to the later gaps
         was_killed = timed.times.ended is None and not timed.is_live
         cause = "down" if timed.times.failed or was_killed else "finish"
+    if allocation.resized is not None and at < allocation.resized < allocation.ended:
+        # The run has ended, and its job has given back all nodes but one for the upload.
+        yield cause, nodes, at, allocation.resized
+        at = allocation.resized
+        nodes = {node: count for node, count in nodes.items() if node in allocation.last_nodes}
     if allocation.ended > at:
         yield cause, nodes, at, allocation.ended
 

@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config, script_name, unused_sections
+from hpcdist.config.topology import expand
 from hpcdist.config.written import StoredConfig, flat_values, read_stored, run_yaml, secrets_of
-from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
+from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TopologyError
 from hpcdist.host import files as host_files
 from hpcdist.host import retry
 from hpcdist.host.files import fill, read_if_valid, read_json, write_atomic, write_json, write_private
@@ -175,6 +176,8 @@ class JobStart:
     gpus: int = 0
     energy_j: float | None = None
     state: str = ""  #: of this start in accounting, such as PREEMPTED or NODE_FAIL; empty if it is not known
+    resized: float | None = None  #: time since which it has had `last_nodes`, if it has lost nodes or given some back
+    last_nodes: str = ""
     failed_nodes: str = ""  #: names of the nodes whose failure ended this start, with commas; empty if unknown
 
     def contains(self, moment: float) -> bool:
@@ -219,10 +222,14 @@ def read_jobs(run: RunDir) -> JobRecord:
 
 def _is_start(start: object) -> bool:
     try:
-        values = asdict(fill(JobStart, start, Path())).values() if isinstance(start, dict) else [-1]
-    except RunFolderError:
+        if not isinstance(start, dict):
+            return False
+        parsed = fill(JobStart, start, Path())
+        if parsed.resized is not None:
+            expand(parsed.last_nodes)
+    except (RunFolderError, TopologyError):
         return False
-    return all(value >= 0 for value in values if isinstance(value, int | float))
+    return all(value >= 0 for value in asdict(parsed).values() if isinstance(value, int | float))
 
 
 # The devices, the datasets, the model size and the first step of an attempt, in `training.json` of its folder. Rank 0

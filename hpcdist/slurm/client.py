@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple, Self
 
@@ -49,22 +51,24 @@ def command_env(env: Mapping[str, str]) -> dict[str, str]:
     return {**known, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
-def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0) -> str:
+def run(*command: str, timeout_s: float = QUERY_TIMEOUT_S, retry_s: float = 0.0, cwd: Path | None = None) -> str:
     """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know."""
     until = time.monotonic() + retry_s
     while True:
         try:
-            return _run_once(command, timeout_s).stdout
+            return _run_once(command, timeout_s, cwd=cwd).stdout
         except SlurmError as error:
             if not error.installed or time.monotonic() > until:
                 raise
         time.sleep(0.2)
 
 
-def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> CompletedProcess[str]:
+def _run_once(
+    command: Sequence[str], timeout_s: float, *, stdin: str = "", cwd: Path | None = None
+) -> CompletedProcess[str]:
     program = command[0]
     try:
-        done = run_within(command, timeout_s, env=command_env(os.environ), stdin=stdin)
+        done = run_within(command, timeout_s, env=command_env(os.environ), stdin=stdin, cwd=cwd)
     except FileNotFoundError as error:
         raise SlurmError(f"{program} is not installed on this machine", installed=False) from error
     if done.returncode == 0:
@@ -354,6 +358,19 @@ class CurrentJob:
             except SlurmError as error:
                 # The job is requeued nevertheless. Only administrators may change one that Slurm itself expedites.
                 log.warning("the job may get %s again: %s", ", ".join(exclude), error)
+
+    def release_other_nodes(self) -> None:
+        """Give back all nodes but the one of the batch step. Nodes that Slurm refuses to take stay with the job."""
+        own = os.environ.get("SLURMD_NODENAME", "")
+        if not own or len(self.nodes) == 1:
+            return
+        command = ("scontrol", "update", f"JobId={self.id}", f"NodeList={own}")
+        try:
+            # It writes scripts with the variables of the smaller job, which nobody needs.
+            with tempfile.TemporaryDirectory() as folder:
+                run(*command, timeout_s=JOB_TIMEOUT_S, cwd=Path(folder))
+        except (SlurmError, OSError) as error:
+            log.warning("the other nodes stay with the job until its end: %s", error)
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
         """Return whether the partition has enough nodes with the job's hardware without some of them."""

@@ -403,13 +403,15 @@ class AccountedStart:
     gpus: int
     energy_j: float | None  #: None if the cluster does not measure it
     state: str = ""  #: of this start, such as PREEMPTED or NODE_FAIL
+    resized: float | None = None  #: time since which it has had `last_nodes`, if it has lost nodes or given some back
+    last_nodes: str = ""
 
 
 def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     """Return the starts of a job from `sacct --duplicates`, oldest first.
 
-    A job that has lost nodes has a record for each size. These count as one start, with the nodes and cores of its
-    begin. Times in which the job only waited are left out.
+    A job that has lost nodes or given some back has a record for each size. These count as one start, with the nodes
+    and cores of its begin. Times in which the job only waited are left out.
     """
     fields = START_FIELDS.split(",")
     rows = [dict(zip(fields, line.split("|"), strict=False)) for line in text.splitlines()]
@@ -452,7 +454,14 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
 
 
 def _joined(start: AccountedStart, smaller: AccountedStart) -> AccountedStart:
-    """Return a start with the end, the state and the energy of its next record, after the loss of nodes."""
+    """Return a start with the end, the state and the energy of its next record, when it had fewer nodes."""
     energies = [record.energy_j for record in (start, smaller) if record.energy_j is not None]
     energy_j = sum(energies) if energies else None
-    return replace(start, ended=smaller.ended, state=smaller.state, energy_j=energy_j)
+    return replace(
+        start,
+        ended=smaller.ended,
+        state=smaller.state,
+        energy_j=energy_j,
+        resized=smaller.began,
+        last_nodes=smaller.nodes,
+    )

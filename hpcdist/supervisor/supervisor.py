@@ -20,7 +20,7 @@ from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run import records
-from hpcdist.run.folder import Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
+from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
@@ -53,6 +53,9 @@ class Job(Protocol):
 
     def requeue(self) -> None:
         """Requeue the job, without broken nodes. Raises HpcdistError if Slurm refuses."""
+
+    def release_nodes(self) -> None:
+        """End what is left of the ranks, and give back all nodes but the supervisor's."""
 
 
 @dataclass(eq=False)
@@ -125,7 +128,7 @@ class Supervisor:
             except OSError as error:
                 self.report.note(f"{self.folder.path}/state.json cannot be written: {error.strerror}")
             notifier.send("requeued" if state.status == "queued" else "ended", state)
-        if shipper is not None and not shipper.drain(self.config.tracking.drain_timeout_s, self.report.note):
+        if shipper is not None and not shipper.drain(self.config.tracking.drain_timeout_s, self._note_upload):
             self.report.note(
                 f"MLflow at {redact_text(self.tracking_uri or '')} has not received all records (see shipper.log);"
                 f" none are lost: `hpcdist sync {self.folder.name}` ships the rest"
@@ -133,6 +136,11 @@ class Supervisor:
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
+
+    def _note_upload(self, text: str) -> None:
+        self.report.note(text)
+        if self.job is not None and self._state.status in ENDED:
+            self.job.release_nodes()
 
     def _write(self, state: State) -> None:
         self.check_lease()

@@ -19,7 +19,6 @@ from slurm_faults import FaultScene
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.devcluster import cluster
-from hpcdist.devcluster.settings import HOST
 from hpcdist.host.files import read_json
 
 #: A short timeout, but long enough for four ranks to import torch on two cores.
@@ -342,7 +341,7 @@ STEP_S = 0.9
 @pytest.fixture
 def server(scene: FaultScene, tmp_path: Path) -> Iterator[Server]:
     """A server that the nodes can reach, with the database that also holds the control run."""
-    server = Server(tmp_path, scene.runs.database, host=scene.cluster.settings.addresses[HOST])
+    server = Server(tmp_path, scene.runs.database, host=scene.cluster.settings.addresses[scene.cluster.settings.host])
     server.start()
     yield server
     server.kill()

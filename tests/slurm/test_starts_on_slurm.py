@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hpcdist_runs import HOLD_OVERRIDES, wait_for
 from http_servers import Server
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_faults import FaultScene
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -194,6 +194,24 @@ def test_forked_ranks_see_the_gpus_of_their_task(
     assert {rank: process.environ()["CUDA_VISIBLE_DEVICES"] for rank, process in ranks.items()} == visible
     scene.release()
     scene.runs.assert_finished_as(scene.name, scene.job, scene.control)
+
+
+@pytest.mark.slow
+def test_job_gives_back_its_other_node_while_it_uploads(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    name = "uploads"
+    # Nothing listens there, so the upload lasts until its time limit.
+    job = slurm_runs.submit_held(name, "tracking.uri=http://127.0.0.1:9", "tracking.drain_timeout_s=15")
+    assert devcluster.job(job)["NumNodes"] == "2"
+    slurm_runs.release(name)
+    wait_for(lambda: devcluster.job(job)["NumNodes"] == "1", "the job to give a node back", timeout_s=WAIT_S)
+    assert devcluster.job(job)["JobState"] == "RUNNING"
+    assert slurm_runs.state(name).status == "finished"
+    state = slurm_runs.wait_end(name, job)
+    assert state.status == "finished"
+    assert devcluster.job(job)["JobState"] == "COMPLETED"
+    assert "MLflow at http://127.0.0.1:9 has not received all records" in slurm_runs.job_log(name)
+    ledger = slurm_runs.ledger(name, job)  # equals accounting
+    assert ledger.allocated_s < NUM_RANKS * ledger.running_s, "a node and its cores are counted until then"
 
 
 # --- A run with secrets on a real Slurm: its ranks receive them, and no output, file or process list contains them.

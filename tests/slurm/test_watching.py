@@ -16,7 +16,6 @@ from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
-from hpcdist.devcluster.settings import HOST
 from hpcdist.run.records import read_times
 
 WAITING = "cluster.sbatch.begin=now+1hour"
@@ -158,7 +157,7 @@ NAME = "notified"
 @pytest.fixture
 def webhook(devcluster: DevCluster) -> Iterator[Webhook]:
     """Listen on the address at which the nodes reach this machine."""
-    with listening_webhook(devcluster.settings.addresses[HOST]) as server:
+    with listening_webhook(devcluster.settings.addresses[devcluster.settings.host]) as server:
         yield server
 
 

@@ -144,17 +144,20 @@ class SlurmRuns(Runs):
 
     def accounted_core_s(self, job: str) -> float:
         """Return the core-seconds of all starts of an ended job, from accounting."""
-        options = ("--duplicates", "--allocations", "-nP", "--format=End,ElapsedRaw,AllocCPUS")
+        options = ("--duplicates", "--allocations", "-nP", "--format=End,ElapsedRaw,AllocCPUS,State")
         rows: list[list[str]] = []
 
         def is_complete() -> bool:
             text = self.cluster.run("sacct", f"--jobs={job}", *options)
             # A line without cores is a time in which the job only waited.
             rows[:] = [line.split("|") for line in text.splitlines() if line.split("|")[2] not in ("", "0")]
-            return len(rows) == int(self.cluster.job(job)["Restarts"]) + 1 and all(row[0] != "Unknown" for row in rows)
+            # A job that has given nodes back has a further line for its first size.
+            starts = [row for row in rows if row[3] != "RESIZING"]
+            num_starts = int(self.cluster.job(job)["Restarts"]) + 1
+            return len(starts) == num_starts and all(row[0] != "Unknown" for row in rows)
 
         wait_for(is_complete, f"all starts of job {job} in accounting", timeout_s=WAIT_S)
-        return sum(float(elapsed) * float(cores) for _, elapsed, cores in rows)
+        return sum(float(elapsed) * float(cores) for _, elapsed, cores, _ in rows)
 
     def ledger(self, name: str, *jobs: str) -> Ledger:
         """Return the ledger of a run whose jobs have ended; it equals accounting within 1 %."""

@@ -104,6 +104,7 @@ class ScriptedJob:
     ending: bool = False
     requeued: bool = False
     on_requeue: Callable[[], object] = lambda: None
+    has_released_nodes: bool = False
 
     def is_ending(self) -> bool:
         return self.ending
@@ -113,6 +114,9 @@ class ScriptedJob:
 
     def requeue(self) -> None:
         self.on_requeue()
+
+    def release_nodes(self) -> None:
+        self.has_released_nodes = True
 
 
 class Scene:

@@ -88,6 +88,18 @@ def test_gaps_after_the_loss_of_a_node_have_the_remaining_nodes(run: RunDir) -> 
     assert sums(read_ledger(run), 0) == {"start": 5.0, "down": 50.0 + 20.0}
 
 
+def test_nodes_that_a_job_has_given_back_for_its_upload_are_not_allocated_any_more(run: RunDir) -> None:
+    two = Resources(nodes={f"n{n}": Share(allocated=1, share=1, ranks=[n - 1]) for n in (1, 2)})
+    add_attempt(run, 1, 21, [account(1, 21)] * 2, two, supervised=0)
+    start = {"nodes": "n[1-2]", "began": 0, "ended": 61, "cores": 2}
+    write_starts(run, start)
+    assert sums(read_ledger(run), 0) == {"start": 2.0, "finish": 80.0}
+    write_starts(run, start | {"resized": BEGAN + 31, "last_nodes": "n1"})
+    assert sums(read_ledger(run), 0) == {"start": 2.0, "finish": 2 * 10.0 + 30.0}
+    write_starts(run, start | {"resized": BEGAN + 31, "last_nodes": "n["})
+    assert read_ledger(run).allocated_s == 2 * 21, "a damaged record is none"
+
+
 def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     add_attempt(run, 1, None, [account(1, 21, closed=False)] * 4)
     run.write_state(State(status="running", attempt=1))

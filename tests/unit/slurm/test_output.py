@@ -270,7 +270,7 @@ SACCT = """\
 
 
 def test_each_start_of_a_job_is_read() -> None:
-    more = {"name": "train", "cores": 8, "gpus": 4}
+    more = {"name": "train", "cores": 8, "gpus": 4, "resized": None, "last_nodes": ""}
     first = {"began": at("06:00:05"), "ended": at("06:01:05"), "queue_s": 5.0, "nodes": "n[1-2]", "energy_j": None}
     second = {"began": at("06:03:05"), "ended": None, "queue_s": 120.0, "nodes": "n[3-4]", "energy_j": 7200.0}
     assert list(map(asdict, output.parse_starts(SACCT, "41"))) == [
@@ -295,6 +295,8 @@ def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
     first, second = output.parse_starts("\n".join(lines), "7")
     assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
     assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
+    assert (first.resized, first.last_nodes) == (at("06:01:05"), "n[1,3-4]")
+    assert second.resized is None
     assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
     lines[1] = lines[1].replace("06:01:05", "06:00:05", 1)
     assert [start.cores for start in output.parse_starts("\n".join(lines), "7")] == [8, 8], "lost in its first second"

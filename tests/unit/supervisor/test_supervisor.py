@@ -222,6 +222,23 @@ def test_run_is_stopped_if_slurm_refuses_the_requeue(scene: Scene) -> None:
     assert hint in scene.report.notes
 
 
+@pytest.mark.parametrize(
+    ("shipper", "ends", "releases"),
+    [(["sleep", "0.5"], True, True), (["true"], True, False), (["sleep", "0.5"], False, False)],
+    ids=["long upload", "short upload", "requeue"],
+)
+def test_job_gives_its_nodes_back_before_a_long_upload(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, shipper: list[str], *, ends: bool, releases: bool
+) -> None:
+    monkeypatch.setattr("hpcdist.supervisor.children.NOTE_AFTER_S", 0.1)
+    scene.shipper = shipper
+    scene.script(first=[DONE if ends else STOPS, EXIT_0])
+    job = ScriptedJob()
+    state = scene.supervise(scene.supervisor(job))
+    assert state.status == ("finished" if ends else "queued")
+    assert job.has_released_nodes == releases
+
+
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
 def test_job_that_slurm_has_requeued_is_queued_and_not_requeued(scene: Scene, outcome: str) -> None:
     scene.script(first=[fails("killed") if outcome == "failed" else STOPS, EXIT_0])
