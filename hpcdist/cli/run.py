@@ -439,7 +439,7 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool)
         return follow_to_end(run, config)
     from hpcdist.supervisor import children
 
-    say(children.ship_now(run, config, os.environ))
+    say(children.ship_in_background([run], config, os.environ))
     return 0
 
 

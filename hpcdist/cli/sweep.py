@@ -109,6 +109,7 @@ def submit_sweep(
     """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
     from hpcdist.job import submit
     from hpcdist.job.submit_checks import check_config
+    from hpcdist.supervisor.children import ship_in_background
     from hpcdist.tracking.uri import resolve_uri
 
     choices = choose(sweep)
@@ -144,7 +145,8 @@ def submit_sweep(
                         shutil.rmtree(choice.run.path)
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
+        if not follow:
+            say(ship_in_background([choice.run for choice in to_run], config, os.environ))
     return _follow(sweep, choices, uri) if follow else 0
 
 

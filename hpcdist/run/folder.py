@@ -7,7 +7,8 @@
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
         origin.json                              the config of the command line, before its overrides
-        supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
+        supervisor.log  shipper.log  sync.log    output of a supervisor in the background, of the shipper, and of the
+                                                 upload after a submission
         notifier.log                             failed deliveries of notifications, output of `notify.command`
         container.json                           runtime, image, digest and versions of the ranks' containers
         rank_environment.json                    origin and versions of the ranks' environment (cluster.environment)

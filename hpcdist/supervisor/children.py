@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
+from hpcdist.host.files import short_path
 from hpcdist.host.log_files import say
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.tracking.uri import is_server, resolve_uri
@@ -170,6 +171,28 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, start_new_session=True)
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+
+
+def ship_in_background(runs: Sequence[RunDir], config: Config, env: Mapping[str, str]) -> str:
+    """Ship the records of new runs in a process that outlives this one. Returns a sentence, also without a server.
+
+    Only its output in `sync.log` of the first run tells of a failure; the job or a later `hpcdist sync` ships the rest.
+    """
+    try:
+        env = {**env, "HPCDIST_TRACKING_URI": resolve_uri(config, env)}
+    except TrackingError as error:
+        return f"not in MLflow yet: {error}"
+    log_file = runs[0].path / "sync.log"
+    with _output(log_file) as file:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "hpcdist", "sync", *(str(run.path) for run in runs)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return f"uploading to MLflow in the background (see {short_path(log_file)})"
 
 
 @contextmanager

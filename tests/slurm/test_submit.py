@@ -89,8 +89,9 @@ def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRu
     arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
     code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output
-    last = output.splitlines()[-1]
-    assert last.startswith(f"not in MLflow yet: MLflow at {uri}"), output
+    log = slurm_runs.run_dir("offline").path / "sync.log"
+    assert output.splitlines()[-1] == f"uploading to MLflow in the background (see {log})"
+    wait_for(lambda: f"MLflow at {uri}" in log.read_text(), "the background process to report the failure")
     assert slurm_runs.state("offline").status == "queued"
 
 
