@@ -28,8 +28,8 @@ from harness import MALLOC_ENV, argument_parser, median, median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.data.loading import SimpleCNN
-from hpcdist.rank.elastic import Division, micro_batches, sum_over_ranks
+from hpcdist.data.datasets import SimpleCNN
+from hpcdist.rank.micro_batches import Division, micro_batches, sum_over_ranks
 
 CONTENDERS = ("DDP", "elastic", "elastic, exact")
 #: Samples per rank by model.

@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpcdist.host.machine import driver_version, num_cores
+from hpcdist.host.gpu_info import driver_version
+from hpcdist.host.machine import num_cores
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = (

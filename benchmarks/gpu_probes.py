@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.step_timing import EventClock, HostClock, StepTimer, TimedDDP
 from hpcdist.review.explain import first_match
 from hpcdist.run.folder import RunDir

@@ -37,19 +37,21 @@ import torch.nn.functional as F
 from harness import argument_parser, median_ratio
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
-from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
-from hpcdist.data import loading
-from hpcdist.data.loading import build_model
+from hpcdist.config.training_schema import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.data import datasets
+from hpcdist.data.datasets import build_model
 from hpcdist.rank.context import Context, close
 from hpcdist.rank.device import bind_to_cpus, cpus_beside, select_device
 from hpcdist.rank.process_group import process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
-from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
+from hpcdist.run.rank_requests import RequestReader
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.rank_records import RankRecords
@@ -136,7 +138,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         if syncs is not None:
             stack.enter_context(syncs)
-        loading.PRELOAD_MAX_BYTES = 1 << 40  # all images are on the device, as the batch of the bare loop
+        datasets.PRELOAD_MAX_BYTES = 1 << 40  # all images are on the device, as the batch of the bare loop
         train.train(ctx, config)
         close(ctx)
     if syncs is not None and topology.rank == 0:

@@ -58,12 +58,12 @@ def make_run(folder: Path, number: int) -> Path:
 def upload(uri: str, path: str, *, all_points: bool) -> dict[str, float]:
     """Upload the run as `hpcdist sync` does, or without its limit of points."""
     from hpcdist.run.folder import RunDir
-    from hpcdist.tracking import points as tracking_points
+    from hpcdist.tracking import point_budget
     from hpcdist.tracking.mlflow_client import open_client
     from hpcdist.tracking.sync_runs import sync
 
     if all_points:
-        tracking_points.EXACT_POINTS = 10**12
+        point_budget.EXACT_POINTS = 10**12
     open_client(uri)
     return measured(lambda: sync(RunDir.open(Path(path)), uri).num_points)
 

@@ -24,8 +24,9 @@ from typing import Any
 from harness import argument_parser
 from scale_simulation import PROCESSES, RANKS_PER_NODE, make_config, nodelist, run_of, simulate
 
-from hpcdist.config.topology import Topology, expand
-from hpcdist.host.files import write_json
+from hpcdist.config.slurm_notation import expand
+from hpcdist.config.topology import Topology
+from hpcdist.host.json_files import write_json
 from hpcdist.job.srun import ended_tasks
 from hpcdist.job.submit import render
 from hpcdist.supervisor.restart_policy import first_failure

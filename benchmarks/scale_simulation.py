@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
+from hpcdist.config.cluster_schema import ClusterConfig
+from hpcdist.config.launch_schema import LaunchConfig, PreflightConfig
+from hpcdist.config.record_schema import TrackingConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.environments.rank_environment import RankEnvironment
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.job.batch_step import JobLog
 from hpcdist.job.launcher import SlurmLauncher
 from hpcdist.rank.telemetry import Heartbeat

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from harness import argument_parser
 
-from hpcdist.tracking.points import JournalTail, SentPoints
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.sent_points import SentPoints
 
 NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.config.topology import Topology
-from hpcdist.data.loading import SimpleCNN
+from hpcdist.data.datasets import SimpleCNN
 from hpcdist.rank.step_timing import HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.tracking.journal import JournalWriter
 

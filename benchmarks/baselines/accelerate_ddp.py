@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from setting import Clock, parse_arguments, training_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpcdist.data.loading import SimpleCNN
+from hpcdist.data.datasets import SimpleCNN
 
 
 def main() -> None:

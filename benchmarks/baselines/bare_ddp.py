@@ -14,7 +14,7 @@ from setting import Clock, parse_arguments, training_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hpcdist.data.loading import SimpleCNN
+from hpcdist.data.datasets import SimpleCNN
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from fault_task import Task
 from torch import Tensor, nn
 
-from hpcdist.config.schema import DataConfig
-from hpcdist.data.loading import PreloadedSplit, SimpleCNN, load_datasets
+from hpcdist.config.training_schema import DataConfig
+from hpcdist.data.datasets import PreloadedSplit, SimpleCNN, load_datasets
 
 SEED = 0
 NUM_EVAL_SAMPLES = 2_000

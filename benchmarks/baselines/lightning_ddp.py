@@ -18,7 +18,7 @@ from setting import Clock, parse_arguments, training_tensors
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpcdist.data.loading import SimpleCNN
+from hpcdist.data.datasets import SimpleCNN
 
 
 class Classifier(lightning.LightningModule):

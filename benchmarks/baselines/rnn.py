@@ -26,7 +26,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from hpcdist.trainers.rnn import RnnConfig
-from hpcdist.trainers.rnn.text import Batch, Columns, load_corpus
+from hpcdist.trainers.rnn.token_stream import Batch, Columns, load_corpus
 
 SERVER, TRAINER = "server", "trainer"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hpcdist.config.schema import DataConfig
-from hpcdist.data.loading import PreloadedSplit, load_datasets
+from hpcdist.config.training_schema import DataConfig
+from hpcdist.data.datasets import PreloadedSplit, load_datasets
 
 
 def parse_arguments() -> argparse.Namespace:

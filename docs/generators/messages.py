@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from generators.tables import PACKAGE, cell, code, folded, table
 from hpcdist import errors
-from hpcdist.host.machine import install_command
+from hpcdist.host.image_identity import install_command
 
 ERRORS: dict[str, type[errors.HpcdistError]] = {
     name: value

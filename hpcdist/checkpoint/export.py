@@ -16,11 +16,11 @@ from torch import nn
 
 from hpcdist.checkpoint.state import MaybeSharded, load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Manifest
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import ExportError
-from hpcdist.host.machine import install_command
+from hpcdist.host.image_identity import install_command
+from hpcdist.run.checkpoint_files import EXAMPLE_FILE, PROGRAM_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import EXAMPLE_FILE, PROGRAM_FILE
 
 log = logging.getLogger(__name__)
 

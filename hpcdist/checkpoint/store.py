@@ -33,12 +33,13 @@ from typing import IO, Any, cast
 
 import torch
 
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError, RunFolderError
 from hpcdist.host import retry as file_retry
-from hpcdist.host.files import fsync_folder, open_regular, read_json_value, stamped, unstamped, write_atomic
+from hpcdist.host.files import fsync_folder, open_regular, write_atomic
+from hpcdist.host.json_files import read_json_value, stamped, unstamped
 from hpcdist.host.retry import retry
-from hpcdist.run.records import MANIFEST_FILE, SAMPLES_FILE, folder_name, step_of
+from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, folder_name, step_of
 
 log = logging.getLogger(__name__)
 

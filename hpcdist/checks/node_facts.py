@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcdist.host import machine, storage
-from hpcdist.host.commands import done_within, start
-from hpcdist.host.machine import Check, Level, driver_problem, failure, warning
+from hpcdist.host import gpu_info, machine, storage, versions
+from hpcdist.host.check_result import Check, Level, failure, warning
+from hpcdist.host.gpu_info import DRIVER_S, driver_problem, gpu_device_files, visible_gpus
+from hpcdist.host.time_limits import done_within, start
 
 #: Limit of a file system's answer.
 FOLDER_S = 5.0
@@ -56,7 +57,7 @@ def read_facts(
     found["shm"] = storage.describe(Path("/dev/shm"), FOLDER_S)  # noqa: S108
     found["witness"] = done_within(FOLDER_S, is_seen, False)
     unknown: dict[str, Any] = {}
-    known = done_within(machine.DRIVER_S, hardware, unknown)
+    known = done_within(DRIVER_S, hardware, unknown)
     found |= known
     found["lookups"] = {name: done_within(LOOKUP_S, look, {"late": LOOKUP_S}) for name, look in lookups.items()}
     found["time"] = time.time()
@@ -66,12 +67,12 @@ def read_facts(
 
 def read_hardware(env: Mapping[str, str]) -> dict[str, Any]:
     """Return versions and GPUs; a driver that does not answer makes this hang."""
-    gpus = machine.gpus()
+    gpus = gpu_info.gpus()
     return {
-        "versions": machine.versions(),
+        "versions": versions.versions(),
         "gpus": [asdict(gpu) for gpu in gpus],
-        "visible_gpus": machine.visible_gpus(len(gpus), env),
-        "gpu_device_files": machine.gpu_device_files(),
+        "visible_gpus": visible_gpus(len(gpus), env),
+        "gpu_device_files": gpu_device_files(),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcdist.checks.node_facts import MB
 from hpcdist.errors import few
-from hpcdist.host.machine import Check, Level, failure, warning
+from hpcdist.host.check_result import Check, Level, failure, warning
 
 #: Source and target.
 Link = tuple[str, str]

@@ -11,7 +11,7 @@ from hpcdist.checks import node_facts, node_links
 from hpcdist.checks.node_facts import MB, NO_DISK_BYTES
 from hpcdist.checks.node_links import SHOWN
 from hpcdist.errors import few
-from hpcdist.host.machine import LEVELS, Check, Level, failure, ok, warning
+from hpcdist.host.check_result import LEVELS, Check, Level, failure, ok, warning
 
 Answers = Mapping[str, Mapping[str, Any]]
 

@@ -19,8 +19,8 @@ from hpcdist.checks.node_facts import space_checks
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, UserMistake, few, shortened
 from hpcdist.host import storage
-from hpcdist.host.files import require_safe, user_of
-from hpcdist.host.machine import Check, failure, note, ok, warning
+from hpcdist.host.check_result import Check, failure, note, ok, warning
+from hpcdist.host.ownership import require_safe, user_of
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.output import Partition, SlurmError, count_nodes, parse_seconds

@@ -21,8 +21,8 @@ from hpcdist.host.log_files import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpcdist.checks.doctor import Section
-    from hpcdist.host.machine import Check
+    from hpcdist.checks.doctor_report import Section
+    from hpcdist.host.check_result import Check
 
 app = typer.Typer()
 _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
@@ -67,11 +67,11 @@ def doctor(
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist
-    from hpcdist.checks.doctor import document, execute, run_sections, would_fail
+    from hpcdist.checks.doctor_report import document, execute, run_sections, would_fail
     from hpcdist.config.loading import load_run_config
-    from hpcdist.host.files import require_trusted
+    from hpcdist.host.ownership import require_trusted
+    from hpcdist.run.kept_secrets import kept
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import kept
     from hpcdist.run.status import job_of
 
     runs_dir = options.runs_dir()
@@ -102,10 +102,10 @@ def doctor(
 
 def _machine_sections(runs_dir: Path, uri: str, folder: Path) -> list[Section]:
     """Return the sections about this machine and the MLflow store of a run; `folder` is the one written to."""
-    from hpcdist.checks.doctor import machine_sections
+    from hpcdist.checks.doctor_report import machine_sections
     from hpcdist.checks.site import store_checks
     from hpcdist.errors import TrackingError
-    from hpcdist.host.machine import warning
+    from hpcdist.host.check_result import warning
     from hpcdist.tracking.uri import choose_uri
 
     def store() -> list[Check]:
@@ -126,7 +126,7 @@ def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
 
 def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
     """Print the report section by section as the checks complete, and return it."""
-    from hpcdist.checks.doctor import execute, section_lines, summary_lines
+    from hpcdist.checks.doctor_report import execute, section_lines, summary_lines
 
     out = console()
     width = min(out.width, 100)  # for readability, and for output without a terminal

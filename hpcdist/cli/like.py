@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from hpcdist.cli import options
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import require_trusted
+from hpcdist.host.ownership import require_trusted
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
+    from hpcdist.run.config_origin import Origin
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.records import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ def load_like(name: str, words: Sequence[str], action: str) -> Like:
         action: the command that starts the new run, for messages.
     """
     from hpcdist.run import create
+    from hpcdist.run.config_origin import read_origin
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import read_origin
 
     found = resolve_run(name, options.runs_dir())
     require_trusted(found.path, action)
@@ -56,7 +56,7 @@ def load_copied(found: RunDir, words: Sequence[str], action: str, code: Path | N
     from hpcdist.config.loading import load_run_config
     from hpcdist.config.written import with_params
     from hpcdist.run import snapshot
-    from hpcdist.run.records import kept
+    from hpcdist.run.kept_secrets import kept
 
     config = load_run_config(found.config, words, {**kept(found), **os.environ})
     if code is None:

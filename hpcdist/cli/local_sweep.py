@@ -18,10 +18,10 @@ from hpcdist.host.log_files import say
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import Sweep, write_sweep
-from hpcdist.supervisor.local import LocalLauncher, supervise_locally
+from hpcdist.supervisor.local_launcher import LocalLauncher, supervise_locally
 from hpcdist.supervisor.plan import Machine, Plan, make_plan
 from hpcdist.supervisor.signals import SignalRequests
-from hpcdist.tracking.pages import ParentRun
+from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.uri import resolve_uri
 
 

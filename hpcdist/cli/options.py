@@ -226,9 +226,9 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
     script = f"trainer.script={json.dumps(command, ensure_ascii=False)}"
     if before and "=" not in before[0]:
         return before[0], [*before[1:], script]
-    from hpcdist.config.schema import script_name
+    from hpcdist.config.training_schema import script_name
+    from hpcdist.run.config_origin import PLAIN_SCRIPT
     from hpcdist.run.create import plain_name
-    from hpcdist.run.records import PLAIN_SCRIPT
 
     experiment = plain_name(script_name(command).removesuffix(".py"))
     return PLAIN_SCRIPT, [f"experiment={experiment}", *before, script]

@@ -15,9 +15,10 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake, duration
-from hpcdist.host.files import is_mine, require_safe, short_path
+from hpcdist.host.files import short_path
+from hpcdist.host.image_identity import install_command
 from hpcdist.host.log_files import say
-from hpcdist.host.machine import install_command
+from hpcdist.host.ownership import is_mine, require_safe
 
 if TYPE_CHECKING:
     from hpcdist.review.comparison import ComparedValue
@@ -78,7 +79,7 @@ def report(run: options.OptionalRunName = None) -> None:
     """
     from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve
-    from hpcdist.tracking.points import read_series
+    from hpcdist.tracking.series import read_series
 
     found = resolve(named(run), options.runs_dir())
     if is_mine(found.path):
@@ -120,7 +121,7 @@ def _upload(runs: Sequence["RunDir"], *, verbose: bool = False, quick: bool = Fa
     Args:
         quick: send no request for complete runs, and none after the store has failed once.
     """
-    from hpcdist.tracking.points import is_complete
+    from hpcdist.tracking.sent_points import is_complete
     from hpcdist.tracking.sync_runs import sync_run
 
     code, counts = 0, Counter[str]()
@@ -182,7 +183,7 @@ def compare_runs(runs: Sequence["RunDir"], *, as_json: bool = False) -> bool:
     """Print the comparison of two or more runs. Returns whether all have logged the same values as the first one."""
     from hpcdist.review.comparison import compare, compare_results, compare_values
     from hpcdist.review.facts import read_facts
-    from hpcdist.tracking.points import read_series, read_values
+    from hpcdist.tracking.series import read_series, read_values
 
     for name_of in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
         named = {name_of(run): run for run in runs}
@@ -214,7 +215,7 @@ def compare_runs(runs: Sequence["RunDir"], *, as_json: bool = False) -> bool:
 
 def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
     from hpcdist.review.comparison import compare_settings
-    from hpcdist.review.sweep import read_sweep_facts
+    from hpcdist.review.sweep_facts import read_sweep_facts
 
     facts = read_sweep_facts(sweep, sweep.read_state())
     settings = compare_settings(facts)

@@ -17,15 +17,15 @@ from hpcdist.cli import options
 from hpcdist.cli.like import load_copied, load_like, words_like
 from hpcdist.cli.options import console, exit_code, flag, named, option, with_script
 from hpcdist.errors import ConfigError, ImageError, UserMistake
-from hpcdist.host.files import require_trusted
 from hpcdist.host.log_files import say
+from hpcdist.host.ownership import require_trusted
 
 if TYPE_CHECKING:
     from hpcdist.cli.run_views import RunView
     from hpcdist.config.schema import Config
-    from hpcdist.containers.local import LocalContainer
+    from hpcdist.containers.local_container import LocalContainer
+    from hpcdist.run.config_origin import Origin
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.records import Origin
     from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
@@ -76,8 +76,8 @@ def run(
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
+    from hpcdist.run.config_origin import load_origin
     from hpcdist.run.lookup import find_unfinished
-    from hpcdist.run.records import load_origin
     from hpcdist.run.sweeps import with_repetitions
 
     if like is not None:
@@ -131,7 +131,7 @@ def run_here(
 
     def show() -> None:
         from hpcdist.cli.run_views import show_plan
-        from hpcdist.host.machine import image_facts
+        from hpcdist.host.image_identity import image_facts
 
         show_plan(console(), config, plan, config.folder, uri, verbose=dry_run)
         if plan.device == "cpu" and config.launch.device == "auto":
@@ -163,7 +163,7 @@ def _run_in_container(
     from hpcdist.config.document import find_config
     from hpcdist.config.loading import load_config
     from hpcdist.config.written import redacted_argument
-    from hpcdist.containers.local import run_words, without_secrets
+    from hpcdist.containers.local_container import run_words, without_secrets
     from hpcdist.run.folder import claim
 
     file = find_config(source).absolute() if Path(source).expanduser().is_file() else None
@@ -200,9 +200,9 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
     """
     from hpcdist.containers.engine import find_engine
     from hpcdist.containers.images import inspect, require_driver, require_fit
-    from hpcdist.containers.local import local_container
+    from hpcdist.containers.local_container import local_container
     from hpcdist.containers.mounts import Mount
-    from hpcdist.host.machine import driver_version
+    from hpcdist.host.gpu_info import driver_version
     from hpcdist.run.lease import user_name
     from hpcdist.run.snapshot import is_own
     from hpcdist.supervisor.plan import Machine
@@ -244,7 +244,7 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
 def resolve_start(config: Config) -> tuple[Plan, str]:
     """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot start here."""
     from hpcdist.environments.torch_check import require_torch
-    from hpcdist.host.machine import require_compiler
+    from hpcdist.host.compiler import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
@@ -264,11 +264,11 @@ def supervise_here(
         show: prints the plan, while the parent of the ranks imports torch.
     """
     from hpcdist.host import log_files
-    from hpcdist.supervisor import local
+    from hpcdist.supervisor import local_launcher
 
     if not follow:
         show()
-        pid = local.detach(run, os.environ)
+        pid = local_launcher.detach(run, os.environ)
         say(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
     log_files.configure()
@@ -279,7 +279,7 @@ def supervise_here(
         show()
         return RunView(console())
 
-    state = local.supervise_locally(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
+    state = local_launcher.supervise_locally(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
     from hpcdist.cli.run_views import show_end
 
     show_end(console(), run, state, config)
@@ -318,7 +318,7 @@ def submit(
     from hpcdist.cli import sweep as sweeps
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.records import load_origin
+    from hpcdist.run.config_origin import load_origin
     from hpcdist.run.sweeps import with_repetitions
 
     flags = submission_flags(dependency, begin)
@@ -397,7 +397,7 @@ def warn_of_unread_keys(config: Config, origin: Origin) -> None:
     """Print a note on keys of the config that the trainer cannot read; not on those of a shipped config."""
     from hpcdist.config.document import shipped_configs
     from hpcdist.config.written import flat_values
-    from hpcdist.run.records import overrides
+    from hpcdist.run.config_origin import overrides
     from hpcdist.run.trainer_source import unread_keys
 
     is_shipped = origin.config in shipped_configs()
@@ -463,9 +463,10 @@ def resume(
         hpcdist resume
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
-    from hpcdist.run import create, records, snapshot
+    from hpcdist.run import config_change, create, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.resume_text import resume_point
     from hpcdist.run.status import job_of, status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
@@ -482,7 +483,7 @@ def resume(
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
     flags = submission_flags(dependency, begin)
-    records.check(found, config)
+    config_change.check(found, config)
     if with_current_code:
         create.check_code(config, Path.cwd())
     elif found.read_state().status == "failed" and (files := snapshot.changed_files(snapshot.code_state(found), found)):
@@ -493,12 +494,12 @@ def resume(
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)
     with hold(found):
-        records.change_config(found, config)
+        config_change.change_config(found, config)
         if with_current_code:
             taken = snapshot.take(config, found, Path.cwd())
             snapshot.write_environment(found, taken, launcher="slurm" if on_slurm else "local")
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
-        say(records.resume_point(found, found.attempt(last), config.trainer.script))
+        say(resume_point(found, found.attempt(last), config.trainer.script))
     if start is None:
         return enqueue(found, config, flags, follow=follow)
     return supervise_here(found, config, *start, follow=follow)
@@ -553,7 +554,7 @@ def supervise(run_dir: Path) -> int:
     """Supervise a run folder in the foreground; `--detach` starts this command in the background."""
     from hpcdist.config.loading import load_run_config
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.records import kept
+    from hpcdist.run.kept_secrets import kept
 
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
@@ -567,7 +568,7 @@ def in_job(config: options.ConfigName, overrides: options.Overrides = None) -> i
     from hpcdist.config.loading import load_config
     from hpcdist.host import log_files
     from hpcdist.job.batch_step import run_in_job
-    from hpcdist.run.records import load_origin
+    from hpcdist.run.config_origin import load_origin
 
     log_files.configure()
     words = overrides or []

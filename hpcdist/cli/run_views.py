@@ -24,15 +24,17 @@ from rich.table import Column
 from rich.text import Text
 
 from hpcdist.cli.options import console, exit_code, print_table, runs_dir, wrapped
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.schema import Config, find_trainer
-from hpcdist.config.topology import rank_table
+from hpcdist.config.roles import rank_table
+from hpcdist.config.schema import Config
+from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.config.written import redacted
 from hpcdist.errors import HpcdistError, RunFolderError, duration, terminal_text
 from hpcdist.host import retry
-from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
+from hpcdist.host.files import open_regular, short_path
 from hpcdist.host.log_files import PIECE_BYTES, say
+from hpcdist.host.ownership import is_mine, stays_inside
 from hpcdist.review.explain import explain_failure, first_failed_rank
 from hpcdist.review.facts import (
     best_checkpoint,
@@ -46,9 +48,10 @@ from hpcdist.review.facts import (
 from hpcdist.review.ledger import allocated_s, allocations_of, hours_text, unit_of
 from hpcdist.review.verdict import judge
 from hpcdist.run import status as run_status
+from hpcdist.run.attempt_times import read_times
+from hpcdist.run.checkpoint_files import script_files
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
-from hpcdist.run.records import read_times, script_files
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweeps import checkpoint_config
 from hpcdist.supervisor.plan import Plan, rank_command
@@ -284,7 +287,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
 
 def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the last values of metrics, and of throughputs the median of the run, as all pages show it."""
-    from hpcdist.tracking.points import read_series
+    from hpcdist.tracking.series import read_series
 
     facts = readable(lambda: with_speeds(read_facts(run), read_series(run)))
     speeds = {} if facts is None else facts.speeds

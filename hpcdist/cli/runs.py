@@ -12,11 +12,11 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import is_mine, require_mine
 from hpcdist.host.log_files import say
+from hpcdist.host.ownership import is_mine, require_mine
 
 if TYPE_CHECKING:
-    from hpcdist.run.commands import LiveCommand
+    from hpcdist.run.rank_requests import LiveCommand
 
 app = typer.Typer()
 
@@ -64,7 +64,7 @@ def status(run: options.OptionalRunName = None, as_json: options.Json = False) -
     found = resolve(named(run), options.runs_dir())
     if isinstance(found, SweepDir):
         from hpcdist.cli.sweep import show_cells
-        from hpcdist.review.sweep import read_sweep_facts
+        from hpcdist.review.sweep_facts import read_sweep_facts
 
         if as_json:
             facts = read_sweep_facts(found, found.read_state())
@@ -114,8 +114,8 @@ def follow(run: options.OptionalRunName = None) -> int:
     """
     from hpcdist.cli.run_views import follow_to_end
     from hpcdist.config.loading import load_run_config
+    from hpcdist.run.kept_secrets import kept
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import kept
     from hpcdist.run.status import status_of
 
     found = resolve_run(named(run), options.runs_dir())
@@ -175,8 +175,8 @@ def save(run: options.RunName) -> int:
 
     Example:  hpcdist save ddp-2026
     """
-    from hpcdist.run.commands import LiveCommand
     from hpcdist.run.lease import user_name
+    from hpcdist.run.rank_requests import LiveCommand
 
     return _send(run, LiveCommand(action="save", by=user_name()))
 
@@ -196,16 +196,16 @@ def profile(
         hpcdist profile ddp-2026
         hpcdist profile ddp-2026 --steps 10 --ranks 0,3
     """
-    from hpcdist.run.commands import parse_ranks, profile_command
+    from hpcdist.run.rank_requests import parse_ranks, profile_command
 
     return _send(run, profile_command(steps, parse_ranks(ranks, "--ranks")))
 
 
 def _send(name: str, command: "LiveCommand") -> int:
     """Send a command to an own run, wait for its results and print them. Returns the exit code."""
-    from hpcdist.run.commands import outcome_of, send_command
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.rank_requests import outcome_of, send_command
 
     run = resolve_run(name, options.runs_dir())
     require_mine(run.path, command.action)

@@ -12,13 +12,16 @@ from typing import Literal
 from hpcdist.cli.options import console, print_table
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import require_mine, require_trusted, short_path, write_json
+from hpcdist.host.files import short_path
+from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import say
+from hpcdist.host.ownership import require_mine, require_trusted
 from hpcdist.run import create, snapshot
+from hpcdist.run.config_change import change_config
+from hpcdist.run.config_origin import Origin, load_origin
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State, StopRequest
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.records import Origin, change_config, load_origin
 from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job, query_jobs, status_of
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
@@ -50,7 +53,7 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     Returns the statuses. By default all cells are shown, else those with the names in `only`.
     """
     from hpcdist.review.facts import last_beat
-    from hpcdist.review.sweep import read_sweep_facts
+    from hpcdist.review.sweep_facts import read_sweep_facts
 
     facts = read_sweep_facts(sweep, sweep.read_state())
     value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"

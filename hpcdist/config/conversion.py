@@ -12,7 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from hpcdist.config.schema import Config, find_trainer, to_tree
+from hpcdist.config.schema import Config, to_tree
+from hpcdist.config.trainer_declaration import find_trainer
 
 S = TypeVar("S")
 #: A line, or the dotted key and the value of a key that is unknown or has a value of another type.

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from hpcdist.config.cluster_schema import RoleRequest
 from hpcdist.config.conversion import default_of
 from hpcdist.config.document import NODE_RANGE, SHORT_FORMS, TYPED_GPUS
-from hpcdist.config.launch_schema import RoleRequest
-from hpcdist.config.schema import NO_KEYS, Config, trainer_sections, unused_sections
+from hpcdist.config.schema import NO_KEYS, Config, unused_sections
+from hpcdist.config.trainer_declaration import trainer_sections
 from hpcdist.config.written import declaration
 
 

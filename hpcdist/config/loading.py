@@ -16,14 +16,15 @@ from typing import Any
 from hpcdist.config import document
 from hpcdist.config.conversion import as_written, convert, exact, texts_of
 from hpcdist.config.describe import all_keys
-from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
 from hpcdist.config.removed import removal, without_removed_defaults
-from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
-from hpcdist.config.topology import minutes_of
+from hpcdist.config.schema import Config, ParamTexts, SecretTexts, cross_check, to_tree
+from hpcdist.config.section import map_paths
+from hpcdist.config.slurm_notation import minutes_of
+from hpcdist.config.trainer_declaration import find_trainer, trainer_sections
 from hpcdist.config.written import restore_secrets, stored_document, with_params
 from hpcdist.errors import ConfigError, shown
-from hpcdist.host import files
+from hpcdist.host.json_files import unstamped
 
 #: Where values come from that are not from the file: the command line or a profile, by dotted key; and the command line
 #: by the line of a malformed override.
@@ -166,7 +167,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], ParamTexts]:
     """Return the values of a config file, and the texts of those in `params`."""
     tree, texts = document.read_document(path)
     params = texts.get("params") if isinstance(texts, dict) else None
-    return files.unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), params))
+    return unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), params))
 
 
 def _overridden_texts(texts: ParamTexts, overrides: Sequence[str]) -> ParamTexts:
@@ -185,7 +186,7 @@ def _overridden_texts(texts: ParamTexts, overrides: Sequence[str]) -> ParamTexts
 def _read_profile(path: Path) -> dict[str, Any]:
     tree, texts = document.read_document(path)
     tree = as_written({"cluster": tree}, {"cluster": texts})["cluster"]
-    return files.unstamped(as_written(tree, texts), path)  # for its section `container`
+    return unstamped(as_written(tree, texts), path)  # for its section `container`
 
 
 def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Config:

@@ -1,4 +1,4 @@
-"""The keys of a config; `launch_schema.py` and the packages of the trainers have the other sections.
+"""The keys of a config; the other `…_schema.py` beside this file and the packages of the trainers have the sections.
 
 The sections are frozen dataclasses that need only the standard library. `config/loading.py` fills them from YAML and
 the command line. The string under a field is its documentation (`hpcdist config --schema`).
@@ -6,95 +6,28 @@ the command line. The string under a field is its documentation (`hpcdist config
 
 from __future__ import annotations
 
-import functools
-import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
-from hpcdist.config.launch_schema import (
-    IS_PATH,
-    MAX_RANKS,
-    CheckpointConfig,
-    ClusterConfig,
-    ConfigSection,
-    ContainerConfig,
-    LaunchConfig,
-    NotifyConfig,
-    PreflightConfig,
-    TrackingConfig,
-    number,
-    one_line,
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig
+from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, PreflightConfig
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.section import IS_PATH, MAX_RANKS, ConfigSection, number, one_line
+from hpcdist.config.trainer_declaration import default_trainer, find_trainer, shared_sections, trainer_names
+from hpcdist.config.training_schema import (
+    DataConfig,
+    ElasticConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    StopConfig,
+    TrainerConfig,
+    division_problems,
 )
 from hpcdist.errors import ConfigError
-
-# The declaration of a shipped trainer, through which the packages above this one use it. The declarations import no
-# torch.
-
-#: A check of a whole `Config`, whose module imports this one.
-Check = Callable[[Any], list[str]]
-
-
-def _no_problems(config: object) -> list[str]:
-    return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """A shipped trainer: the attribute `TRAINER` of its package. Its `train` module holds `train(ctx, cfg)`."""
-
-    section: type | None = None
-    """The dataclass of its own config section; the key of the section is the trainer's name."""
-    shared_sections: tuple[str, ...] = ()
-    """The sections for several trainers that this one reads: some of model, data, optim, schedule and precision."""
-    roles: Mapping[str, int] = field(default_factory=dict)
-    """Its roles in rank order, each with an example of a count; empty if it has none."""
-    single_roles: tuple[str, ...] = ()
-    """The roles that have exactly one rank."""
-    is_elastic: bool = False
-    """Whether the trainer supports `data.global_batch_size`."""
-    check: Check = _no_problems
-    """Return the mistakes in a config of this trainer that no section can detect alone."""
-    check_host: Check = _no_problems
-    """Return the problems that only the host of the supervisor can detect, such as missing files."""
-    fixed_keys: tuple[str, ...] = ()
-    """The keys that a resume cannot change, because they determine the content of a checkpoint."""
-    module_key: str = ""
-    """A key of its section that may be `module:name`, with a module of the user's own; empty if there is none."""
-    charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
-    is_benchmark: bool = False
-    """Whether a run ends with a report for `hpcdist bench show` instead of final metrics, and saves no checkpoints."""
-
-
-def trainer_names() -> tuple[str, ...]:
-    """Return the names of the shipped trainers in the order of the documentation; the first one is the default."""
-    return cast("tuple[str, ...]", importlib.import_module("hpcdist.trainers").NAMES)
-
-
-def default_trainer() -> str:
-    return trainer_names()[0]
-
-
-@functools.cache
-def find_trainer(name: str) -> Trainer | None:
-    """Return the declaration of a shipped trainer, or None if `name` is not the name of one."""
-    if name not in trainer_names():
-        return None
-    return cast(Trainer, importlib.import_module(f"hpcdist.trainers.{name}").TRAINER)
-
-
-def trainer_sections() -> dict[str, type]:
-    found = {name: find_trainer(name) for name in trainer_names()}
-    return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
-
-
-def shared_sections() -> set[str]:
-    """Return the keys of the sections that several shipped trainers read."""
-    trainers = (find_trainer(name) for name in trainer_names())
-    return {section for trainer in trainers if trainer for section in trainer.shared_sections}
 
 
 def unused_sections(trainer: str) -> set[str]:
@@ -103,148 +36,6 @@ def unused_sections(trainer: str) -> set[str]:
     if declared is None:
         return set()
     return {*trainer_names(), *shared_sections()} - {trainer, *declared.shared_sections}
-
-
-def script_name(command: Sequence[str]) -> str:
-    """Return the name of the file in `[script, argument, …]`, or of the module in `[-m, module, argument, …]`."""
-    return "".join(command[1:2]) if command and command[0] == "-m" else Path(*command[:1]).name
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig(ConfigSection):
-    """The code that each rank runs. In YAML a plain string is short for `target`."""
-
-    target: str = field(default_factory=default_trainer)
-    """A shipped trainer, or a function of your own as `package.module:function`, called with (ctx, cfg)."""
-    script: list[str] = field(default_factory=list)
-    """Instead of `target`: a torchrun script and its arguments, `[train.py, --lr, 0.1]` or `[-m, package.module]`."""
-
-    @property
-    def script_file(self) -> Path | None:
-        """The file of the script; None for a module, and without a script."""
-        return Path(self.script[0]) if self.script and self.script[0] != "-m" else None
-
-    @property
-    def script_name(self) -> str:
-        """The name of the script's file or module; empty without a script."""
-        return script_name(self.script)
-
-    def problems(self) -> list[str]:
-        if self.script[:1] == ["-m"] and not all(part.isidentifier() for part in self.script_name.split(".")):
-            return [f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}"]
-        if self.target.endswith(".py"):
-            return [f"target is a trainer; for a script write trainer: {{script: [{self.target}]}}"]
-        module, colon, function = self.target.partition(":")
-        if colon and not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            return [f"target must look like package.module:function, got {self.target!r}"]
-        return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model, and how it is executed."""
-
-    name: str = "simple_cnn"
-    """`simple_cnn`, or one of torchvision's ResNets (`resnet18` … `resnet152`, `wide_resnet50_2`, …)."""
-    channels_last: bool = False
-    """Use the channels-last memory format: faster convolutions on GPUs, and on CPUs for large images."""
-    compile: bool = False
-    """Compile the model with torch.compile; the names in checkpoints do not change."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(ConfigSection):
-    """The dataset, and how its samples are divided into batches."""
-
-    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"] = "digits"
-    """Dataset. `digits` is part of scikit-learn and needs no download."""
-    root: str = field(default="${oc.env:HPCDIST_DATA_DIR,'~/.cache/hpcdist/data'}", metadata=IS_PATH)
-    """Folder of the datasets; missing ones are downloaded to it. image_folder needs `train/` and `val/` or `test/`."""
-    batch_size: int = number(64, least=1)
-    """Training samples per rank and step, unless global_batch_size is set."""
-    global_batch_size: int | None = number(None, least=1)
-    """Training samples of an optimizer step on any number of ranks (see `elastic`); null: batch_size on each rank."""
-    image_size: int | None = number(None, least=1)
-    """Height and width of the images in pixels; null keeps those of the dataset (image_folder: 224)."""
-    augment: bool = False
-    """Augment training images by random crops and flips, which a resume reproduces."""
-    num_workers: int = number(2, least=0)
-    """Data loader processes per rank, for datasets beyond 1 GiB and augmented image folders; others are in memory."""
-    num_samples: int = number(2048, least=1)
-    """Training samples of the synthetic dataset; its test set is a fifth as large."""
-    num_classes: int = number(10, least=2)
-    """Classes of the synthetic dataset."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig(ConfigSection):
-    """The optimizer."""
-
-    name: Literal["adam", "adamw", "sgd"] = "adam"
-    """Optimizer, in its fused implementation."""
-    lr: float = number(1e-3, above=0)
-    """Peak learning rate."""
-    weight_decay: float = number(0.0, least=0)
-    """L2 penalty (adam, sgd) or decoupled weight decay (adamw)."""
-    momentum: float = number(0.9, least=0)
-    """Momentum of sgd."""
-    max_grad_norm: float | None = number(None, above=0)
-    """Maximum norm of the gradients, for clipping; null disables it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(ConfigSection):
-    """The learning rate over the steps."""
-
-    name: Literal["constant", "cosine"] = "constant"
-    """Learning-rate schedule after the warmup; `cosine` falls to 0 at the last step of the run."""
-    warmup_steps: int = number(0, least=0)
-    """Optimizer steps of linear warmup."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Data types of the computations."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Data type of the forward pass under autocast; fp16 uses loss scaling and needs a GPU, fp32 uses TF32 there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopConfig(ConfigSection):
-    """Rules that end the run; the first one that applies does."""
-
-    max_epochs: int = number(3, least=1)
-    """Number of passes over the training set."""
-    max_steps: int | None = number(None, least=1)
-    """Maximum number of optimizer steps; null means no limit."""
-    patience: int | None = number(None, least=1)
-    """Stop after this many evaluations without an improvement of `checkpoint.monitor`."""
-    threshold: float | None = None
-    """Stop when `checkpoint.monitor` reaches this value."""
-    nan_losses: int | None = number(None, least=1)
-    """End the run as failed after this many logged steps in a row with a NaN or infinite loss; null only warns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElasticConfig(ConfigSection):
-    """`data.global_batch_size` makes a run elastic; the keys of this section determine its details."""
-
-    micro_batches: int | None = number(None, least=1)
-    """Equal parts of the global batch that are computed one by one; null: the largest number of ranks of the config."""
-    exact: bool = False
-    """Sum gradients in an order that does not depend on the number of ranks: bit-equal weights on CPUs, slower."""
-
-
-def division_problems(global_batch_size: int, num_micro_batches: int) -> list[str]:
-    """Return the mistake in a global batch that cannot be divided into equal micro-batches."""
-    if global_batch_size % num_micro_batches == 0:
-        return []
-    nearest = max(1, round(global_batch_size / num_micro_batches)) * num_micro_batches
-    return [
-        f"data.global_batch_size={global_batch_size} cannot be divided into {num_micro_batches} equal micro-batches:"
-        f" use {nearest}, or set elastic.micro_batches to a divisor that is not less than the number of ranks"
-    ]
 
 
 S = TypeVar("S")
@@ -428,7 +219,7 @@ def _elastic_problems(config: Config) -> list[str]:
             f"elastic.micro_batches={elastic.micro_batches} is less than the {largest_world_size(config)} ranks of the"
             " config: raise it, or use fewer ranks"
         )
-    # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/elastic.py`).
+    # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/micro_batches.py`).
     return problems + (division_problems(batch_size, elastic.micro_batches) if elastic.micro_batches else [])
 
 

@@ -1,15 +1,21 @@
-"""Rank, world size, role and master address of a rank from the launcher's environment; Slurm's lists of nodes."""
+"""The topology of a run as seen from one rank, read once from the environment variables of the launcher.
+
+`Topology.from_env` uses the ten variables of hpcdist, which the supervisor of a local run sets, or those of Slurm in a
+task of an srun step. HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the
+values of Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not
+set. Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all others hang.
+"""
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
-from hpcdist.errors import ConfigError, TopologyError, shortened
+from hpcdist.config.slurm_notation import expand, expand_tasks
+from hpcdist.errors import TopologyError, shortened
 
 T = TypeVar("T")
-
 OWN_PLACE = (
     *("HPCDIST_RANK", "HPCDIST_WORLD_SIZE", "HPCDIST_LOCAL_RANK", "HPCDIST_LOCAL_WORLD_SIZE", "HPCDIST_NODE_RANK"),
     "HPCDIST_NUM_NODES",
@@ -60,18 +66,10 @@ class Variables:
         return TopologyError(f"{problem}; {self.fix}")
 
 
-# The topology of a run as seen from one rank, read once from the environment variables of the launcher.
-#
-# `Topology.from_env` uses the ten variables of hpcdist, which the supervisor of a local run sets, or those of Slurm in
-# a task of an srun step. HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the
-# values of Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not
-# set. Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all others hang.
-
 # Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
 _PORTS_START = 20480
 _NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
 _PORTS_PER_JOB = 16
-
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
 
@@ -218,198 +216,4 @@ def _from_slurm(variables: Variables) -> Topology:
         hosts=tuple(hosts),
         **_rendezvous(variables, hosts[0], job_id, attempt),
         launcher="slurm",
-    )
-
-
-# Roles of ranks: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the observers.
-
-DEFAULT_ROLE = "trainer"
-
-
-def share_of(index: int, num_owners: int, num_items: int) -> range:
-    """Return the consecutive items that an owner has; the numbers of items of two owners differ by at most one."""
-    return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""
-
-    counts: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, counts: Mapping[str, int], world_size: int) -> Self:
-        """Return the roles of a run; without counts all ranks are trainers."""
-        if not counts:
-            return cls(((DEFAULT_ROLE, world_size),))
-        roles = cls(tuple(counts.items()))
-        if roles.world_size != world_size:
-            raise ConfigError(f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started")
-        return roles
-
-    def __str__(self) -> str:
-        return ", ".join(f"{role} {count}" for role, count in self.counts)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(role for role, _ in self.counts)
-
-    @property
-    def world_size(self) -> int:
-        return sum(count for _, count in self.counts)
-
-    def count(self, role: str) -> int:
-        """Return the number of ranks with a role; 0 for an unknown role."""
-        return dict(self.counts).get(role, 0)
-
-    def _ranges(self) -> Iterator[tuple[str, range]]:
-        first = 0
-        for role, count in self.counts:
-            yield role, range(first, first + count)
-            first += count
-
-    def ranks_of(self, role: str) -> range:
-        """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
-        if role in self.names:
-            return dict(self._ranges())[role]
-        raise ConfigError(f"no rank has the role {role!r}: the roles are {self}")
-
-    def of_rank(self, rank: int) -> tuple[str, int]:
-        """Return the role of a rank and its index within the role."""
-        for role, ranks in self._ranges():
-            if rank in ranks:
-                return role, rank - ranks.start
-        raise IndexError(f"rank {rank} of {self.world_size}")
-
-    def name_of(self, rank: int) -> str:
-        """Return `role:index`, which is also the rank's name in RPC."""
-        role, index = self.of_rank(rank)
-        return f"{role}:{index}"
-
-    def require(self, **counts: int | None) -> None:
-        """Raise ConfigError unless the run has exactly these roles: `ctx.roles.require(agent=1, observer=None)`.
-
-        Args:
-            **counts: number of ranks by role; None stands for one or more.
-        """
-        fits = all(self.count(role) == count for role, count in counts.items() if count is not None)
-        if not fits or set(self.names) != set(counts):
-            wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
-            example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
-            raise ConfigError(f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'")
-
-
-def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:
-    """Return a table of ranks, roles, devices and places: a header, and a line for each role in each place.
-
-    Args:
-        groups: ranks and their common place (a host or a Slurm request), in rank order.
-        devices: device by role, if known.
-    """
-    places = list(groups)
-    rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
-    for role, mine in roles._ranges():
-        for ranks, place in places:
-            both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
-            if both:
-                index = range(both.start - mine.start, both.stop - mine.start)
-                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), place))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def span(numbers: range) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-# Slurm's compressed lists, expanded without Slurm: `rack[1-2]-n[08-11]` and `2(x3),1`.
-#
-# Ranks in a container have no `scontrol show hostnames`, so the grammar of Slurm's `src/common/hostlist.c` is parsed
-# here. Malformed text that Slurm ignores (an unclosed bracket, an empty name) raises an error. Text after the last
-# bracket (`n[1-3]-ib`), which Slurm does not accept, is supported.
-#
-# Groups multiply in the order of `scontrol show hostnames`: the last one changes fastest, then the first, the second,
-# and so on (`m[1-2]n[3-4]o[5-6]`: m1n3o5, m1n3o6, m2n3o5, …). A range keeps the width of its first number.
-
-#: A nodelist with more names is rejected before memory is allocated for them.
-MAX_HOSTS = 1_000_000
-_MAX_NAME_LENGTH = 255  # DNS allows no longer name
-_GROUP = re.compile(r"\[[^\[\]]*\]")
-#: `-` at the beginning would be an option on a command line.
-_NAME = re.compile(r"(?!-)(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+")
-_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
-
-
-def minutes_of(text: str) -> float | None:
-    """Return a time limit as Slurm writes it (`1-00:00:00`, `30:00`, `90`) in minutes; None for other text."""
-    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
-    if found is None:
-        return None
-    days = found[1]
-    parts = [int(part) for part in found.groups()[1:] if part is not None]
-    if len(parts) < 3 and days is None:
-        parts = [0, *parts]  # minutes, or minutes and seconds
-    hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
-
-
-def expand(nodelist: str) -> list[str]:
-    """Return the node names of a nodelist, in its order. Raises TopologyError."""
-    hosts: list[str] = []
-    # Commas inside of brackets separate no names.
-    for name in _GROUP.sub(lambda group: group[0].replace(",", "\0"), nodelist).split(","):
-        if _NAME.fullmatch(name) is None:
-            _fail(nodelist, f"{shortened(name.replace(chr(0), ','))!r} is not a node name")
-        names = [""]
-        num_groups = name.count("[")
-        for choices, text in _PART.findall(name):
-            found = [text] if text else _numbers(nodelist, choices)
-            num_groups -= not text
-            if len(hosts) + len(names) * len(found) > MAX_HOSTS:
-                _fail(nodelist, f"more than {MAX_HOSTS:,} names")
-            if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
-                _fail(nodelist, f"a node name of more than {_MAX_NAME_LENGTH} characters")
-            if num_groups:
-                names = [left + right for right in found for left in names]
-            else:
-                names = [left + right for left in names for right in found]
-        hosts += names
-    return hosts
-
-
-def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks of each node, in node order: `2(x3),1` gives [2, 2, 2, 1]. Raises TopologyError."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _TASKS.fullmatch(part)
-        if match is None:
-            raise TopologyError(
-                f"tasks per node {shortened(text)!r}: {shortened(part)!r} is not a count like 2 or 2(x3); "
-                "use the value that Slurm sets"
-            )
-        times = int(match[2] or 1)
-        if len(counts) + times > MAX_HOSTS:
-            raise TopologyError(f"tasks per node {shortened(text)!r}: more than {MAX_HOSTS:,} nodes; check the value")
-        counts.extend([int(match[1])] * times)
-    return counts
-
-
-def _numbers(nodelist: str, choices: str) -> list[str]:
-    numbers: list[str] = []
-    for choice in choices.split("\0"):
-        match = _RANGE.fullmatch(choice)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or high < low:
-            _fail(nodelist, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
-        if len(numbers) + high - low >= MAX_HOSTS:
-            _fail(nodelist, f"more than {MAX_HOSTS:,} names")
-        numbers.extend(f"{number:0{len(match[1])}d}" for number in range(low, high + 1))
-    return numbers
-
-
-def _fail(nodelist: str, problem: str) -> NoReturn:
-    raise TopologyError(
-        f"nodelist {shortened(nodelist)!r}: {problem}; expected a form like n1,n[2-4],rack[1-2]-n[08-11]"
     )

@@ -27,9 +27,11 @@ from hpcdist.config.conversion import (
 )
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
 from hpcdist.config.removed import without_removed_defaults
-from hpcdist.config.schema import Config, ParamTexts, SecretTexts, Trainer, TrainerConfig, find_trainer, to_tree
+from hpcdist.config.schema import Config, ParamTexts, SecretTexts, to_tree
+from hpcdist.config.trainer_declaration import Trainer, find_trainer
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import ConfigError, shown, suggestion
-from hpcdist.host import files as host_files
+from hpcdist.host.json_files import stamped, unstamped
 
 # It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
 
@@ -42,7 +44,7 @@ def to_yaml(config: Config) -> str:
 
 def run_yaml(config: Config) -> str:
     """Return the content of a run folder's config: the format number, then the result of `to_yaml`."""
-    return document.dump(host_files.stamped({})) + to_yaml(config)
+    return document.dump(stamped({})) + to_yaml(config)
 
 
 def stored_tree(path: Path, section: str = "") -> dict[str, Any]:
@@ -66,7 +68,7 @@ def stored_document(path: Path, section: str = "") -> tuple[dict[str, Any], Para
     if not isinstance(tree, dict):
         raise ConfigError(f"must hold keys and values, holds a {type(tree).__name__}", source=str(path))
     texts = document.parse_texts(text)
-    return host_files.unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), texts.get("params")))
+    return unstamped(as_written(tree, texts), path), dict(texts_of(tree.get("params"), texts.get("params")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.time_limits import last_line, run_within
 
 EngineName = Literal["docker", "podman"]
 #: Limit for the first answer of the engine, because a daemon may hang.

@@ -17,10 +17,13 @@ from typing import Any, Literal
 import hpcdist
 from hpcdist.containers.engine import Engine, EngineName, error_line
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.host.commands import last_line
-from hpcdist.host.files import is_shared, long_lock, parse_json, parse_object, user_of
+from hpcdist.host.check_result import Check
+from hpcdist.host.gpu_info import driver_problem
+from hpcdist.host.json_files import parse_json, parse_object
+from hpcdist.host.locks import long_lock
 from hpcdist.host.log_files import say
-from hpcdist.host.machine import Check, driver_problem
+from hpcdist.host.ownership import is_shared, user_of
+from hpcdist.host.time_limits import last_line
 
 # An image's labels and other facts, and whether it fits this machine and this version of hpcdist.
 

@@ -14,9 +14,10 @@ from hpcdist.config.schema import Config
 from hpcdist.containers.runtimes import container_words, outer_env
 from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec, planned_container
 from hpcdist.errors import HpcdistError, UserMistake, terminal_text
-from hpcdist.host.commands import run_within
-from hpcdist.host.files import parse_object
-from hpcdist.host.machine import VERSIONS_MARK, driver_problem, source_digest, versions_program
+from hpcdist.host.gpu_info import driver_problem
+from hpcdist.host.json_files import parse_object
+from hpcdist.host.time_limits import run_within
+from hpcdist.host.versions import VERSIONS_MARK, source_digest, versions_program
 from hpcdist.slurm.on_nodes import lines_of_task
 
 #: Starting a container is quick, but a runtime may have to unpack the image on a node first.

@@ -14,9 +14,9 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from hpcdist.config.schema import DataConfig
+from hpcdist.config.training_schema import DataConfig
 from hpcdist.errors import DataError
-from hpcdist.host.files import long_lock
+from hpcdist.host.locks import long_lock
 
 log = logging.getLogger(__name__)
 

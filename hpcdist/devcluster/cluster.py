@@ -20,7 +20,8 @@ from hpcdist.devcluster import settings as files
 from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds, wait_until
 from hpcdist.devcluster.settings import CLUSTER, Daemon, Layout, Settings, inside, slurmd
 from hpcdist.errors import DevClusterError, duration, plural
-from hpcdist.host.files import user_of, write_atomic
+from hpcdist.host.files import write_atomic
+from hpcdist.host.ownership import user_of
 
 # Creation and removal of a dev cluster's files, network namespaces and links.
 

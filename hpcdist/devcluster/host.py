@@ -25,10 +25,10 @@ from hpcdist.devcluster.settings import (
     taken_names,
 )
 from hpcdist.errors import DevClusterError, RunFolderError
-from hpcdist.host import files
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host import locks
 from hpcdist.host.files import write_atomic
 from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
+from hpcdist.host.time_limits import last_line, run_within
 
 # The dev clusters of this machine, and their processes: those in one of a cluster's network namespaces.
 #
@@ -168,7 +168,7 @@ def exclusive() -> Iterator[None]:
     """Hold the lock of `up`, `down` and `node`; after a killed `up`, its child holds it for a moment."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(files.exclusive(LOCK, within_s=LOCK_WITHIN_S))
+            stack.enter_context(locks.exclusive(LOCK, within_s=LOCK_WITHIN_S))
         except RunFolderError:
             raise DevClusterError("another `hpcdist devcluster` is at work on this machine: wait for it") from None
         yield

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.time_limits import last_line, run_within
 
 #: Loading modules from a slow file system may take a while.
 LOAD_S = 120.0

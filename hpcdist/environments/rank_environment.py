@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpcdist
-from hpcdist.config.launch_schema import EnvironmentConfig
+from hpcdist.config.cluster_schema import EnvironmentConfig
 from hpcdist.config.schema import Config
 from hpcdist.environments.modules import load_modules
 from hpcdist.errors import UserMistake
-from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.files import write_atomic, write_json
-from hpcdist.host.machine import VERSIONS_MARK, driver_problem, versions_program
+from hpcdist.host.files import write_atomic
+from hpcdist.host.gpu_info import driver_problem
+from hpcdist.host.json_files import write_json
+from hpcdist.host.time_limits import last_line, run_within
+from hpcdist.host.versions import VERSIONS_MARK, versions_program
 from hpcdist.run.folder import RunDir
 
 #: Name of the Python in an environment.

@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.host.machine import install_command
+from hpcdist.host.image_identity import install_command
 
 
 def require_torch(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> None:

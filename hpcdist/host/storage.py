@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from hpcdist.host.commands import start
+from hpcdist.host.time_limits import start
 
 #: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
 LOCAL = frozenset(

@@ -11,23 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand_tasks
+from hpcdist.config.slurm_notation import expand_tasks
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.spec import rank_container
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.environments.torch_check import require_torch
 from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake
 from hpcdist.host import log_files, retry
-from hpcdist.host.files import read_json, require_trusted, write_json
+from hpcdist.host.json_files import read_json, write_json
+from hpcdist.host.ownership import require_trusted
 from hpcdist.job.launcher import SlurmLauncher
 from hpcdist.job.srun import exposed_secrets, rank_env
 from hpcdist.run import create, snapshot
+from hpcdist.run.config_origin import Origin
 from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record
+from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.records import Origin, kept
 from hpcdist.run.status import record_job_start
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.output import SlurmError, parse_gpus

@@ -15,21 +15,22 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self
 
+from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import Roles, expand, expand_tasks
+from hpcdist.config.slurm_notation import expand, expand_tasks
+from hpcdist.containers.container_steps import ContainerSteps, NoContainers
 from hpcdist.containers.spec import IMAGE_PYTHON, ContainerSpec
-from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
-from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.log_files import LogTail, last_lines
 from hpcdist.host.retry import retry
-from hpcdist.job.elastic import ElasticNodes, FixedNodes, failing_node
+from hpcdist.host.time_limits import last_line, run_within
+from hpcdist.job.elastic_nodes import ElasticNodes, FixedNodes, failing_node
 from hpcdist.job.node_steps import WatchdogStep, ranks_on_nodes
 from hpcdist.job.preflight_step import Preflight
 from hpcdist.job.srun import STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name, task_command
+from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import Attempt, RunDir, require_same
-from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
 from hpcdist.slurm.client import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps, signal_named_steps
 from hpcdist.slurm.on_nodes import Answers, JobNodes, announced, ask, nodes_command

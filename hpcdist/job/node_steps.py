@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.job.srun import NODE_STEPS, watchdog_command
 from hpcdist.run.folder import RunDir

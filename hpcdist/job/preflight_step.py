@@ -13,17 +13,18 @@ from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.host.commands import last_line
-from hpcdist.host.files import write_atomic, write_json
-from hpcdist.host.machine import Check, warning
+from hpcdist.host.check_result import Check, warning
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import write_json
+from hpcdist.host.time_limits import last_line
 from hpcdist.job.srun import PREFLIGHT_STEP, preflight_command
+from hpcdist.run.checkpoint_files import complete_checkpoints
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import complete_checkpoints
 from hpcdist.slurm.client import CurrentJob, signal_named_steps
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.placement import role_nodes

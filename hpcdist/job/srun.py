@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_words
 from hpcdist.containers.spec import ContainerSpec

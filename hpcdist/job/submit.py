@@ -16,7 +16,7 @@ from hpcdist.config.written import secret_keys
 from hpcdist.containers.spec import IMAGE_PYTHON, rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.job.srun import option_value, step_command, task_command
 from hpcdist.job.submitit_entry import supervise_in_job
 from hpcdist.run.folder import RunDir, read_record

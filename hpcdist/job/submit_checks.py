@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.containers.probe import image_problems
 from hpcdist.containers.spec import container_problems
 from hpcdist.environments.modules import module_problems
 from hpcdist.environments.rank_environment import environment_problems
 from hpcdist.environments.torch_check import torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
-from hpcdist.host.files import LARGEST, read_json, user_of
+from hpcdist.host.json_files import LARGEST, read_json
+from hpcdist.host.ownership import user_of
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, mount_of
 from hpcdist.job import submit
 from hpcdist.job.srun import exposed_secrets, option_value, unusable_path

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import PreflightError
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.host.network import amount, bandwidths
 from hpcdist.rank.process_group import Groups, deadline
 from hpcdist.run.folder import Attempt

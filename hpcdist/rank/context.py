@@ -15,25 +15,28 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter, plain_state
 from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, load_file, shard_name
-from hpcdist.config.schema import Config, find_trainer
-from hpcdist.config.topology import Roles, Topology
+from hpcdist.config.roles import Roles
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import Topology
+from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.errors import CheckpointError, TrainerError
 from hpcdist.host import retry
-from hpcdist.rank.elastic import (
+from hpcdist.rank.elastic_loop import Elastic
+from hpcdist.rank.loop_state import LoopState, Stateful
+from hpcdist.rank.micro_batches import (
     SavedDivision,
     sum_over_ranks,
 )
-from hpcdist.rank.elastic_loop import Elastic
-from hpcdist.rank.loop_state import LoopState, Stateful
 from hpcdist.rank.process_group import Groups, TimedGroups, call_of_all_ranks, gloo_group, seed_everything
 from hpcdist.rank.rank_roles import RankRoles
 from hpcdist.rank.report_data import ReportData
+from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.step_timing import EventClock, HostClock, NodeTimes, StepTimer, TimedDDP
-from hpcdist.rank.steps import Steps
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import TrainingNotes, reached_before
+from hpcdist.run.reached_steps import reached_before
+from hpcdist.run.training_record import TrainingNotes
 from hpcdist.tracking.rank_records import RankRecords
 
 log = logging.getLogger(__name__)
@@ -532,7 +535,7 @@ class Context:
         if own is not None:
             set_rng_state(own["rng"], self.device)
         elif self.elastic.is_on and rank_states and SavedDivision.of(rank_states[0]) is not None:
-            # After a step the generators are equal on all ranks, see `rank/elastic.py`.
+            # After a step the generators are equal on all ranks, see `rank/micro_batches.py`.
             set_rng_state(rank_states[0]["rng"], self.device)
         else:
             seed_everything(self._config.seed + 1 + self.rank + max(0, self._saved_step))

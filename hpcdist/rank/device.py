@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hpcdist.config.launch_schema import GPU_BACKENDS
+from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import SLURM_FIX, Roles, Topology, Variables
+from hpcdist.config.topology import SLURM_FIX, Topology, Variables
 from hpcdist.errors import ConfigError, TopologyError, shortened
-from hpcdist.host.machine import require_compiler, text_of
+from hpcdist.host.compiler import require_compiler
+from hpcdist.host.machine import text_of
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.rank.elastic import Division, MicroBatch, MicroBatchLoader, SavedDivision, divide, micro_batches
+from hpcdist.rank.micro_batches import Division, MicroBatch, MicroBatchLoader, SavedDivision, divide, micro_batches
 
 
 class Elastic:

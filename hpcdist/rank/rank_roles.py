@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpcdist.config.topology import Roles
+from hpcdist.config.roles import Roles
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.processes import StopFlag
 

@@ -13,8 +13,8 @@ from hpcdist.errors import TrainerError
 from hpcdist.rank.process_group import Groups
 from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import DatasetRecord, TrainingNotes
 from hpcdist.run.samples import MAX_RESULTS, npy
+from hpcdist.run.training_record import DatasetRecord, TrainingNotes
 
 log = logging.getLogger(__name__)
 

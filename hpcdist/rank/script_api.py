@@ -26,12 +26,13 @@ from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
-from hpcdist.host.machine import visible_devices
+from hpcdist.host.gpu_info import visible_devices
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
-from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import TrainingNotes, reached_before
+from hpcdist.run.rank_requests import RequestReader
+from hpcdist.run.reached_steps import reached_before
+from hpcdist.run.training_record import TrainingNotes
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.rank_records import RankRecords
 

@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from hpcdist.host import retry
 from hpcdist.rank.process_group import call_of_all_ranks
 from hpcdist.rank.processes import StopFlag
-from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
+from hpcdist.run.checkpoint_files import folder_name
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import folder_name
+from hpcdist.run.rank_requests import CommandResult, LiveCommand, RequestReader, read_command, write_result
 
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
@@ -125,7 +125,7 @@ ENDED_BEFORE = "the ranks ended before the profile began"
 
 @dataclass(eq=False)
 class LiveCommands:
-    """Obeys commands that do not end the attempt on one rank: `save` and `profile` (`run/commands.py`).
+    """Obeys commands that do not end the attempt on one rank: `save` and `profile` (`run/rank_requests.py`).
 
     `StopAgreement` tells all ranks the numbers of the newest commands at the same step boundary.
     """

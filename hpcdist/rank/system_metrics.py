@@ -14,7 +14,7 @@ import psutil
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
-from hpcdist.host.machine import open_gpus
+from hpcdist.host.gpu_info import open_gpus
 from hpcdist.rank.private_network import card_counters
 from hpcdist.run.folder import RunDir, system_interval_s
 from hpcdist.tracking.journal import JournalWriter

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.errors import TrainerError
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
+from hpcdist.run.attempt_times import CAUSES, Cause
 from hpcdist.run.folder import Attempt, beat_interval_s
-from hpcdist.run.records import CAUSES, Cause
 
 log = logging.getLogger(__name__)
 

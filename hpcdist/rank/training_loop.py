@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import OptimConfig, ScheduleConfig
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
-from hpcdist.rank.steps import Steps
+from hpcdist.rank.step_loop import Steps
 
 
 class Progress:

@@ -30,18 +30,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from hpcdist.config.loading import load_run_config
+from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import Roles, Topology
+from hpcdist.config.topology import Topology
 from hpcdist.config.written import arguments_of
 from hpcdist.errors import HpcdistError, PeerLost, RendezvousError, TrainerError, UserMistake
 from hpcdist.host import log_files, retry
-from hpcdist.host.files import write_json
-from hpcdist.host.machine import cache_environment
+from hpcdist.host.compiler import cache_environment
+from hpcdist.host.json_files import write_json
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders
-from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir, require_same
+from hpcdist.run.rank_requests import RequestReader
 from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:

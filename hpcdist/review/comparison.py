@@ -13,8 +13,8 @@ from hpcdist.review.charts import number
 from hpcdist.review.description import setup_rows
 from hpcdist.review.facts import RunFacts, Series, is_hidden, read_environment
 from hpcdist.review.ledger import hours_text, read_ledger
-from hpcdist.review.sweep import SweepFacts
-from hpcdist.review.text import clock, text_of
+from hpcdist.review.markdown import clock, text_of
+from hpcdist.review.sweep_facts import SweepFacts
 from hpcdist.review.uncertainty import ends, signed
 from hpcdist.review.verdict import Verdict, judge
 from hpcdist.run.folder import RunDir

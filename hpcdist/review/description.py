@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
-from hpcdist.config.schema import script_name
+from hpcdist.config.training_schema import script_name
 from hpcdist.errors import duration, few, plural
 from hpcdist.review.facts import Progress, RunFacts
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
-from hpcdist.review.text import (
+from hpcdist.review.markdown import (
     PATCH,
     TRAINING_PAGES,
     Markdown,
@@ -26,9 +26,10 @@ from hpcdist.review.text import (
     with_code,
 )
 from hpcdist.review.uncertainty import LEGEND
+from hpcdist.run.config_origin import PLAIN_SCRIPT
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord
 from hpcdist.run.sweeps import text_of
+from hpcdist.run.training_record import DatasetRecord
 
 if TYPE_CHECKING:
     from hpcdist.review.explain import Finding

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import hpcdist
-from hpcdist.host.files import open_regular, read_json, stays_inside
+from hpcdist.host.files import open_regular
+from hpcdist.host.json_files import read_json
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
+from hpcdist.host.ownership import stays_inside
 from hpcdist.review.facts import HOST_MEMORY_FIX, JOB_ENDS, NODE_FIX, ends_by_slurm, read_attempts, read_checkpoints
-from hpcdist.review.text import one_line, text_of
+from hpcdist.review.markdown import one_line, text_of
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
-from hpcdist.run.records import continuation, read_times
+from hpcdist.run.resume_text import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.output import JobInfo
 

@@ -15,17 +15,28 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hpcdist.config.document import flat
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import LARGEST, read_json, read_regular
+from hpcdist.host.files import read_regular
+from hpcdist.host.json_files import LARGEST, read_json
 from hpcdist.host.retry import retry
-from hpcdist.review.text import text_of
+from hpcdist.review.markdown import text_of
 from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error, with_error
 from hpcdist.review.verdict import Measured
-from hpcdist.run import records
+from hpcdist.run import (
+    checkpoint_files,
+    config_origin,
+    run_parameters,
+)
+from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
+from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
+from hpcdist.run.config_origin import Override, read_origin
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
+from hpcdist.run.job_record import JobStart, all_job_starts
+from hpcdist.run.reached_steps import done_step, lost_steps
 from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, devices_of, read_training
 
 T = TypeVar("T")
 
@@ -50,8 +61,8 @@ class CheckpointFacts:
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first; reads no tensors."""
     found = []
-    for step, path in records.complete_checkpoints(run):
-        if (manifest := readable(partial(read_json, path / records.MANIFEST_FILE))) is not None:
+    for step, path in complete_checkpoints(run):
+        if (manifest := readable(partial(read_json, path / MANIFEST_FILE))) is not None:
             named = _mapping(manifest.get("metrics")).items()
             metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
             created = finite_number(manifest.get("created"))
@@ -148,12 +159,12 @@ def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
     return text if len(text) <= max_chars else "…" + text[len(text) - max_chars + 1 :]
 
 
-def ends_by_slurm(run: RunDir) -> dict[int, records.JobStart]:
+def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     """Return the starts of the job that Slurm has ended, by their last attempt, unless that finished."""
-    starts = readable(lambda: records.all_job_starts(run)) or []
+    starts = readable(lambda: all_job_starts(run)) or []
     last = {}
     for attempt in run.attempts():
-        if (times := records.read_times(attempt)) is not None:
+        if (times := read_times(attempt)) is not None:
             # The newest one: a start may begin in the second in which the one before ends.
             start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
             last[start] = (attempt.number, times.status)
@@ -165,9 +176,9 @@ def ends_by_slurm(run: RunDir) -> dict[int, records.JobStart]:
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
-    training = records.read_training(attempt)
+    training = read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
-    times = records.read_times(attempt) or records.AttemptTimes(supervised=made, began=made)
+    times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
     status, cause, ended = times.status, times.reason, times.ended
     request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
     # The state in Slurm's accounting says more than that Slurm ended the job.
@@ -179,10 +190,14 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", "", max(times.began, readable(lambda: records.end_of(attempt, times)) or 0.0)
+        status, cause, ended = (
+            "failed",
+            "",
+            max(times.began, readable(lambda: end_of(attempt, times)) or 0.0),
+        )
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
-    last_step = records.done_step(attempt)
+    last_step = done_step(attempt)
     is_script = not times.measured
     if is_script and (training is None or training.began is None):
         last_step = None  # it has only logged values without a step
@@ -192,7 +207,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
-        steps_lost = records.lost_steps(last_step, resumed_at)
+        steps_lost = lost_steps(last_step, resumed_at)
     return AttemptFacts(
         number=attempt.number,
         started=times.began,
@@ -278,7 +293,7 @@ class RunFacts:
     parameters: Mapping[str, Any] = field(default_factory=dict)  #: those that apply, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
-    overrides: Mapping[str, records.Override] = field(default_factory=dict)
+    overrides: Mapping[str, Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
     overrides_known: bool = False  #: whether the config as given is recorded
     like: str = ""  #: the run that has given its config and code
@@ -288,7 +303,7 @@ class RunFacts:
     num_parameters: int | None = None
     devices: str = ""  #: of the ranks, see `TrainingRecord`
     cpu: str = ""  #: of rank 0, see `TrainingRecord`
-    datasets: tuple[records.DatasetRecord, ...] = ()
+    datasets: tuple[DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
@@ -333,7 +348,7 @@ class RunFacts:
         assert self.best is not None, "the caller has checked it"
         data = evaluated_on(self.monitor, self.datasets)
         samples: Sequence[float] | None = None
-        path = self.best.path / records.SAMPLES_FILE
+        path = self.best.path / SAMPLES_FILE
         with suppress(OSError, ValueError):
             raw = retry(lambda: read_regular(path, 4 * MAX_RESULTS + HEAD_BYTES), path)
             samples = parse_npy(raw, self.best_value)
@@ -355,10 +370,10 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     monitor = stored.config.checkpoint
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
-    known = [one for attempt in reversed(run.attempts()) if (one := records.read_training(attempt)) is not None]
-    training = next((one for one in known if one.datasets or one.num_parameters is not None), records.TrainingRecord())
+    known = [one for attempt in reversed(run.attempts()) if (one := read_training(attempt)) is not None]
+    training = next((one for one in known if one.datasets or one.num_parameters is not None), TrainingRecord())
     # Of rank 0; a resumed attempt may not have logged all metrics yet.
-    devices, cpu = records.devices_of(run)
+    devices, cpu = devices_of(run)
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
     for attempt in run.attempts():
@@ -367,7 +382,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         steps |= _mapping(beat.get("metric_steps"))
     return replace(
         _setup(run, state, stored),
-        parameters=records.parameters(run, stored),
+        parameters=run_parameters.parameters(run, stored),
         num_parameters=training.num_parameters,
         devices=devices,
         cpu=cpu,
@@ -377,7 +392,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         metrics=metrics,
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
         checkpoints=checkpoints,
-        script_files=tuple(records.script_files(run)),
+        script_files=tuple(checkpoint_files.script_files(run)),
         best=best_checkpoint(checkpoints, monitor),
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
@@ -388,7 +403,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
-    code, origin, config = _mapping(environment.get("code")), records.read_origin(run), stored.config
+    code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
     like = _mapping(environment.get("like"))
     rank_python: RankPython = ""
     if container or (environment.get("launcher") == "slurm" and config.container.runtime != "none"):
@@ -427,7 +442,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         stored=stored,
         config_name=origin.config if origin else "",
         cluster_name=origin.cluster if origin else "",
-        overrides=records.overrides(origin, stored.values) if origin else {},
+        overrides=config_origin.overrides(origin, stored.values) if origin else {},
         overrides_known=origin is not None and bool(origin.values),
         like=_text(like.get("run")),
         like_run_id=_text(like.get("run_id")),

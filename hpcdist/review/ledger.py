@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from hpcdist.config.launch_schema import ClusterConfig, read_price
-from hpcdist.config.topology import expand
+from hpcdist.config.cluster_schema import ClusterConfig, read_price
+from hpcdist.config.slurm_notation import expand
 from hpcdist.config.written import read_section
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import LARGEST, read_json_lines
+from hpcdist.host.json_files import LARGEST, read_json_lines
 from hpcdist.review.facts import read_attempts, read_checkpoints
+from hpcdist.run.attempt_times import CAUSES, AttemptTimes, Cause, NodeShare, end_of, read_times
 from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.job_record import JobStart, all_job_starts
 from hpcdist.run.lease import holder
-from hpcdist.run.records import CAUSES, AttemptTimes, Cause, JobStart, NodeShare, all_job_starts, end_of, read_times
 
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
 MEANINGS: dict[Cause, str] = {

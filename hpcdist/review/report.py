@@ -25,13 +25,13 @@ from hpcdist.review.facts import (
     readable,
 )
 from hpcdist.review.ledger import Ledger, cost_of, read_ledger, together
-from hpcdist.review.sweep import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
-from hpcdist.review.text import text_of
+from hpcdist.review.markdown import text_of
+from hpcdist.review.sweep_facts import SettingFacts, SweepFacts, read_sweep_facts, sweep_setup
 from hpcdist.review.uncertainty import LEGEND, ends
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.figures import read_figures
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import read_times
 from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of
 from hpcdist.run.sweeps import text_of as config_text
 

@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from hpcdist.run.records import DatasetRecord
+from hpcdist.run.training_record import DatasetRecord
 
 #: Metrics that are a number of correct samples by the number of samples.
 _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.])?accuracy")

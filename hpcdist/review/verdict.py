@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcdist.review.uncertainty import signed
-from hpcdist.run.records import DatasetRecord
+from hpcdist.run.training_record import DatasetRecord
 
 BETTER, WORSE = "better", "worse"
 NOISE = "within noise"

@@ -12,14 +12,16 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
+from hpcdist.config.schema import Config, new_run_problems
+from hpcdist.config.trainer_declaration import find_trainer, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, few, suggestion
 from hpcdist.host import retry
-from hpcdist.host.files import read_json, write_atomic
-from hpcdist.run import records, snapshot
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import read_json
+from hpcdist.run import kept_secrets, snapshot
+from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import Origin, write_origin
 from hpcdist.run.trainer_source import defined_names, module_specs, parse_module
 
 
@@ -141,7 +143,7 @@ def create_run(
     """Create the run folder with the code in `cwd`, or with that of the run `like`; remove the folder on errors."""
     run = RunDir.create(config.folder)
     try:
-        records.keep(run, secrets_of(config))
+        kept_secrets.keep(run, secrets_of(config))
         write_atomic(run.config, run_yaml(config), durable=True)
         if origin is not None:
             write_origin(run, origin)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files
-from hpcdist.host.files import read_json_value, write_atomic
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import fill, read_json_value, stamped, unstamped
 from hpcdist.host.retry import retry
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = 
     path = artifacts / FOLDER / f"{name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(files.stamped(content)) + "\n")
+        write_atomic(path, json.dumps(stamped(content)) + "\n")
     except OSError as error:
         log.warning("the figure %s cannot be written: %s", path, error.strerror)
 
@@ -99,7 +99,7 @@ def read_figures(artifacts: Path) -> tuple[list[Figure], list[str]]:
             raw = retry(lambda path=path: read_json_value(path, MAX_BYTES), path)  # type: ignore[misc]
             if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
                 raise ValueError(f"its kind must be one of {', '.join(KINDS)}")
-            figure: Figure = files.fill(KINDS[raw["kind"]], files.unstamped(raw, path), path)
+            figure: Figure = fill(KINDS[raw["kind"]], unstamped(raw, path), path)
             if not _is_regular(figure):
                 raise ValueError("its numbers do not fit its names")
             figures.append(figure)

@@ -64,8 +64,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files, retry
-from hpcdist.host.files import read_json, read_json_lines, write_atomic, write_json, write_private
+from hpcdist.host import files, ownership, retry
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import LARGEST, fill, read_json, read_json_lines, write_json
+from hpcdist.host.ownership import make_private, require_safe, write_private
 
 KEY_BYTES = 32
 #: Why an attempt is to end. `signal`: one to the supervisor, in a job any but SIGTERM. `preemption`: Slurm ends the
@@ -164,7 +166,7 @@ class Attempt:
             and all(_is_count(step) for step in steps.values())
             and (total is None or _is_count(total))
             and type(found.get("time")) in (int, float)
-            and 0 <= found["time"] <= files.LARGEST
+            and 0 <= found["time"] <= LARGEST
         )
         return found if is_valid else None
 
@@ -187,7 +189,7 @@ class Attempt:
         if not retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
         try:
-            return files.fill(StopRequest, read_json(self.request, within_s=within_s) or {}, self.request)
+            return fill(StopRequest, read_json(self.request, within_s=within_s) or {}, self.request)
         except RunFolderError:
             return StopRequest(cause="user", by="unreadable request file")
 
@@ -202,7 +204,7 @@ class Attempt:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and abs(value) <= files.LARGEST
+    return type(value) is int and abs(value) <= LARGEST
 
 
 # The folder of runs and the database in it belong to one user. Two users would lock each other out of the database and
@@ -215,19 +217,19 @@ DATABASE = "mlflow.db"
 
 def claim(runs_dir: Path) -> None:
     """Create the folder of runs (mode 0700). Raises RunFolderError if others could replace it, or own its database."""
-    files.require_safe(runs_dir)  # nothing is created if it is refused
+    require_safe(runs_dir)  # nothing is created if it is refused
     # The mode applies to the last folder only.
     retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
-    files.require_safe(runs_dir)
+    require_safe(runs_dir)
     if (place := own_place(runs_dir)) != runs_dir:
-        files.make_private(place)
-    files.require_safe(place / DATABASE)
+        make_private(place)
+    require_safe(place / DATABASE)
 
 
 def own_place(runs_dir: Path) -> Path:
     """Return the folder of database and environments: one of this user in `runs_dir` if others may write there."""
     try:
-        is_shared = files.is_shared(runs_dir.stat())
+        is_shared = ownership.is_shared(runs_dir.stat())
     except OSError:  # `claim` will make it
         return runs_dir
     return runs_dir / f".hpcdist-{os.geteuid()}" if is_shared else runs_dir
@@ -237,7 +239,7 @@ def claim_experiment(folder: Path) -> None:
     """Create the folders of runs and of an experiment, mode 0700, if they are missing. Raises like `claim`."""
     claim(folder.parent)
     retry.retry(lambda: folder.mkdir(mode=0o700, exist_ok=True), folder)
-    files.require_safe(folder)
+    require_safe(folder)
 
 
 def make_database(path: Path) -> None:
@@ -246,8 +248,8 @@ def make_database(path: Path) -> None:
     Raises RunFolderError if the database belongs to another user, or others may write to its folder.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files.require_safe(path)
-    if files.is_shared(path.parent.stat()):
+    require_safe(path)
+    if ownership.is_shared(path.parent.stat()):
         raise RunFolderError(
             f"others may write to {path.parent}, so that they can put a journal beside the database {path.name}:"
             f" `chmod go-w {path.parent}`, or use a database in a folder of your own (tracking.uri)"
@@ -406,7 +408,7 @@ class RunDir:
     def read_state(self) -> State:
         """Return the content of `state.json`. Raises RunFolderError, with a repair, if it cannot be read."""
         path = self.path / "state.json"
-        found = files.fill(State, require_record(path), path)
+        found = fill(State, require_record(path), path)
         # A reason may quote file names with bytes that terminals reject.
         return replace(found, reason=found.reason.encode(errors="replace").decode())
 

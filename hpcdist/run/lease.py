@@ -24,7 +24,8 @@ from typing import Any
 
 from hpcdist.errors import LeaseLostError, RunFolderError, error_text
 from hpcdist.host import retry
-from hpcdist.host.files import LARGEST, exclusive, read_json, write_json
+from hpcdist.host.json_files import LARGEST, read_json, write_json
+from hpcdist.host.locks import exclusive
 from hpcdist.run.folder import RunDir, State
 
 log = logging.getLogger(__name__)

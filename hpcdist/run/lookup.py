@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, UserMistake, suggestion
-from hpcdist.host.files import is_mine, require_trusted
+from hpcdist.host.ownership import is_mine, require_trusted
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import is_held
 from hpcdist.run.sweeps import SweepDir

@@ -22,11 +22,14 @@ from urllib.parse import unquote, urlsplit
 
 import hpcdist
 from hpcdist.config.redaction import redact_words
-from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.schema import Config
+from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import machine
-from hpcdist.host.files import fill, parse_json, write_atomic, write_json
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import fill, parse_json, write_json
+from hpcdist.host.versions import versions as installed_versions
 from hpcdist.run.folder import DATABASE, RunDir, read_record
 from hpcdist.run.lease import user_name
 
@@ -361,7 +364,7 @@ def machine_facts() -> dict[str, Any]:
     """Return platform, cores, versions, and a digest of hpcdist's source files, as `environment.json` holds them."""
     from importlib import metadata  # slow to import, and not needed in jobs
 
-    installed = machine.versions()  # of torch with its build, such as `2.11.0+cu130`, which its metadata may lack
+    installed = installed_versions()  # of torch with its build, such as `2.11.0+cu130`, which its metadata may lack
     versions: dict[str, str] = {name: installed[name] for name in ("hpcdist", "torch", "driver") if name in installed}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import LARGEST, fill, read_json, write_json
+from hpcdist.host.json_files import LARGEST, fill, read_json, write_json
 from hpcdist.run.folder import ENDED, RunDir, State, Status, StopRequest, read_record, sentence_of
+from hpcdist.run.job_record import JOB_ID, SAME_START_S, JobRecord, read_jobs
 from hpcdist.run.lease import hold, holder, user_name
-from hpcdist.run.records import JOB_ID, SAME_START_S, JobRecord, read_jobs, script_of
+from hpcdist.run.resume_text import script_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, job_id_of
 from hpcdist.slurm.output import JobInfo, SlurmError

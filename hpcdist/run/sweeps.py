@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.document import parse_value
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.written import flat_values, read_section, redacted
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
-from hpcdist.host.files import fill, read_json, require_trusted, write_json
+from hpcdist.host.json_files import fill, read_json, write_json
+from hpcdist.host.ownership import require_trusted
+from hpcdist.run.config_origin import Origin
 from hpcdist.run.folder import ENDED, RunDir, State, Status, claim_experiment, read_record, require_record
 from hpcdist.run.lease import holder
-from hpcdist.run.records import Origin
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")

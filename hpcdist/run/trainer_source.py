@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from hpcdist.config.schema import Config, find_trainer, shared_sections, trainer_sections, unused_sections
+from hpcdist.config.schema import Config, unused_sections
+from hpcdist.config.trainer_declaration import find_trainer, shared_sections, trainer_sections
 from hpcdist.errors import few
 from hpcdist.run.snapshot import find_module, trainer_place
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple, Self
 
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.time_limits import last_line, run_within
 from hpcdist.slurm import output
 from hpcdist.slurm.output import AccountedStart, JobInfo, NodeState, Partition, SlurmError, parse_text, parse_time
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hpcdist.host.commands import run_within
-from hpcdist.host.files import parse_object
+from hpcdist.host.json_files import parse_object
+from hpcdist.host.time_limits import run_within
 
 #: Name of the step, unless its user has a name of its own.
 NODES_STEP = "hpcdist-nodes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from hpcdist.config.topology import minutes_of
+from hpcdist.config.slurm_notation import minutes_of
 from hpcdist.errors import HpcdistError, shown
 
 

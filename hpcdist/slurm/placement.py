@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
+from hpcdist.config.roles import Roles, rank_table
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import Roles, expand, rank_table
+from hpcdist.config.slurm_notation import expand
 from hpcdist.errors import ConfigError, HpcdistError
 
 #: In a job with more nodes, the rank table shows the first and the last node of neighbouring roles only.

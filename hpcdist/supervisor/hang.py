@@ -25,8 +25,9 @@ import psutil
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TopologyError, few
-from hpcdist.host.files import open_regular, read_json, write_atomic, write_json
-from hpcdist.host.machine import gpus
+from hpcdist.host.files import open_regular, write_atomic
+from hpcdist.host.gpu_info import gpus
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
 from hpcdist.supervisor.protocols import Ranks

@@ -16,7 +16,7 @@ from typing import IO, Any
 from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir, State
 
 #: Time limit of the command, and of a server's answer.

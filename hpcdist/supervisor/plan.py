@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from hpcdist.config.launch_schema import GPU_BACKENDS, MAX_PER_NODE, NVIDIA
+from hpcdist.config.launch_schema import GPU_BACKENDS, NVIDIA
+from hpcdist.config.roles import DEFAULT_ROLE, Roles
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.topology import DEFAULT_ROLE, Roles, port_for
+from hpcdist.config.section import MAX_PER_NODE
+from hpcdist.config.topology import port_for
 from hpcdist.errors import ConfigError
-from hpcdist.host.machine import count_gpus, num_cores, selected_gpus
+from hpcdist.host.gpu_info import count_gpus, selected_gpus
+from hpcdist.host.machine import num_cores
 from hpcdist.rank.private_network import INTERFACE_VARIABLES
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE
 

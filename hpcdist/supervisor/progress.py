@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, Protocol
 
-from hpcdist.config.schema import Config, find_trainer
-from hpcdist.config.topology import Roles
-from hpcdist.host.files import open_regular, parse_json, read_json
+from hpcdist.config.roles import Roles
+from hpcdist.config.schema import Config
+from hpcdist.config.trainer_declaration import find_trainer
+from hpcdist.host.files import open_regular
+from hpcdist.host.json_files import parse_json, read_json
 from hpcdist.host.log_files import RANK_LINE, LogTail
 from hpcdist.run.folder import BEAT_EVERY_S, Attempt, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.protocols import Ranks

@@ -1,11 +1,14 @@
-"""Protocols of a launcher and its ranks, for the supervisor; `local.py` and `job/launcher.py` implement them."""
+"""Protocols of a launcher and its ranks, for the supervisor.
+
+`local_launcher.py` and `job/launcher.py` implement them.
+"""
 
 import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import Attempt
-from hpcdist.run.records import Resources
 
 
 class Ranks(Protocol):
@@ -38,7 +41,7 @@ class Ranks(Protocol):
 
 
 class NodeChanges:
-    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `job/elastic.py`."""
+    """Changes of the nodes of a run between its attempts: none; those of elastic runs are in `job/elastic_nodes.py`."""
 
     def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""

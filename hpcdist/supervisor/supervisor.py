@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.config.redaction import redact_text
+from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake, error_text
 from hpcdist.host import retry
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import limit_log
-from hpcdist.run import records
+from hpcdist.run import attempt_times
+from hpcdist.run.attempt_times import AttemptTimes, read_times, write_times
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, StopCause, StopRequest, explain_replacement, require_same
+from hpcdist.run.reached_steps import reached_step
+from hpcdist.run.resume_text import how_stopped, resume_point
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.ending import STATUS_AFTER, AttemptFacts, Ending, NodeFindings, Outcome, decide
 from hpcdist.supervisor.notifier import Notifier
@@ -183,14 +186,14 @@ class Supervisor:
             if late is not None and late.ends_run:
                 attempt.send_request(late)
         self._resources = self.launcher.resources
-        times = records.AttemptTimes(
+        times = AttemptTimes(
             supervised=self._began,
             began=time.time(),
-            reached=records.reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
+            reached=reached_step(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
             measured=not self.config.trainer.script,
             time_limit=None if self._allocation is None else self._allocation.end,
         )
-        self._times = records.begin(attempt, self._resources, times)
+        self._times = attempt_times.begin(attempt, self._resources, times)
         return attempt
 
     def _run_attempt(self, attempt: Attempt) -> Outcome:
@@ -205,12 +208,12 @@ class Supervisor:
             kind: Kind = "unfit" if is_unfit else "rejected" if is_mistake else "error"
             return Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
         if self.launcher.resources != self._resources:  # the preflight check has left out some nodes
-            self._times = records.begin(attempt, self.launcher.resources, self._times)
+            self._times = attempt_times.begin(attempt, self.launcher.resources, self._times)
             self._write(replace(self._state, world_size=self.launcher.num_ranks))
         self.report.attempt(attempt, self.launcher.num_ranks)
         if attempt.number > 1:
             before = self.folder.attempt(attempt.number - 1)
-            self.report.note(records.resume_point(self.folder, before, self.config.trainer.script))
+            self.report.note(resume_point(self.folder, before, self.config.trainer.script))
         try:
             watch = Watch(
                 attempt,
@@ -294,7 +297,7 @@ class Supervisor:
 
     def _failed_before(self, attempt: Attempt) -> str:
         """Return the reason of the attempt before, which an earlier start of the job may have recorded."""
-        before = records.read_times(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else None
+        before = read_times(self.folder.attempt(attempt.number - 1)) if attempt.number > 1 else None
         return before.reason if before is not None and before.failed else ""
 
     def _settle_request(self, attempt: Attempt, outcome: Outcome) -> None:
@@ -317,7 +320,7 @@ class Supervisor:
             return ""
         if request is not None and not request.ends_run:
             return "more nodes are available"
-        how = records.how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
+        how = how_stopped(self.folder, attempt, self.config.trainer.script, self._times.began)
         return how if request is not None else f"{how} (the ranks received a stop signal)"
 
     def _log_of(self, attempt: Attempt, failure: Failure) -> Path:
@@ -365,7 +368,7 @@ class Supervisor:
         return ending
 
     def _write_times(self, attempt: Attempt, status: str, reason: str) -> None:
-        records.write_times(attempt, replace(self._times, status=status, reason=reason))
+        write_times(attempt, replace(self._times, status=status, reason=reason))
 
     def _request_of(self, attempt: Attempt) -> StopRequest | None:
         """Return the request to stop the ranks of an attempt: from its file, a signal to this process, or its job."""

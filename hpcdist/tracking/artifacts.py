@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import yaml
 
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host import retry
-from hpcdist.host.files import stays_inside
+from hpcdist.host.ownership import stays_inside
 from hpcdist.review.facts import CheckpointFacts, best_checkpoint, finite_number, read_checkpoints
-from hpcdist.review.text import PATCH, escaped
+from hpcdist.review.markdown import PATCH, escaped
+from hpcdist.run.checkpoint_files import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints, step_of
 from hpcdist.tracking.journal import clean_metric_name
 from hpcdist.tracking.mlflow_client import (
     MlflowRun,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.run import commands
+from hpcdist.run import rank_requests
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import end
 from hpcdist.tracking.journal import Sent
@@ -73,7 +73,8 @@ class CommandTag:
         if (command := self._command).number:
             attempt = self._run.attempt(command.attempt)
             is_over = state.status != "running" or state.attempt != attempt.number
-            if (outcome := commands.outcome_of(attempt, command.number, command.ranks, is_over=is_over)) is not None:
+            outcome = rank_requests.outcome_of(attempt, command.number, command.ranks, is_over=is_over)
+            if outcome is not None:
                 self._note(replace(command, number=0, result="; ".join(outcome[0])))
         if (command := self._command).text:
             if command.result != command.answered:
@@ -100,7 +101,7 @@ class CommandTag:
                 raise UserMistake(f"tracking.commands allows {', '.join(allowed)}, not {action}: add it to the config")
             if parsed is None:
                 return replace(command, result=end(self._run, "stop", by=AUTHOR))
-            attempt, number = commands.send_command(self._run, replace(parsed, key=command.key))
+            attempt, number = rank_requests.send_command(self._run, replace(parsed, key=command.key))
         except (HpcdistError, OSError) as error:
             return replace(command, result=f"refused: {error}")
         ranks = list(parsed.ranks)
@@ -111,17 +112,19 @@ def _text(run: entities.Run) -> str:
     return str(run.data.tags.get(TAG, "")).strip()[:200]
 
 
-def parse(text: str) -> commands.LiveCommand | None:
+def parse(text: str) -> rank_requests.LiveCommand | None:
     """Return the command to the ranks in the value of the tag; None for `stop`."""
     action, *words = text.split()
     options = dict(word.partition("=")[::2] for word in words)
     if action in ("stop", "save") and not words:
-        return None if action == "stop" else commands.LiveCommand(action="save", by=AUTHOR)
+        return None if action == "stop" else rank_requests.LiveCommand(action="save", by=AUTHOR)
     if action != "profile" or options.keys() - {"steps", "ranks"}:
         raise UserMistake(
             f"{text[:40]!r} is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"
         )
-    steps = options.get("steps", str(commands.DEFAULT_PROFILE_STEPS))
+    steps = options.get("steps", str(rank_requests.DEFAULT_PROFILE_STEPS))
     if not (steps.isascii() and steps.isdigit() and len(steps) < 10):
         raise UserMistake(f"steps={steps[:40]}: expected a number")
-    return commands.profile_command(int(steps), commands.parse_ranks(options.get("ranks", "0"), "ranks"), by=AUTHOR)
+    return rank_requests.profile_command(
+        int(steps), rank_requests.parse_ranks(options.get("ranks", "0"), "ranks"), by=AUTHOR
+    )

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.review.ledger import Ledger, allocations_of, read_ledger
+from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.folder import CHECKS_PER_S, ENDED, RunDir, State
-from hpcdist.run.records import CAUSES, reached_step
-from hpcdist.tracking import artifacts, pages
+from hpcdist.run.reached_steps import reached_step
+from hpcdist.tracking import artifacts, run_tags
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
+from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.journal import Event, SentFacts, SentFiles, clean_name, event_files, read_events, state_key
+from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
-from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
-from hpcdist.tracking.points import Batches, Point, read_series
+from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.rank_records import SCRIPT_PREFIX
+from hpcdist.tracking.run_page import NOTE_TAG, RunPage
+from hpcdist.tracking.run_tags import MLFLOW_STATUS, fixed_tags, read_config, state_tags
+from hpcdist.tracking.series import read_series
 
 if TYPE_CHECKING:
     from hpcdist.tracking.command_tag import CommandTag
@@ -53,7 +58,7 @@ class Delivery:
     def __init__(self, run: RunDir, uri: str) -> None:
         self.run = run
         self.uri = uri
-        self.stored = pages.read_config(run)
+        self.stored = read_config(run)
         self._config_fingerprint = ""
         self._mlflow_run: MlflowRun | None = None
         self._sweep_run = ParentRun.of(run, uri)
@@ -83,8 +88,8 @@ class Delivery:
         mlflow_run = self.open_run()
         config_now = artifacts.fingerprint(self.run.config)
         if self._config_fingerprint != config_now:  # at the start, and after a resume
-            self.stored = pages.read_config(self.run)
-            mlflow_run.log_params(pages.params(self.run, self.stored))
+            self.stored = read_config(self.run)
+            mlflow_run.log_params(run_tags.params(self.run, self.stored))
             self._config_fingerprint = config_now
         state = state or self.run.read_state()
         config = self.stored.config
@@ -98,7 +103,7 @@ class Delivery:
                     self._command = CommandTag(self.run)
                 self._command.update(mlflow_run, config.tracking.commands, state)
         num_points = self.ship_records(state)
-        tags = pages.fixed_tags(self.run, self.stored) | pages.state_tags(self.run, state)
+        tags = fixed_tags(self.run, self.stored) | state_tags(self.run, state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
         if changed := {key: value for key, value in tags.items() if self._sent_facts.tags.get(key) != value}:
@@ -193,7 +198,7 @@ class Delivery:
             elif (dataset := _dataset(content)) is not None:
                 datasets.append(dataset)
         mlflow_run = self.open_run()
-        own = {clean_name(key): value for key, value in pages.params(self.run, self.stored).items()}
+        own = {clean_name(key): value for key, value in run_tags.params(self.run, self.stored).items()}
         shown = {
             SCRIPT_PREFIX + key if clean_name(key) in own else key: value
             for key, value in redact_tree(params).items()
@@ -221,7 +226,7 @@ class Delivery:
                 running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
                 ended = state.ended if state.ended is not None else time.time()
                 end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
-            self.open_run().set_status(pages.MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
+            self.open_run().set_status(MLFLOW_STATUS.get(state.status, "RUNNING"), end_ms)
             if self._sweep_run is not None:
                 self._sweep_run.refresh()
             self._status = state_key(state)

@@ -15,18 +15,19 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError, plural
-from hpcdist.host.files import fill, parse_json, read_json
+from hpcdist.host.json_files import fill, parse_json, read_json
 from hpcdist.review.description import dataset_text
 from hpcdist.review.facts import read_facts, readable
 from hpcdist.review.ledger import cost_of, price_of, read_ledger
-from hpcdist.review.text import clock, escaped, link, one_line, run_page, table, with_code
+from hpcdist.review.markdown import clock, escaped, link, one_line, run_page, table, with_code
 from hpcdist.review.uncertainty import LARGEST_VALUE, LEGEND, evaluated_on, mean_text, share_error, with_error
 from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 from hpcdist.review.verdict import Measured, judge
+from hpcdist.run.config_origin import is_generated
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import is_generated
 from hpcdist.tracking.mlflow_client import MlflowRun, all_pages, entities, translated
-from hpcdist.tracking.pages import NOTE_TAG, PARENT_TAG, as_tracking_error, below_text_of_user
+from hpcdist.tracking.parent_run import PARENT_TAG
+from hpcdist.tracking.run_page import NOTE_TAG, as_tracking_error, below_text_of_user
 
 log = logging.getLogger(__name__)
 RESULT_TAG = "hpcdist.result"

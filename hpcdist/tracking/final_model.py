@@ -8,8 +8,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from hpcdist.errors import TrackingError
+from hpcdist.run.checkpoint_files import EXAMPLE_FILE
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import EXAMPLE_FILE
 from hpcdist.tracking.artifacts import leaves_folder
 from hpcdist.tracking.mlflow_client import translated
 

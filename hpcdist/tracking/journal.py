@@ -18,7 +18,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import KEY, fill, open_regular, parse_json, read_json, stamped, unstamped, write_atomic
+from hpcdist.host.files import open_regular, write_atomic
+from hpcdist.host.json_files import KEY, fill, parse_json, read_json, stamped, unstamped
 from hpcdist.run.folder import State
 
 # Names that MLflow accepts for metrics, parameters and tags.

@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.host.files import long_lock, make_private, require_private, write_json
+from hpcdist.host.json_files import write_json
+from hpcdist.host.locks import long_lock
+from hpcdist.host.ownership import make_private, require_private
+from hpcdist.run.attempt_times import began_of
 from hpcdist.run.folder import RunDir, make_database, own_place, read_record
-from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import MAX_PARAM, MAX_TAG, clean_name, shortened
-from hpcdist.tracking.points import Point
+from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.uri import VARIABLES, credentials_file, is_server, read_credentials, sqlite_path, version_in
 
 # Settings that MLflow reads when it is imported or used. Retries of MLflow are off: they block for minutes

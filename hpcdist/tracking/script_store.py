@@ -33,8 +33,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 from mlflow.utils.search_utils import SearchExperimentsUtils, SearchLoggedModelsUtils, SearchUtils
 
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json, write_json
-from hpcdist.run.records import began_of
+from hpcdist.host.json_files import read_json, write_json
+from hpcdist.run.attempt_times import began_of
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
 from hpcdist.tracking.rank_records import SCHEME, RankRecords, run_id_of

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
-from hpcdist.host.files import lock_now, open_lock
+from hpcdist.host.locks import lock_now, open_lock
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State, require_same
 

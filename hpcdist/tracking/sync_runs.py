@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from hpcdist.config.loading import load_run_config
-from hpcdist.host.files import require_trusted
+from hpcdist.host.ownership import require_trusted
 from hpcdist.run.folder import RunDir
+from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import holder
-from hpcdist.run.records import kept
 from hpcdist.run.status import close_if_lost, job_of, update_job_starts
-from hpcdist.tracking.points import Counts
+from hpcdist.tracking.journal_tail import Counts
 from hpcdist.tracking.shipper import only_shipper
 from hpcdist.tracking.uri import is_server, resolve_uri
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import write_private
 from hpcdist.host.log_files import say
+from hpcdist.host.ownership import write_private
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingUriError, UserMistake
-from hpcdist.host.files import read_json
-from hpcdist.review.text import TRAINING_PAGES, run_page
+from hpcdist.host.json_files import read_json
+from hpcdist.review.markdown import TRAINING_PAGES, run_page
 from hpcdist.run.folder import DATABASE, RunDir, own_place
 
 

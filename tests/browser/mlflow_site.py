@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 
-from hpcdist.host.files import read_json
-from hpcdist.review.text import TRAINING_PAGES
+from hpcdist.host.json_files import read_json
+from hpcdist.review.markdown import TRAINING_PAGES
 from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.uri import experiment_page
 

@@ -13,7 +13,7 @@ from hpcdist_runs import finish, rank_of, wait_for
 from mlflow_site import Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"

@@ -24,7 +24,7 @@ from containers import (
 )
 
 import hpcdist
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 BuildImage = Callable[[str], str]
 pytestmark = pytest.mark.timeout(1200)

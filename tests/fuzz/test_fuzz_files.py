@@ -14,7 +14,7 @@ from hpcdist.checkpoint.store import read_manifest
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.status import job_of, status_of

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.topology import Topology, expand, expand_tasks, port_for
+from hpcdist.config.slurm_notation import expand, expand_tasks
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.rank.device import ranks_on_node

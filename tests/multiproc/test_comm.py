@@ -13,7 +13,8 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs
 from spawn import Rank, spawn_ranks
 
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import CommError
 from hpcdist.rank.collective_check import Stopwatch, measure
 from hpcdist.rank.context import close

@@ -30,10 +30,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcdist.checkpoint.state import Shard, load_weights, merge
-from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, TrackingConfig
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError, TrainerError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank import process_group
 from hpcdist.rank.context import Context, close
 from hpcdist.rank.processes import StopFlag

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
-from hpcdist.config.schema import (
-    Config,
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -28,7 +28,7 @@ from hpcdist.config.schema import (
     ScheduleConfig,
     StopConfig,
 )
-from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
+from hpcdist.data.datasets import EVAL_BATCH_SIZE, ImageData, Normalize, PreloadedSplit, SimpleCNN, load_datasets
 from hpcdist.rank.context import Context, close
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets

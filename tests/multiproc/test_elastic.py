@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.config.launch_schema import TrackingConfig
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
 from hpcdist.rank.context import close
-from hpcdist.rank.elastic import Division, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
+from hpcdist.rank.micro_batches import Division, TreeSum, micro_batches, sum_of_tree, sum_over_ranks
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
-from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import OptimConfig, StopConfig
 from hpcdist.rank.context import close
 from hpcdist.rank.training_loop import fill_rows
 from hpcdist.run.folder import RunDir

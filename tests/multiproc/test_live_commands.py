@@ -23,11 +23,11 @@ from http_servers import AccountServer
 from postgres_cluster import postgres_cluster
 from spawn import Rank, spawn_ranks
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
-from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.rank_requests import RequestReader
 
 COMMANDS = "tracking.commands=[stop,save,profile]"
 #: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.

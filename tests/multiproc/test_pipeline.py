@@ -14,8 +14,9 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.config.schema import Config, DataConfig
-from hpcdist.data.loading import build_model
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig
+from hpcdist.data.datasets import build_model
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group

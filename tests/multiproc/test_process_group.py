@@ -36,7 +36,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import PreflightError, RendezvousError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank import admission, collective_check
 from hpcdist.rank.admission import CurveKeys
 from hpcdist.rank.collective_check import Stopwatch

@@ -11,8 +11,9 @@ from spawn import Rank, spawn_ranks
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import OptimConfig, StopConfig
 from hpcdist.rank.context import close
 from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import build_optimizer

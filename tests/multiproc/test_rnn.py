@@ -13,15 +13,16 @@ from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
-from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import OptimConfig, StopConfig
 from hpcdist.rank.context import close
 from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn import train as rnn
-from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
+from hpcdist.trainers.rnn.token_stream import Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.train import LanguageModel, initial_rows
 
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)

@@ -13,7 +13,7 @@ import torch
 from hpcdist_runs import Runs, assert_states_equal, finish, listening, rank_of, wait_for
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.data.loading import build_model
+from hpcdist.data.datasets import build_model
 from hpcdist.rank import private_network
 
 

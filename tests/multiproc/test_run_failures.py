@@ -12,10 +12,10 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, LAST_STEP, TRAINING, Runs, finish, unused_port, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import read_ledger
-from hpcdist.run.records import read_training
+from hpcdist.run.training_record import read_training
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 

@@ -25,7 +25,7 @@ from hpcdist_runs import (
 from io_faults import Fault
 from other_user import NOBODY, as_other_user
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 
 def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:

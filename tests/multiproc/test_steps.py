@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.record_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrainerError
 from hpcdist.rank.context import Context, close
-from hpcdist.rank.steps import Steps
+from hpcdist.rank.step_loop import Steps
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 

@@ -10,7 +10,7 @@ from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
 from slurm_faults import SIMULATED_GPUS, Cell
 
 from hpcdist.checkpoint.state import load_weights
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("gpus")]
 

@@ -13,8 +13,8 @@ from slurm_faults import Cell
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.run.records import read_times
 
 #: One rank on each node; one epoch of 60 steps. A step takes at least `pace_s`, so that the run outlasts the faults.
 ELASTIC = [

@@ -19,7 +19,7 @@ from slurm_runs import SlurmRuns
 import hpcdist
 from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster, host, settings
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
 from hpcdist.slurm.output import parse_settings

@@ -31,7 +31,7 @@ from slurm_runs import ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster import settings as devcluster_settings
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 #: One form of image of each runtime. The other forms differ in starts and mounts, which a requeue shows.
 ONE_FORM = ("apptainer-sif", "enroot-sqsh", "pyxis")

@@ -11,7 +11,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 import hpcdist
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from slurm_faults import FaultScene
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.devcluster import cluster
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 
 #: A short timeout, but long enough for four ranks to import torch on two cores.
 SHORT_TIMEOUT = "launch.hang_timeout_s=60"

@@ -11,7 +11,7 @@ from slurm_cluster import DevCluster, slurm_release
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.slurm.output import parse_settings
 
 STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25

@@ -16,7 +16,7 @@ from slurm_cluster import WAIT_S, DevCluster, shared_folder
 from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.devcluster import settings
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.processes import shown_place
 from hpcdist.run.folder import RunDir
 
@@ -241,10 +241,12 @@ def test_sweep_is_a_job_array_and_resubmission_runs_only_the_failed_cell(
     assert f"tune is jobs {array}_0 to {array}_2\n" in output
     fields = devcluster.job(array)
     assert (fields["ArrayTaskId"], fields["ArrayTaskThrottle"], fields["JobName"]) == ("0-2%2", "2", "digits/tune")
-    assert {name: run[:2] for name, run in mlflow_runs(sweeps.database, "tune").items()} == {
-        "tune": ("SCHEDULED", None),
-        **{f"seed={seed}": ("SCHEDULED", "tune") for seed in (1, 2, 3)},
-    }
+    scheduled = {"tune": ("SCHEDULED", None), **{f"seed={seed}": ("SCHEDULED", "tune") for seed in (1, 2, 3)}}
+
+    def are_in_mlflow() -> bool:
+        return {name: run[:2] for name, run in mlflow_runs(sweeps.database, "tune").items()} == scheduled
+
+    wait_for(are_in_mlflow, "the upload in the background", timeout_s=WAIT_S)
 
     code, output = sweeps.command(*submit)
     assert code == 0, output

@@ -18,7 +18,7 @@ from slurm_faults import FaultScene
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.environments.modules import has_modules
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.processes import PARENT_MODULE
 
 #: The definition of `module` of a site: it changes the shell's environment.

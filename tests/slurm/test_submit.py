@@ -15,7 +15,7 @@ from simulated_gpus import libraries
 from slurm_cluster import WAIT_S, DevCluster, slurm_release
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.host.files import read_json_lines
+from hpcdist.host.json_files import read_json_lines
 from hpcdist.slurm.output import parse_time
 
 #: Until a command ends them. Such ranks start in a third of the time of ranks that train.

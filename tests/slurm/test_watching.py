@@ -16,7 +16,7 @@ from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster import cluster as devcluster_cluster
-from hpcdist.run.records import read_times
+from hpcdist.run.attempt_times import read_times
 
 WAITING = "cluster.sbatch.begin=now+1hour"
 

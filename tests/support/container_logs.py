@@ -6,7 +6,7 @@ from typing import Any
 
 import hpcdist
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.host.machine import VERSIONS_MARK, source_digest
+from hpcdist.host.versions import VERSIONS_MARK, source_digest
 
 SPEC = ContainerSpec(runtime="apptainer", image="/i/hpcdist.sif", workdir=Path("/p"))
 FACTS = {

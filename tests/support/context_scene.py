@@ -16,8 +16,8 @@ from hpcdist.rank.process_group import Groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
-from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
+from hpcdist.run.rank_requests import RequestReader
 from hpcdist.tracking.rank_records import RankRecords
 
 #: A single rank without a process group.

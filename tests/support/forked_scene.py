@@ -18,13 +18,14 @@ from supervisor_scene import NamedPipe
 
 import hpcdist
 from hpcdist.config.launch_schema import LaunchConfig
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.rank.parent import TRAINER_MODULES
 from hpcdist.rank.processes import PARENT_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.supervisor.children import Guard
-from hpcdist.supervisor.local import LocalLauncher, LocalRanks
+from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
 from hpcdist.supervisor.parents import ParentRanks, RankParents
 from hpcdist.supervisor.plan import Plan, parent_command, rank_command
 

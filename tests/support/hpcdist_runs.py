@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.processes import RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 

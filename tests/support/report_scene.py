@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review.ledger import Entry, Interval, Ledger
+from hpcdist.run.attempt_times import CAUSES, AttemptTimes, NodeShare, Resources, begin
 from hpcdist.run.figures import Figure, write_figure
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import CAUSES, AttemptTimes, NodeShare, Resources, begin
 from hpcdist.trainers.comm.results import CheckResult, RankPlace, Results, Row
 
 CONFIG: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank.processes import shown_place
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import ENDED, State

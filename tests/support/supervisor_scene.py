@@ -28,16 +28,18 @@ from unittest import mock
 
 from io_faults import Fault, Preloaded
 
-import hpcdist.supervisor.local as local_module
+import hpcdist.supervisor.local_launcher as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
-from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, TrackingConfig
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.host import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.supervisor.local import LocalLauncher
+from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure

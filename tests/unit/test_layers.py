@@ -38,13 +38,14 @@ cli
 
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("config.schema", "trainers"): "imports the declaration of a trainer when a config names that trainer"
+    ("config.trainer_declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer"
 }
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor cli
-checks.doctor checks.machine checks.node_facts checks.node_links checks.node_probe checks.preflight checks.site
+checks.doctor_report checks.machine_checks
+checks.node_facts checks.node_links checks.node_probe checks.preflight checks.site
 trainers.comm.results
 rank.processes rank.parent rank.private_network
 """.split()  # noqa: SIM905
@@ -200,8 +201,9 @@ def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
 
 #: They run in ranks, in containers and on nodes where nothing else is installed, or start quickly.
 STANDARD_LIBRARY = """
-errors host.files host.retry host.network config.redaction config.schema config.topology run.folder
-tracking.journal supervisor.ending supervisor.restart_policy supervisor.local
+errors host.files host.json_files host.locks host.ownership host.retry host.network config.redaction config.schema
+config.topology config.roles config.slurm_notation run.folder
+tracking.journal supervisor.ending supervisor.restart_policy supervisor.local_launcher
 checks.node_probe checks.node_facts checks.node_links checks.preflight
 """.split()  # noqa: SIM905
 

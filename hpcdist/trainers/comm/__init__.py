@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hpcdist.config.launch_schema import ConfigSection
 from hpcdist.config.removed import REMOVED_VALUES
-from hpcdist.config.schema import Trainer
+from hpcdist.config.section import ConfigSection
+from hpcdist.config.trainer_declaration import Trainer
 from hpcdist.errors import suggestion
 
 COMM_OPERATIONS = (

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from hpcdist.config.conversion import Mistake, convert_section
 from hpcdist.errors import RunFolderError, shown
-from hpcdist.host.files import parse_json
+from hpcdist.host.json_files import parse_json
 from hpcdist.host.network import amount, rate, seconds
 
 #: Path relative to the run's artifacts.

@@ -1,6 +1,6 @@
 """Trainer `ddp`: image classification with DistributedDataParallel."""
 
-from hpcdist.config.schema import Trainer
+from hpcdist.config.trainer_declaration import Trainer
 from hpcdist.data import model_name_problems
 
 TRAINER = Trainer(

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from hpcdist.config.schema import Config
+from hpcdist.data.datasets import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.rank.context import Context
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
 from hpcdist.run.figures import MAX_CLASSES, Matrix

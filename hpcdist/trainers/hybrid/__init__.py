@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
-from hpcdist.config.schema import Config, Trainer
+from hpcdist.config.schema import Config
+from hpcdist.config.section import IS_PATH, ConfigSection, number
+from hpcdist.config.trainer_declaration import Trainer
 
 #: Numeric features of a sample of the synthetic log.
 NUM_SYNTHETIC_NUMERIC = 4

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.data.loading import digest_of
+from hpcdist.data.datasets import digest_of
 from hpcdist.errors import DataError
 from hpcdist.trainers.hybrid import NUM_SYNTHETIC_NUMERIC, HybridConfig
 

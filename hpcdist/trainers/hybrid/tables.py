@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcdist.checkpoint.state import Shard
+from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import share_of
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group

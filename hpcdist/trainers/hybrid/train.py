@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import Shard
+from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import share_of
 from hpcdist.errors import DataError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.device import collective_backend

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.config.launch_schema import ConfigSection, number
-from hpcdist.config.schema import Config, Trainer
+from hpcdist.config.schema import Config
+from hpcdist.config.section import ConfigSection, number
+from hpcdist.config.trainer_declaration import Trainer
 from hpcdist.data import RESNET_NAMES, model_name_problems
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
+from hpcdist.data.datasets import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.data.download import prepare
-from hpcdist.data.loading import EVAL_BATCH_SIZE, ImageData, build_model, load_datasets, log_image_data
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import rpc_group

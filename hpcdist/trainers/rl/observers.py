@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import share_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.trainers.rl import RlConfig

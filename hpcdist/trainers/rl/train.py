@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from hpcdist.config.schema import Config
-from hpcdist.data.loading import digest_of
+from hpcdist.data.datasets import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr

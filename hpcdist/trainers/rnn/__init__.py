@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
-from hpcdist.config.schema import Trainer
+from hpcdist.config.section import IS_PATH, ConfigSection, number
+from hpcdist.config.trainer_declaration import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,16 +39,16 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
+from hpcdist.config.roles import share_of
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import share_of
-from hpcdist.data.loading import digest_of
+from hpcdist.data.datasets import digest_of
 from hpcdist.rank.context import Context, Restored
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.steps import Steps
+from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, fill_rows, lr_factor, set_lr
 from hpcdist.trainers.rnn import RnnConfig
-from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, load_corpus
+from hpcdist.trainers.rnn.token_stream import Batch, Columns, Corpus, load_corpus
 from hpcdist.trainers.rnn.vocabulary import CALL_TIMEOUT_S, VocabularyClient, VocabularyServer, check_vocab_size
 
 TRAINER, SERVER = "trainer", "parameter_server"

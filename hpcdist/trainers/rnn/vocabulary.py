@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import Shard
-from hpcdist.config.schema import OptimConfig
-from hpcdist.config.topology import share_of
+from hpcdist.config.roles import share_of
+from hpcdist.config.training_schema import OptimConfig
 from hpcdist.errors import ConfigError, PeerLost
 from hpcdist.rank.context import Restored
 from hpcdist.rank.rpc import RpcGroup

@@ -14,7 +14,7 @@ from gated import hold
 from torch import nn
 
 from hpcdist.config.schema import Config
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.rank.context import Context
 
 

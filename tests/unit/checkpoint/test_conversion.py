@@ -22,7 +22,7 @@ from hpcdist.checkpoint import export
 from hpcdist.checkpoint.export import export_model
 from hpcdist.checkpoint.state import Shard, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore, FileRecord, Snapshot, save_file, shard_name
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError, ExportError
 from hpcdist.run.folder import RunDir
 

@@ -25,7 +25,7 @@ from hpcdist.checkpoint import store as checkpoint_store
 from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers, plain_state
 from hpcdist.checkpoint.state import Shard, clean_state_dict, load_weights, rng_state
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, read_manifest, verified
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.host import retry

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot, _HashingFile
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from slurm_recordings import recorded
 
-from hpcdist.checks import doctor as doctor
-from hpcdist.checks.doctor import (
+from hpcdist.checks import doctor_report as doctor_report
+from hpcdist.checks.doctor_report import (
     Section,
     document,
     execute,
@@ -27,8 +27,8 @@ from hpcdist.checks.preflight import Needs
 from hpcdist.checks.site import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
-from hpcdist.host.files import write_json
-from hpcdist.host.machine import Check
+from hpcdist.host.check_result import Check
+from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import JobSnapshot
@@ -309,7 +309,7 @@ class Srun:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command = "", False, [""]
         monkeypatch.setattr(on_nodes, "run_within", self)
-        monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+        monkeypatch.setattr(doctor_report.shutil, "which", lambda name: name)
 
     def __call__(
         self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None
@@ -338,7 +338,7 @@ def test_preflight_step_runs_beside_the_ranks(
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(doctor, "check_nodes", check_nodes)
+    monkeypatch.setattr(doctor_report, "check_nodes", check_nodes)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     (slow,) = checks_of(run, config)["Node preflight"]
     assert slow.level == "warning"

@@ -17,7 +17,7 @@ from http_servers import serving
 
 from hpcdist.checks import site as module
 from hpcdist.checks.site import GIB, folder_checks, store_checks
-from hpcdist.host.machine import Check
+from hpcdist.host.check_result import Check
 
 
 def last_check(uri: str, env: dict[str, str] | None = None) -> Check:

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from hpcdist.checks import machine
-from hpcdist.checks.machine import Host, ResourceLimits, all_gpu_checks, host_name_checks, resource_checks, trial_checks
+from hpcdist.checks import machine_checks
+from hpcdist.checks.machine_checks import (
+    Host,
+    ResourceLimits,
+    all_gpu_checks,
+    host_name_checks,
+    resource_checks,
+    trial_checks,
+)
 from hpcdist.checks.site import GIB
-from hpcdist.host.machine import Check, Gpu
+from hpcdist.host.check_result import Check
+from hpcdist.host.gpu_info import Gpu
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:
@@ -137,10 +145,11 @@ def software(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, str], vision: str = "", requires: str = "", required: bool = True
 ) -> dict[str, Check]:
     """Return the results for versions of this Python's packages, by name."""
-    monkeypatch.setattr(machine, "version_of", lambda name: vision)
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: ["numpy", requires, "pillow!=8.3.*,>=5.3.0"])
+    monkeypatch.setattr(machine_checks, "version_of", lambda name: vision)
+    monkeypatch.setattr(machine_checks.metadata, "requires", lambda name: ["numpy", requires, "pillow!=8.3.*,>=5.3.0"])
     return {
-        check.name: check for check in machine.software_checks({"python": "3.11.2", **found}, torch_required=required)
+        check.name: check
+        for check in machine_checks.software_checks({"python": "3.11.2", **found}, torch_required=required)
     }
 
 
@@ -151,7 +160,7 @@ def test_torch_is_required_and_must_fit_torchvision_and_driver(monkeypatch: pyte
     assert check.text.startswith("not installed: ranks need container.image or cluster.environment"), "on a login node"
     cpu, cuda = {"torch": "2.15.0+cpu"}, {"torch": "2.15.0+cu132", "cuda": "13.2"}
     check = software(monkeypatch, cpu, "0.28.0", "torch==2.14.1")["torch"]
-    assert (check.level, check.fix) == ("failure", machine.TOGETHER)
+    assert (check.level, check.fix) == ("failure", machine_checks.TOGETHER)
     assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
     assert software(monkeypatch, cpu)["torchvision"].level == "warning"
     check = software(monkeypatch, cpu | {"driver": "580.82.07"})["torch"]
@@ -177,7 +186,7 @@ def test_two_ranks_pass_and_a_failing_or_slow_trial_has_its_cause(
     assert (check.level, "libcudart.so.13: cannot open" in check.text) == ("failure", True), check
     (check,) = trial_checks("cuda", 1, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert (check.name, check.level, "launch.device" in check.text) == ("1 rank, nccl", "failure", True), check
-    monkeypatch.setattr(machine, "TRIAL_S", 0.01)
+    monkeypatch.setattr(machine_checks, "TRIAL_S", 0.01)
     (check,) = trial_checks("cpu", 2, os.environ)
     assert (check.level, check.text) == ("warning", "the ranks did not end within 0.01 s")
 
@@ -202,7 +211,9 @@ WORKING = {
 def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.CompletedProcess[str]) -> list[Check]:
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
-    return machine.runtime_checks(host, which=lambda name: name in installed, query=lambda command: answers[command[0]])
+    return machine_checks.runtime_checks(
+        host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
+    )
 
 
 def test_working_runtimes_have_their_version_and_make_others_a_note() -> None:
@@ -218,7 +229,7 @@ def test_working_runtimes_have_their_version_and_make_others_a_note() -> None:
     assert {check.level for check in found} == {"ok"}
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
-    assert machine.runtime_checks(ADA, expected=False, which=lambda name: None) == []
+    assert machine_checks.runtime_checks(ADA, expected=False, which=lambda name: None) == []
     docker, podman = checks_of_runtimes(ADA, "docker", "podman", docker=answer(code=1))
     assert (docker.level, podman.level) == ("note", "ok"), "one working runtime suffices"
 
@@ -281,7 +292,7 @@ def test_own_squashfuse_of_apptainer_must_not_get_slurms_signals(tmp_path: Path)
 @pytest.mark.processes
 def test_hanging_and_missing_commands_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "TIMEOUT_S", 0.01)
-    hanging = machine.run_command(["/bin/sleep", "60"])
+    monkeypatch.setattr(machine_checks, "TIMEOUT_S", 0.01)
+    hanging = machine_checks.run_command(["/bin/sleep", "60"])
     assert (hanging.returncode, hanging.stderr.strip()) == (-1, "no answer within 0.01 s")
-    assert machine.run_command(["podman"]).returncode == -1
+    assert machine_checks.run_command(["podman"]).returncode == -1

@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.checks.node_links import TRANSFER_BYTES, shifts
 from hpcdist.checks.preflight import ORDER, Needs, check_nodes
-from hpcdist.host.machine import Check
+from hpcdist.host.check_result import Check
 
 GPU = {"index": 0, "used_mb": 4, "total_mb": 143771, "uncorrected_errors": 0, "throttled": [], "pids": []}
 BROKEN = GPU | {"index": 1, "uncorrected_errors": 2}

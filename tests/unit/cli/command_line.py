@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm.client import JobSnapshot

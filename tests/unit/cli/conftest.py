@@ -14,7 +14,7 @@ from hpcdist.config.loading import load_config
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
 from hpcdist.slurm.client import JobSnapshot
-from hpcdist.supervisor import local
+from hpcdist.supervisor import local_launcher
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
             pass
         return state
 
-    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
+    monkeypatch.setattr(local_launcher, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     return seen  # type: ignore[return-value]
 

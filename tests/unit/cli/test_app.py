@@ -26,7 +26,7 @@ from hpcdist import __version__
 from hpcdist.cli import app, options
 from hpcdist.errors import TrackingError
 from hpcdist.host import log_files
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import sync_runs
 

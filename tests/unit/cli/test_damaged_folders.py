@@ -13,26 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.checks.doctor import run_sections
+from hpcdist.checks.doctor_report import run_sections
 from hpcdist.cli import doctor as cli_doctor
 from hpcdist.cli import runs
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.job.submit_checks import longest_save
 from hpcdist.review.ledger import read_ledger
+from hpcdist.run.checkpoint_files import newest_step
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lookup import find_runs, find_unfinished
-from hpcdist.run.records import newest_step
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import update_job_starts
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import client
 from hpcdist.slurm.output import SlurmError
-from hpcdist.tracking import artifacts, pages
+from hpcdist.tracking import artifacts, run_tags
 from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
-from hpcdist.tracking.points import JournalTail, SentPoints
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.sent_points import SentPoints
 from hpcdist.tracking.uri import link_to_newest, link_to_run
 
 pytestmark = pytest.mark.processes  # the undamaged run is made with git
@@ -172,10 +173,10 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """Read the files that the shipper reads."""
-    state, config = run.read_state(), pages.read_config(run)
-    pages.params(run, config)
-    pages.fixed_tags(run, config)
-    pages.state_tags(run, state)
+    state, config = run.read_state(), run_tags.read_config(run)
+    run_tags.params(run, config)
+    run_tags.fixed_tags(run, config)
+    run_tags.state_tags(run, state)
     sweep_of(run)
     SentFacts.load(run.journal)
     SentFiles.load(run.journal)

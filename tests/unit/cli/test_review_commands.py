@@ -21,15 +21,16 @@ from report_scene import BEGAN, account, add_attempt, sample
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.config.loading import load_config
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import create
+from hpcdist.run.attempt_times import CAUSES, NodeShare, Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.records import CAUSES, DatasetRecord, NodeShare, Resources, TrainingRecord, write_training
 from hpcdist.run.samples import npy
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
-from hpcdist.supervisor import local as supervisor_local
+from hpcdist.supervisor import local_launcher as supervisor_local
 from hpcdist.tracking import sync_runs, ui
 from hpcdist.tracking.sync_runs import SyncReport
 from hpcdist.trainers.comm.results import ARTIFACT

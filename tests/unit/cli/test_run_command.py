@@ -14,14 +14,14 @@ from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
 from hpcdist.config.loading import load_config
-from hpcdist.containers.local import without_secrets
+from hpcdist.containers.local_container import without_secrets
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
+from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import hold
-from hpcdist.run.records import kept
-from hpcdist.supervisor import local
+from hpcdist.supervisor import local_launcher
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
@@ -70,7 +70,7 @@ def test_run_prints_the_plan_and_ends_with_the_status(hpcdist: Cli, supervised: 
 def test_detached_resume_prints_where_it_continues(
     hpcdist: Cli, make: Make, supervised: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "detach", lambda run, env: 4711)
+    monkeypatch.setattr(local_launcher, "detach", lambda run, env: 4711)
     run = make("first", status="failed", attempt=1)
     (run.checkpoints / "step-00000190").mkdir(parents=True)
     (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from command_line import Cli, Make, Seen, one_line
 
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.review.facts import read_facts
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import local
+from hpcdist.supervisor import local_launcher
 from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.pages import fixed_tags, read_config
+from hpcdist.tracking.run_tags import fixed_tags, read_config
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -50,7 +50,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Seen:
         state: State = seen["state"]
         return state
 
-    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
+    monkeypatch.setattr(local_launcher, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     return seen
 

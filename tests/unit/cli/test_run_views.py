@@ -18,15 +18,17 @@ from report_scene import BEGAN, account, add_attempt
 from rich.console import Console
 
 from hpcdist.cli import options, run_views
-from hpcdist.config.launch_schema import TrackingConfig
-from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.config.topology import Roles
-from hpcdist.host.files import short_path, write_json
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.roles import Roles
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
+from hpcdist.host.files import short_path
+from hpcdist.host.json_files import write_json
 from hpcdist.run import status
+from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo

@@ -15,17 +15,17 @@ import pytest
 from command_line import Cli, Make, Result, SetJob, job, make_sweep, one_line
 from typer.main import get_command
 
-from hpcdist.checks import doctor as checks_doctor
+from hpcdist.checks import doctor_report as checks_doctor
 from hpcdist.checks import site
 from hpcdist.cli import runs
 from hpcdist.cli.app import make_app
 from hpcdist.errors import RunFolderError
-from hpcdist.host.files import read_json, write_json
-from hpcdist.host.machine import ok
-from hpcdist.run.commands import CommandResult, write_result
+from hpcdist.host.check_result import ok
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.lease import hold, user_name
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
+from hpcdist.run.rank_requests import CommandResult, write_result
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm.client import JobSnapshot
 
@@ -448,7 +448,7 @@ def checked(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
         return None if name == "sbatch" else which(name, *more, **named)
 
     monkeypatch.setattr(shutil, "which", without_slurm)
-    monkeypatch.setattr(checks_doctor.host_machine, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(checks_doctor, "gpu_device_files", lambda: 0)
     monkeypatch.setattr(checks_doctor, "container_runtime", lambda: "")
     return functools.partial(hpcdist, "doctor")
 

@@ -15,11 +15,11 @@ from command_line import Cli, one_line
 
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review.ledger import Ledger
-from hpcdist.review.sweep import describe_sweep, read_sweep_facts
+from hpcdist.review.sweep_facts import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import RunDir, State, StopRequest
-from hpcdist.run.records import parameters
+from hpcdist.run.run_parameters import parameters
 from hpcdist.run.sweeps import SweepDir
 
 #: All tests of this file may start processes.

@@ -14,20 +14,14 @@ import pytest
 import yaml
 from config_files import Write
 
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
 from hpcdist.config.conversion import exact
 from hpcdist.config.describe import describe, json_schema
 from hpcdist.config.document import find_config, shipped_configs
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import (
-    Config,
-    DataConfig,
-    ElasticConfig,
-    cross_check,
-    largest_world_size,
-    new_run_problems,
-    role_device,
-)
+from hpcdist.config.schema import Config, cross_check, largest_world_size, new_run_problems, role_device
+from hpcdist.config.training_schema import DataConfig, ElasticConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError
 

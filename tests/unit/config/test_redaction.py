@@ -24,7 +24,9 @@ from hpcdist.config.redaction import (
     redact_tree,
     redact_words,
 )
-from hpcdist.config.schema import Config, TrainerConfig, find_trainer
+from hpcdist.config.schema import Config
+from hpcdist.config.trainer_declaration import find_trainer
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import (
     StoredConfig,
     arguments_of,

@@ -8,8 +8,8 @@ import pytest
 from container_logs import FACTS, PYXIS_CORRUPT_LOG, PYXIS_LOG, PYXIS_OTHER_TASK_LOG, SPEC, probe_output
 from slurm_recordings import FakeCommands
 
-from hpcdist.containers.steps import ContainerSteps
-from hpcdist.host.files import read_json
+from hpcdist.containers.container_steps import ContainerSteps
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 
 PYXIS = replace(SPEC, runtime="pyxis", image="/i/hpcdist.sqsh")

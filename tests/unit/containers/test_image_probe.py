@@ -20,7 +20,7 @@ from container_logs import (
 from slurm_recordings import FakeCommands
 
 import hpcdist
-from hpcdist.config.launch_schema import ContainerConfig
+from hpcdist.config.cluster_schema import ContainerConfig
 from hpcdist.config.schema import Config
 from hpcdist.containers.mounts import Mount
 from hpcdist.containers.probe import (

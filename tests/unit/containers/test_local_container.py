@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.containers.engine import EngineName
-from hpcdist.containers.local import LocalContainer, local_container, run_words
+from hpcdist.containers.local_container import LocalContainer, local_container, run_words
 
 DIGEST = "sha256:" + "0" * 64
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.schema import Config
 from hpcdist.containers import runtimes
 from hpcdist.containers.mounts import Mount

@@ -5,8 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
-from hpcdist.config.schema import Config, DataConfig, TrainerConfig
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.containers.mounts import Mount, without_nested
 from hpcdist.containers.spec import PASSED, ContainerSpec, container_problems, rank_container
 from hpcdist.errors import UserMistake

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.schema import DataConfig
+from hpcdist.config.training_schema import DataConfig
 from hpcdist.data import download
 from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, missing, prepare
 from hpcdist.errors import DataError

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpcdist.data import images as data_images
-from hpcdist.data import loading as batches_module
-from hpcdist.data.images import (
+from hpcdist.data import datasets as batches_module
+from hpcdist.data import image_sources as data_images
+from hpcdist.data.datasets import Normalize, PreloadedSplit, Split, StreamingSplit
+from hpcdist.data.image_sources import (
     CROP_PADDING,
     IMAGE_SUFFIXES,
     FolderImages,
@@ -30,7 +31,6 @@ from hpcdist.data.images import (
     read_idx_pair,
     sample_hashes,
 )
-from hpcdist.data.loading import Normalize, PreloadedSplit, Split, StreamingSplit
 from hpcdist.errors import DataError
 
 
@@ -300,7 +300,7 @@ def test_folder_image_is_the_centre_or_a_crop_by_the_hash(tmp_path: Path, monkey
     crops = [source.image(0, crop_hash) for crop_hash in range(20)]
     assert torch.equal(crops[3], source.image(0, 3))
     assert len({bytes(crop.flatten().tolist()) for crop in crops}) > 5
-    monkeypatch.setattr("hpcdist.data.images.random_resized_box", lambda image, crop_hash: (0, 0, *image.size))
+    monkeypatch.setattr("hpcdist.data.image_sources.random_resized_box", lambda image, crop_hash: (0, 0, *image.size))
     assert torch.equal(source.image(0, 1 << 32), source.image(0, 0).flip(-1))
 
 

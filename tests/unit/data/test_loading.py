@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from hpcdist.config.schema import DataConfig
-from hpcdist.data import DATASETS, MODEL_NAMES, RESNET_NAMES, loading, model_name_problems
-from hpcdist.data import images as data_images
+from hpcdist.config.training_schema import DataConfig
+from hpcdist.data import DATASETS, MODEL_NAMES, RESNET_NAMES, datasets, model_name_problems
+from hpcdist.data import image_sources as data_images
+from hpcdist.data.datasets import PreloadedSplit, StreamingSplit, build_model, digest_of, load_datasets, log_image_data
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES
-from hpcdist.data.images import FolderImages, ImageSource, TensorImages
-from hpcdist.data.loading import PreloadedSplit, StreamingSplit, build_model, digest_of, load_datasets, log_image_data
+from hpcdist.data.image_sources import FolderImages, ImageSource, TensorImages
 from hpcdist.errors import ConfigError, DataError
 
 
@@ -146,7 +146,7 @@ def test_augmented_image_folder_is_streamed(tmp_path: Path) -> None:
 def test_large_split_is_streamed(
     preload: bool, limit_bytes: int, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "PRELOAD_MAX_BYTES", limit_bytes)
+    monkeypatch.setattr(datasets, "PRELOAD_MAX_BYTES", limit_bytes)
     data = load_datasets(params("synthetic", num_workers=2), seed=3, preload=preload)
     assert type(data.train) is expected
     if isinstance(data.train, StreamingSplit):
@@ -169,14 +169,14 @@ def test_files_are_found_without_torch_and_small_datasets_load_without_slow_impo
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     code = (
         "import sys\n"
-        "from hpcdist.config.schema import DataConfig\n"
+        "from hpcdist.config.training_schema import DataConfig\n"
         "from hpcdist.data.download import missing, prepare\n"
         "datasets = [DataConfig(name=name, root=sys.argv[1], augment=True) for name in ('digits', 'mnist')]\n"
         "for data in datasets:\n"
         "    prepare(data)\n"
         "    assert not missing(data)\n"
         "assert 'torch' not in sys.modules\n"
-        "from hpcdist.data.loading import build_model, load_datasets\n"
+        "from hpcdist.data.datasets import build_model, load_datasets\n"
         "for data in datasets:\n"
         "    load_datasets(data, 0)\n"
         "build_model('simple_cnn', num_classes=2, in_channels=1, image_size=28)\n"
@@ -189,7 +189,7 @@ def test_files_are_found_without_torch_and_small_datasets_load_without_slow_impo
 # --- Digests of datasets: equal for equal data, different for any change that matters.
 
 
-NORMAL = loading.Normalize((0.5,), (0.5,), torch.device("cpu"))
+NORMAL = datasets.Normalize((0.5,), (0.5,), torch.device("cpu"))
 
 
 class Recorder:
@@ -211,7 +211,7 @@ def logged(data: DataConfig, seed: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def digest(source: ImageSource) -> str:
-    return loading._digest_of_split(StreamingSplit(source, normalize=NORMAL), 0, "train")
+    return datasets._digest_of_split(StreamingSplit(source, normalize=NORMAL), 0, "train")
 
 
 def test_both_splits_are_declared_by_rank_0_alone() -> None:
@@ -237,10 +237,10 @@ def test_synthetic_images_depend_on_the_seed() -> None:
 @pytest.mark.parametrize("part", ["image", "label"])
 def test_changed_image_or_label_changes_the_digest(part: str) -> None:
     images, labels = torch.zeros(5, 1, 4, 4, dtype=torch.uint8), torch.arange(5)
-    before = loading._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train")
+    before = datasets._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train")
     assert before == digest(TensorImages(images, labels, image_size=4, flip=False)), "preloaded or not"
     (images[3, 0, 1] if part == "image" else labels[3:4]).fill_(9)
-    assert loading._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train") != before
+    assert datasets._digest_of_split(PreloadedSplit(images, labels, normalize=NORMAL), 0, "train") != before
 
 
 def test_digest_of_image_files_covers_names_and_sizes(tmp_path: Path) -> None:

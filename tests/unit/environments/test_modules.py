@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
+from hpcdist.config.cluster_schema import ClusterConfig, EnvironmentConfig
 from hpcdist.config.schema import Config
 from hpcdist.environments import rank_environment as rank_environment_module
 from hpcdist.environments.modules import has_modules, load_modules, module_problems
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir
 
 #: A definition of `module` as sites have it: it changes the shell's environment and reports errors on stderr.

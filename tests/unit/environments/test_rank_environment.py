@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
+from hpcdist.config.cluster_schema import ClusterConfig, EnvironmentConfig
 from hpcdist.config.schema import Config
 from hpcdist.environments.rank_environment import environment_problems, link_package, python_of, rank_environment
 from hpcdist.errors import UserMistake
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir
 
 pytestmark = pytest.mark.processes

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from hpcdist_runs import hide_torch
 
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, LaunchConfig
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig, EnvironmentConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.environments.torch_check import require_torch, torch_problems
 from hpcdist.errors import ConfigError
 

@@ -18,21 +18,12 @@ from hpcdist_runs import wait_for
 
 import hpcdist
 from hpcdist.errors import ConfigError
-from hpcdist.host import machine
-from hpcdist.host.commands import run_within
-from hpcdist.host.machine import (
-    Gpu,
-    cache_environment,
-    container_runtime,
-    count_gpus,
-    driver_version,
-    image_facts,
-    require_compiler,
-    selected_gpus,
-    visible_devices,
-    visible_gpus,
-)
+from hpcdist.host import gpu_info, versions
+from hpcdist.host.compiler import cache_environment, require_compiler
+from hpcdist.host.gpu_info import Gpu, count_gpus, driver_version, selected_gpus, visible_devices, visible_gpus
+from hpcdist.host.image_identity import container_runtime, image_facts
 from hpcdist.host.network import amount, bandwidths, rate, seconds
+from hpcdist.host.time_limits import run_within
 from hpcdist.rank.system_metrics import EnergyMeter
 from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
@@ -40,9 +31,9 @@ from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
 
 def test_versions_equal_those_of_the_installed_packages() -> None:
-    found = machine.versions()
+    found = versions.versions()
     assert found["hpcdist"] == hpcdist.__version__
-    assert found["source"] == machine.source_digest(str(Path(hpcdist.__file__).parent))
+    assert found["source"] == versions.source_digest(str(Path(hpcdist.__file__).parent))
     # The version file is executed, because importing torch takes a second.
     torch = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
     assert found["torch"] == torch["__version__"]
@@ -80,7 +71,7 @@ IN_MIG_MODE = gpu(IN_MIG_MODE_NAME)
 
 def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, IDLE, BROKEN, WITHOUT_ECC, IN_MIG_MODE)
-    idle, broken, without_ecc, in_mig_mode = machine.gpus()
+    idle, broken, without_ecc, in_mig_mode = gpu_info.gpus()
     assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
     assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
     assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
@@ -91,7 +82,7 @@ def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.Mo
 
 def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, IDLE, None, {}, BROKEN)
-    assert [one.index for one in machine.gpus()] == [0, 3]
+    assert [one.index for one in gpu_info.gpus()] == [0, 3]
     assert count_gpus() == 3, "the third GPU fails later than the second"
 
 
@@ -101,15 +92,15 @@ def test_machine_without_a_driver_that_answers_has_no_gpus(monkeypatch: pytest.M
 
     install_fake_nvml(monkeypatch, IDLE)
     monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
-    monkeypatch.setattr(machine, "versions", dict)  # a real driver of this machine has its version in /proc
-    assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
+    monkeypatch.setattr(gpu_info, "versions", dict)  # a real driver of this machine has its version in /proc
+    assert (gpu_info.gpus(), count_gpus(), driver_version()) == ([], 0, "")
     answered = threading.Event()
     monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
-    monkeypatch.setattr(machine, "DRIVER_S", 0.01)
-    assert (machine.gpus(), count_gpus()) == ([], 0)
+    monkeypatch.setattr(gpu_info, "DRIVER_S", 0.01)
+    assert (gpu_info.gpus(), count_gpus()) == ([], 0)
     answered.set()
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
-    assert machine.open_gpus() == {}
+    assert gpu_info.open_gpus() == {}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +118,7 @@ def test_cuda_visible_devices_selects_gpus(
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert selected_gpus(env) == selected
     assert visible_gpus(2, env) == visible
-    monkeypatch.setattr(machine, "gpus", lambda: [SimpleNamespace(name="A100")] * 2)
+    monkeypatch.setattr(gpu_info, "gpus", lambda: [SimpleNamespace(name="A100")] * 2)
     is_mig = any(item.startswith("MIG") for item in selected or ())
     assert visible_devices(env) == ("" if is_mig else f"{visible} × A100" if visible else "CPU")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files
+from hpcdist.host import json_files, locks, ownership
 from hpcdist.host import retry as file_retry
 from hpcdist.host.retry import give_up, make_folder, patient, rename, retry
 from hpcdist.run import folder as runs_dir_module
@@ -35,7 +35,7 @@ def shared(folder: Path, mode: int = 0o2770, owner: int = 0) -> Path:
 
 def is_safe(path: Path) -> bool:
     try:
-        files.require_safe(path)
+        ownership.require_safe(path)
     except RunFolderError:
         return False
     return True
@@ -59,15 +59,15 @@ def test_folder_above_that_others_could_replace_is_refused(
     if not fix:
         RunDir.create(above / "runs" / "exp" / "first")
         return
-    with pytest.raises(RunFolderError, match=rf"{above} .*: .*{fix}.*set {files.TRUSTED_GROUPS}=nogroup") as found:
+    with pytest.raises(RunFolderError, match=rf"{above} .*: .*{fix}.*set {ownership.TRUSTED_GROUPS}=nogroup") as found:
         RunDir.create(above / "runs" / "exp" / "first")
     assert found.value.exit_code == 2
     run = above / "old" / "exp" / "first"
     run.mkdir(parents=True)
-    for require in (files.require_mine, files.require_trusted):
+    for require in (ownership.require_mine, ownership.require_trusted):
         with pytest.raises(RunFolderError, match=rf"{above} "):
             require(run, "resume")
-    monkeypatch.setenv(files.TRUSTED_GROUPS, "staff,nogroup")
+    monkeypatch.setenv(ownership.TRUSTED_GROUPS, "staff,nogroup")
     assert is_safe(run) == (mode != 0o757), "all others are no members of a group"
 
 
@@ -75,7 +75,7 @@ def test_folder_above_that_others_could_replace_is_refused(
 def test_folder_in_an_open_one_has_the_trusted_group_by_setgid_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(files.TRUSTED_GROUPS, "nogroup")
+    monkeypatch.setenv(ownership.TRUSTED_GROUPS, "nogroup")
     inner = shared(shared(tmp_path / "open", 0o3777) / "runs", 0o755, NOBODY)
     assert not is_safe(inner)
     inner.parent.chmod(0o3775)
@@ -91,12 +91,12 @@ def test_each_link_on_the_way_counts(tmp_path: Path) -> None:
     assert is_safe(tmp_path / "link" / "exp")
     os.lchown(above / "first", NOBODY, NOBODY)
     with pytest.raises(RunFolderError, match=rf"{above}/first belongs to nobody"):
-        files.require_safe(tmp_path / "link" / "exp")
+        ownership.require_safe(tmp_path / "link" / "exp")
     (above / "first").unlink()
     (above / "first").symlink_to("../own/runs")
     above.chmod(0o770)
     with pytest.raises(RunFolderError, match=rf"others may write to {above} \(mode 0770\)"):
-        files.require_safe(tmp_path / "link" / ".." / "link")
+        ownership.require_safe(tmp_path / "link" / ".." / "link")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -106,7 +106,7 @@ def test_group_of_one_user_is_that_user(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_safe(tmp_path), "the group root has no other members"
     shared(tmp_path, 0o775)
     assert not is_safe(tmp_path)
-    monkeypatch.setattr(files, "user_of", lambda uid: "nogroup")
+    monkeypatch.setattr(ownership, "user_of", lambda uid: "nogroup")
     assert is_safe(tmp_path)
     os.chown(tmp_path, 0, 987654)  # without a name, as in a container
     assert not is_safe(tmp_path)
@@ -140,7 +140,7 @@ def test_files_of_others_beside_the_runs_are_not_used(planted: Path, tmp_path: P
     with pytest.raises(RunFolderError, match=r"others may write to .*: `chmod go-w .*`, or use a database"):
         runs_dir_module.make_database(planted / "own.db")
     (tmp_path / "lock").symlink_to(tmp_path / "other")  # in a folder with the sticky bit, the kernel refuses it
-    with pytest.raises(OSError, match="symbolic links"), files.long_lock(tmp_path / "lock"):
+    with pytest.raises(OSError, match="symbolic links"), locks.long_lock(tmp_path / "lock"):
         pass
     assert not (tmp_path / "other").exists()
     assert (tmp_path / "victim").stat().st_mode & 0o777 == 0o644
@@ -157,7 +157,7 @@ def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: P
         os.lchown(own, NOBODY, NOBODY)
     with pytest.raises(RunFolderError, match=rf"{own} (belongs to nobody|.*mode 0777)"):
         RunDir.create(planted / "exp" / "first")
-    files.make_private(tmp_path / "new")
+    ownership.make_private(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
@@ -174,22 +174,22 @@ def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: P
 )
 def test_invalid_or_excessive_json_is_a_value_error(text: bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
-        files.parse_json(text)
+        json_files.parse_json(text)
     (tmp_path / "x.json").write_bytes(text)
-    assert files.read_json(tmp_path / "x.json") is None
+    assert json_files.read_json(tmp_path / "x.json") is None
 
 
 def test_json_files_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert files.parse_json("9" * 300) == 10**300 - 1
+    assert json_files.parse_json("9" * 300) == 10**300 - 1
     path = tmp_path / "huge.json"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # sparse
     with pytest.raises(ValueError, match="1099511627776 bytes, more than 1000"):
-        files.read_json_value(path, 1000)
+        json_files.read_json_value(path, 1000)
     path.write_text('{"a": 1}\n')
-    assert (files.read_json_value(path, 9), files.read_json_lines(path)) == ({"a": 1}, [{"a": 1}])
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 8)
-    assert files.read_json_lines(path) == files.read_json_lines(Path("/dev/zero")) == []
+    assert (json_files.read_json_value(path, 9), json_files.read_json_lines(path)) == ({"a": 1}, [{"a": 1}])
+    monkeypatch.setattr(json_files, "MAX_JSON_BYTES", 8)
+    assert json_files.read_json_lines(path) == json_files.read_json_lines(Path("/dev/zero")) == []
 
 
 # --- the format number
@@ -208,22 +208,22 @@ class Sample:
     ],
 )
 def test_unknown_format_is_an_error(number: object, message: str) -> None:
-    for content in ({"a": 1}, files.stamped({"a": 1})):
-        assert files.unstamped(content, Path("a.json")) == {"a": 1}
+    for content in ({"a": 1}, json_files.stamped({"a": 1})):
+        assert json_files.unstamped(content, Path("a.json")) == {"a": 1}
     with pytest.raises(RunFolderError, match=message):
-        files.unstamped({"format": number}, Path("a.json"))
+        json_files.unstamped({"format": number}, Path("a.json"))
 
 
 def test_fill_ignores_new_keys_and_names_invalid_values() -> None:
-    assert files.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
+    assert json_files.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
     with pytest.raises(RunFolderError, match=r"^a\.json is damaged: it has no whole$"):
-        files.fill(Sample, {}, Path("a.json"))
+        json_files.fill(Sample, {}, Path("a.json"))
     for value in (True, "3", None, -1, 10**400, 1.0):
         with pytest.raises(RunFolderError, match=r"^a\.json is damaged: whole cannot be '"):
-            files.fill(Sample, {"whole": value}, Path("a.json"))
+            json_files.fill(Sample, {"whole": value}, Path("a.json"))
     for value in (float("nan"), float("inf"), 10**400, "1"):
         with pytest.raises(RunFolderError, match=r"^a\.json is damaged: ratio cannot be '"):
-            files.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
+            json_files.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
 
 
 # --- Locks on file systems with and without flock
@@ -248,42 +248,42 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None) -> None:
-    with files.exclusive(path):
+    with locks.exclusive(path):
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
         message = r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
-        with pytest.raises(RunFolderError, match=message), files.exclusive(path, within_s=0.1):
+        with pytest.raises(RunFolderError, match=message), locks.exclusive(path, within_s=0.1):
             pytest.fail("held twice")
     assert not held.exists()
-    with files.exclusive(path):
+    with locks.exclusive(path):
         pass
 
 
 def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
-    with files.exclusive(path):
+    with locks.exclusive(path):
         assert not held.exists()
         message = r"\.lock has been locked by another process for more than 0\.1 s"
-        with pytest.raises(RunFolderError, match=message), files.exclusive(path, within_s=0.1):
+        with pytest.raises(RunFolderError, match=message), locks.exclusive(path, within_s=0.1):
             pytest.fail("held twice")
 
 
 def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_try_flock", lambda _: None)
-    monkeypatch.setattr(files, "LEFT_AFTER_S", 0.1)
+    monkeypatch.setattr(locks, "_try_flock", lambda _: None)
+    monkeypatch.setattr(locks, "LEFT_AFTER_S", 0.1)
     held.write_text("n2 7 1.0 abcd")
-    with files.exclusive(path):
+    with locks.exclusive(path):
         assert f" {os.getpid()} " in held.read_text()
     assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
 
 
 def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None:
     held.write_text("n3 8 1.0 new")
-    files._remove_left(held, "n2 7 1.0 old")
+    locks._remove_left(held, "n2 7 1.0 old")
     assert held.read_text() == "n3 8 1.0 new"
     assert [entry.name for entry in held.parent.iterdir()] == [held.name]
 
 
 def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, caplog: pytest.LogCaptureFixture) -> None:
-    with files.long_lock(path):
+    with locks.long_lock(path):
         assert caplog.messages == [
             f"{path} cannot be locked (no flock): do not start another process that writes there"
         ]
@@ -294,9 +294,9 @@ def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(OSError, match="Bad file descriptor"), files.long_lock(path):
+    with pytest.raises(OSError, match="Bad file descriptor"), locks.long_lock(path):
         pytest.fail("held")
-    with pytest.raises(OSError, match="Bad file descriptor"), files.exclusive(path):
+    with pytest.raises(OSError, match="Bad file descriptor"), locks.exclusive(path):
         pytest.fail("held")
 
 
@@ -314,7 +314,7 @@ def test_planted_lock_file_is_refused(path: Path, tmp_path: Path, plant: str) ->
         path.touch()
         os.chown(path, 65534, 65534)
     with pytest.raises(OSError, match=r"Too many levels of symbolic links|it is not a lock file of this user"):
-        files.open_lock(path)
+        locks.open_lock(path)
     assert target.read_text() == "valuable"
 
 

@@ -13,17 +13,13 @@ import pytest
 from slurm_recordings import FakeCommands
 from submitit.core.utils import DelayedSubmission
 
-from hpcdist.config.launch_schema import (
-    ClusterConfig,
-    ContainerConfig,
-    EnvironmentConfig,
-    LaunchConfig,
-    RoleRequest,
-    TrackingConfig,
-)
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import ConfigError, HpcdistError, UserMistake
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.job import submit
 from hpcdist.job.submit_checks import check_config
 from hpcdist.run.folder import RunDir

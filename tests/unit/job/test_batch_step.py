@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 from hpcdist_runs import hide_torch
 
-from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.cluster_schema import ClusterConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.job import batch_step, submitit_entry
 from hpcdist.job.batch_step import SupervisedJob, cluster_from_job, run_in_job
 from hpcdist.run.create import create_run

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import unused_port, wait_for
 
-from hpcdist.config.launch_schema import ClusterConfig
-from hpcdist.config.schema import Config, DataConfig
+from hpcdist.config.cluster_schema import ClusterConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import write_json
-from hpcdist.job import elastic
-from hpcdist.job.elastic import ElasticNodes, HostProbe, NodePool
+from hpcdist.host.json_files import write_json
+from hpcdist.job import elastic_nodes
+from hpcdist.job.elastic_nodes import ElasticNodes, HostProbe, NodePool
 from hpcdist.job.node_steps import has_lost_batch_host
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
@@ -70,8 +71,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", fake.env["PATH"])
     monkeypatch.setattr(on_nodes, "PATIENCE_S", 0.2)
     monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)
-    monkeypatch.setattr(elastic, "CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr(elastic, "addresses_of", lambda nodes: {})
+    monkeypatch.setattr(elastic_nodes, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(elastic_nodes, "addresses_of", lambda nodes: {})
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
     return fake
 
@@ -207,7 +208,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
         tries.append(run)
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(elastic, "newest_step", newest_step)
+    monkeypatch.setattr(elastic_nodes, "newest_step", newest_step)
     wait_for(lambda: nodes.detect_returned() == "" and len(tries) > 1, "a second try")
     nodes.close()
 
@@ -257,7 +258,7 @@ HOSTS = {"n1": "127.0.0.1", "n2": "127.0.0.2"}
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the probe in a list with one element."""
     now = [1000.0]
-    monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(elastic_nodes.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -281,7 +282,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
         return errno.EHOSTUNREACH if address[0] in lost else real(connection, address)
 
     lost = {"127.0.0.3"}
-    monkeypatch.setattr(elastic.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
+    monkeypatch.setattr(elastic_nodes.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
     for _ in range(20):
         assert probe.silent() == []
         clock[0] += 0.5
@@ -291,10 +292,10 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
         clock[0] += 0.5
         assert clock[0] < began + 10
     assert probe.silent() == ["n2"]
-    assert elastic.SILENT_S <= clock[0] - began <= elastic.SILENT_S + 2 * elastic.PROBE_EVERY_S
+    assert elastic_nodes.SILENT_S <= clock[0] - began <= elastic_nodes.SILENT_S + 2 * elastic_nodes.PROBE_EVERY_S
     assert probe.silent(30.0) == []
     lost.discard(HOSTS["n2"])
-    clock[0] += elastic.PROBE_EVERY_S
+    clock[0] += elastic_nodes.PROBE_EVERY_S
     probe.silent()
     assert probe.silent() == [], "it answers again"
     # After a pause of this process nothing is known about the nodes.
@@ -302,7 +303,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
     assert probe.silent() == []
     lost.add(HOSTS["n2"])
     for _ in range(10):  # calls that are far apart detect it as well, only later
-        clock[0] += 2 * elastic.PAUSE_S
+        clock[0] += 2 * elastic_nodes.PAUSE_S
         silent = probe.silent()
     assert silent == ["n2"]
     probe.close()

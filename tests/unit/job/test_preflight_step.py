@@ -10,13 +10,14 @@ import pytest
 from slurm_recordings import FakeCommands
 
 from hpcdist.checks.preflight import Needs
-from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig
+from hpcdist.config.cluster_schema import ClusterConfig
+from hpcdist.config.launch_schema import PreflightConfig
 from hpcdist.config.schema import Config
 from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.host.files import read_json
-from hpcdist.host.machine import Check
+from hpcdist.host.check_result import Check
+from hpcdist.host.json_files import read_json
 from hpcdist.job import preflight_step
 from hpcdist.job.preflight_step import Preflight, newest_checkpoint_bytes
 from hpcdist.job.srun import preflight_command

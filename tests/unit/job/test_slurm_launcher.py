@@ -25,12 +25,13 @@ from forked_scene import (
 from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe, Recorder
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig
+from hpcdist.config.cluster_schema import ClusterConfig
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
-from hpcdist.containers.steps import NoContainers
+from hpcdist.containers.container_steps import NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.job.launcher import RankStep, SlurmLauncher
 from hpcdist.job.preflight_step import Preflight
 from hpcdist.job.srun import ended_tasks

@@ -9,7 +9,8 @@ import pytest
 from forked_scene import hung_ranks
 from hpcdist_runs import wait_for
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.job import node_steps
 from hpcdist.job.node_steps import kill_ranks, main
@@ -18,7 +19,7 @@ from hpcdist.run.folder import Attempt
 from hpcdist.slurm import on_nodes
 from hpcdist.slurm.on_nodes import JobNodes, announced, answer_lines, ask, nodes_command, read_answers
 from hpcdist.supervisor.hang import RankProcess
-from hpcdist.supervisor.local import LocalRanks
+from hpcdist.supervisor.local_launcher import LocalRanks
 
 #: Many tests of this file start processes.
 pytestmark = pytest.mark.processes

@@ -14,11 +14,12 @@ from hpcdist_runs import hide_torch
 from slurm_recordings import FakeCommands
 
 from hpcdist.cli.run import submission_flags
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig, RoleRequest
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, DataConfig, TrainerConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.job import submit, submit_checks
 from hpcdist.job.submit_checks import (
     Findings,

@@ -11,7 +11,8 @@ import torch
 from launcher_env import OWN, STEP, Env, topology_of
 from torch.distributed import HashStore
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, PreflightError, TopologyError

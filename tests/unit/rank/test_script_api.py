@@ -12,20 +12,21 @@ import pytest
 from launcher_env import topology_of
 
 import hpcdist
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.roles import Roles
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
-from hpcdist.host.files import read_if_valid
-from hpcdist.host.machine import cpu_name, visible_devices
+from hpcdist.host.gpu_info import visible_devices
+from hpcdist.host.json_files import read_if_valid
+from hpcdist.host.machine import cpu_name
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script_api import RunningScript, entered_script
 from hpcdist.rank.worker import run_script, script_environment
-from hpcdist.run.commands import CommandResult, LiveCommand, send_command
 from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.lease import hold
-from hpcdist.run.records import TrainingRecord, read_training
+from hpcdist.run.rank_requests import CommandResult, LiveCommand, send_command
+from hpcdist.run.training_record import TrainingRecord, read_training
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.rank_records import RankRecords

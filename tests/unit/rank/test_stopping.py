@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.host.files import read_if_valid, write_json
+from hpcdist.host.json_files import read_if_valid, write_json
 from hpcdist.rank import stopping
 from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
-from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, send_command
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
+from hpcdist.run.rank_requests import CommandResult, LiveCommand, RequestReader, send_command
 
 SAVE = LiveCommand(action="save")
 

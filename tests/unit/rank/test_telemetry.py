@@ -20,7 +20,7 @@ from launcher_env import topology_of
 from torch import nn
 
 from hpcdist.errors import TrainerError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.rank import step_timing, telemetry
 from hpcdist.rank.step_timing import MAX_SEARCHES, EventClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.rank.telemetry import Heartbeat, LossWatch, enable_flight_recorders, write_records

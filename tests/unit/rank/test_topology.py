@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from launcher_env import BATCH, OWN, STEP, Env, layout, without
 
-from hpcdist.config.topology import Roles, Topology, port_for, rank_table
+from hpcdist.config.roles import Roles, rank_table
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError, TopologyError
 
 VALID: dict[str, Any] = {

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import DataConfig, ElasticConfig, OptimConfig, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.elastic import BufferChanges, Division, SavedDivision, divide, micro_batch_seed
-from hpcdist.rank.steps import Steps
+from hpcdist.rank.micro_batches import BufferChanges, Division, SavedDivision, divide, micro_batch_seed
+from hpcdist.rank.step_loop import Steps
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, settle_buckets
 
 

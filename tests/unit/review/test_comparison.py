@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report_scene import TWO_NODES, ReportScene, some_ledger
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
     MISSING,
@@ -18,9 +18,11 @@ from hpcdist.review.comparison import (
 )
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Ledger
-from hpcdist.run.records import AttemptTimes, DatasetRecord, Origin, TrainingRecord, begin, write_origin, write_training
+from hpcdist.run.attempt_times import AttemptTimes, begin
+from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.run.samples import npy
-from hpcdist.tracking.points import read_series
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
+from hpcdist.tracking.series import read_series
 
 LOSS = {step: 1 / step for step in range(1, 11)}
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.cluster_schema import ClusterConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import StoredConfig
 from hpcdist.errors import duration
 from hpcdist.review.comparison import compare_settings
 from hpcdist.review.description import attempt_rows, describe, setup_rows, wrapped
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.review.sweep import CellFacts, SweepFacts, describe_sweep
-from hpcdist.review.text import Markdown, escaped, table, with_code
+from hpcdist.review.markdown import Markdown, escaped, table, with_code
+from hpcdist.review.sweep_facts import CellFacts, SweepFacts, describe_sweep
+from hpcdist.run.config_origin import PLAIN_SCRIPT, Override
 from hpcdist.run.folder import State
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override
+from hpcdist.run.training_record import DatasetRecord
 
 GAP = "&nbsp;&nbsp;|"
 FIRST = AttemptFacts(

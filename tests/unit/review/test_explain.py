@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review.explain import PATTERNS, explain, explain_attempt, first_match
+from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.run.status import close_if_lost
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from report_scene import ReportScene, failure, some_ledger
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review import report
 from hpcdist.review.charts import line_chart
 from hpcdist.review.explain import explain
 from hpcdist.review.facts import Series
 from hpcdist.review.report import render_report, render_sweep, write_report
+from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.figures import Curves, Histogram, Matrix
-from hpcdist.run.records import CAUSES
 from hpcdist.run.sweeps import SweepDir
-from hpcdist.tracking.points import read_series
+from hpcdist.tracking.series import read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 

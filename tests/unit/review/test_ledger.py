@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from report_scene import BEGAN, account, add_attempt
 
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.review import ledger as review_ledger
 from hpcdist.review.ledger import Ledger, allocated_s, allocations_of, read_ledger
+from hpcdist.run.attempt_times import NodeShare as Share
+from hpcdist.run.attempt_times import Resources, read_times
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import NodeShare as Share
-from hpcdist.run.records import Resources, reached_step, read_times
+from hpcdist.run.reached_steps import reached_step
 
 
 def sums(ledger: Ledger, attempt: int | None = None) -> dict[str, float]:

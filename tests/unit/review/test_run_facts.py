@@ -12,7 +12,7 @@ from report_scene import ReportScene
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review.explain import read_faults
 from hpcdist.review.facts import (
     MAX_POINTS,
@@ -27,22 +27,12 @@ from hpcdist.review.facts import (
     with_speeds,
 )
 from hpcdist.review.ledger import timed_attempts
+from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
+from hpcdist.run.config_origin import Override, load_origin, write_origin
 from hpcdist.run.folder import RunDir, StopRequest
-from hpcdist.run.records import (
-    AttemptTimes,
-    DatasetRecord,
-    NodeShare,
-    Override,
-    Resources,
-    TrainingRecord,
-    begin,
-    load_origin,
-    write_origin,
-    write_times,
-    write_training,
-)
-from hpcdist.tracking.pages import state_tags
-from hpcdist.tracking.points import read_series
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
+from hpcdist.tracking.run_tags import state_tags
+from hpcdist.tracking.series import read_series
 
 
 class Folder:

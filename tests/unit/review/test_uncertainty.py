@@ -4,7 +4,7 @@ import pytest
 from scipy.stats import binomtest
 
 from hpcdist.review.uncertainty import mean_text, num_evaluated, share_error, signed, with_error
-from hpcdist.run.records import DatasetRecord
+from hpcdist.run.training_record import DatasetRecord
 
 TRAIN = DatasetRecord(name="digits", num_samples=1433)
 TEST = DatasetRecord(name="digits", split="test", num_samples=364, digest="1a")

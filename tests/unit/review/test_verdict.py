@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from hpcdist.review.verdict import Measured, Verdict, is_other_data, judge
-from hpcdist.run.records import DatasetRecord
+from hpcdist.run.training_record import DatasetRecord
 
 TEST = DatasetRecord(name="digits", split="test", num_samples=364, digest="1a")
 VAL = DatasetRecord(name="digits", split="val", num_samples=100, digest="2b")

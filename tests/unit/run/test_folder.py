@@ -20,8 +20,9 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files
-from hpcdist.host.files import read_json, write_atomic, write_json
+from hpcdist.host import ownership
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run import lease
 from hpcdist.run.create import create_run
@@ -188,7 +189,7 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
     RunDir.create(tmp_path / "runs" / "exp" / "first")
     monkeypatch.setattr(os, "geteuid", lambda: 987654)
     if me == 0:
-        files.require_safe(tmp_path)
+        ownership.require_safe(tmp_path)
     owned = os.stat_result((0o40755, 1, 1, 1, 987653, 0, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda path, **_: owned)
     with pytest.raises(
@@ -198,7 +199,7 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
         r" start a container as the folder's owner with `--user \$\(id -u\):\$\(id -g\)`; if you trust the group root,"
         r" set HPCDIST_TRUSTED_GROUPS=root$",
     ):
-        files.require_safe(Path("/elsewhere"))
+        ownership.require_safe(Path("/elsewhere"))
 
 
 # --- two users
@@ -304,7 +305,7 @@ def test_shared_folder_of_root_has_one_user_per_experiment(python: list[str], sh
 
 @pytest.mark.processes
 def test_root_outside_of_a_user_namespace_is_root(python: list[str]) -> None:
-    code = "import pathlib, hpcdist.host.files as found; print(found.require_safe(pathlib.Path('/usr')))"
+    code = "import pathlib, hpcdist.host.ownership as found; print(found.require_safe(pathlib.Path('/usr')))"
     command = ["unshare", "-U", f"--map-user={ADA}", *python, "-c", code]
     done = subprocess.run(command, user=ADA, group=ADA, capture_output=True, text=True, check=False, cwd="/")
     if "unshare failed" in done.stderr:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from hpcdist.errors import LeaseLostError, RunFolderError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, holder

@@ -12,13 +12,13 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.job.preflight_step import newest_checkpoint_bytes
 from hpcdist.review.facts import read_checkpoints
 from hpcdist.review.ledger import allocations_of
-from hpcdist.run import records
+from hpcdist.run import checkpoint_files, config_change, config_origin, kept_secrets, resume_text, run_parameters
 from hpcdist.run.folder import RunDir, Status
-from hpcdist.run.records import all_job_starts, job_starts
+from hpcdist.run.job_record import all_job_starts, job_starts
 from hpcdist.run.status import keep_job, update_job_starts
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart, SlurmError
@@ -53,27 +53,27 @@ def lr(path: Path) -> float:
 
 def test_changed_config_stays_and_each_attempt_keeps_its_own(run: RunDir, runs_dir: Path) -> None:
     for value in ("0.5", "0.6"):  # of two resumes before the next attempt
-        records.change_config(run, config(runs_dir, f"optim.lr={value}"))
+        config_change.change_config(run, config(runs_dir, f"optim.lr={value}"))
     second = run.new_attempt()
-    records.change_config(run, config(runs_dir, "optim.lr=0.6"))
+    config_change.change_config(run, config(runs_dir, "optim.lr=0.6"))
     assert not second.config.exists(), "nothing was changed"
-    records.change_config(run, config(runs_dir, "optim.lr=0.7"))
+    config_change.change_config(run, config(runs_dir, "optim.lr=0.7"))
     assert [lr(path) for path in (run.attempt(1).config, second.config, run.config)] == [0.002, 0.6, 0.7]
 
 
 def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:
     changed = config(runs_dir, "model.name=resnet18", "optim.name=sgd", "optim.lr=0.5")
     with pytest.raises(ConfigError) as found:
-        records.check(run, changed)
+        config_change.check(run, changed)
     assert found.value.problems == (
         "model.name was 'simple_cnn' when the checkpoint of step 40 was written and cannot be 'resnet18' now: leave it"
         " out, or start a new run",
         "optim.name was 'adam' when the checkpoint of step 40 was written and cannot be 'sgd' now: leave it out, or"
         " start a new run",
     )
-    records.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
+    config_change.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
     (run.checkpoints / "step-00000040" / "manifest.json").unlink()
-    records.check(run, changed)
+    config_change.check(run, changed)
 
 
 # --- interpolations
@@ -99,8 +99,8 @@ def parameters_of(tmp_path: Path, yaml: str, *overrides: str, changed: str = "")
     config.write_text(yaml)
     run = RunDir.create(tmp_path / "runs" / "digits" / "first")
     run.config.write_text(run_yaml(load_config(config, [*overrides, *filter(None, [changed])])))
-    records.write_origin(run, records.load_origin(str(config), overrides))
-    return records.parameters(run, read_stored(run.config))
+    config_origin.write_origin(run, config_origin.load_origin(str(config), overrides))
+    return run_parameters.parameters(run, read_stored(run.config))
 
 
 OWN = """
@@ -150,7 +150,7 @@ def test_script_has_its_arguments_and_what_was_written(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_arguments_of_a_script_by_name(command: str, expected: dict[str, str]) -> None:
-    assert records.script_arguments(command.split()) == expected
+    assert run_parameters.script_arguments(command.split()) == expected
 
 
 # --- `secrets.json` of a run, readable by its owner only
@@ -166,50 +166,50 @@ def empty(tmp_path: Path) -> RunDir:
 def test_file_is_private_with_any_umask(empty: RunDir) -> None:
     before = os.umask(0)
     try:
-        records.keep(empty, VALUES)
+        kept_secrets.keep(empty, VALUES)
     finally:
         os.umask(before)
     assert empty.secrets.stat().st_mode & 0o777 == 0o600
-    assert records.kept(empty) == VALUES
-    records.keep(empty, {"A": "b"})
-    assert records.kept(empty) == {"A": "b"}
+    assert kept_secrets.kept(empty) == VALUES
+    kept_secrets.keep(empty, {"A": "b"})
+    assert kept_secrets.kept(empty) == {"A": "b"}
     assert sorted(path.name for path in empty.path.iterdir() if path.is_file()) == ["secrets.json", "state.json"]
-    records.keep(empty, {})
+    kept_secrets.keep(empty, {})
     assert not empty.secrets.exists()
-    assert records.kept(empty) == {}
+    assert kept_secrets.kept(empty) == {}
 
 
 @pytest.mark.parametrize("status", get_args(Status))
 def test_file_is_removed_when_the_run_is_finished_or_cancelled(empty: RunDir, status: Status) -> None:
-    records.keep(empty, VALUES)
+    kept_secrets.keep(empty, VALUES)
     empty.write_state(replace(empty.read_state(), status=status))
     assert empty.secrets.exists() == (status not in ("finished", "cancelled"))
 
 
 def test_readable_or_damaged_file_symbolic_link_and_pipe_are_errors(empty: RunDir) -> None:
-    records.keep(empty, VALUES)
+    kept_secrets.keep(empty, VALUES)
     empty.secrets.chmod(0o640)
     message = r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"
     with pytest.raises(RunFolderError, match=message):
-        records.kept(empty)
+        kept_secrets.kept(empty)
     empty.secrets.chmod(0o600)
     for text in ("{", "[" * 100_000, '{"values": {"A": 1}}'):
         empty.secrets.write_text(text)
         with pytest.raises(RunFolderError, match=r"is damaged: remove it, and set its variables in the environment"):
-            records.kept(empty)
+            kept_secrets.kept(empty)
     empty.secrets.rename(empty.path / "elsewhere")
     empty.secrets.symlink_to("elsewhere")
     with pytest.raises(RunFolderError, match=r"secrets\.json cannot be read: Too many levels of symbolic links"):
-        records.kept(empty)
+        kept_secrets.kept(empty)
     empty.secrets.unlink()
     os.mkfifo(empty.secrets, 0o600)
     with pytest.raises(RunFolderError, match=r"secrets\.json is not a regular file: remove it"):
-        records.kept(empty)
+        kept_secrets.kept(empty)
     empty.secrets.unlink()
-    records.keep(empty, VALUES)
+    kept_secrets.keep(empty, VALUES)
     if os.geteuid() == 0:
         os.chown(empty.secrets, 65534, 65534)
-        assert records.kept(empty) == {}, "of another user"
+        assert kept_secrets.kept(empty) == {}, "of another user"
 
 
 # --- Checkpoints by their names and manifests: copies, unfinished and damaged ones are not counted
@@ -233,32 +233,33 @@ def stepped(tmp_path: Path) -> RunDir:
 
 
 def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> None:
-    assert [step for step, _ in records.complete_checkpoints(stepped)] == [9, 100_000_000]
-    assert records.newest_step(stepped) == 100_000_000
+    assert [step for step, _ in checkpoint_files.complete_checkpoints(stepped)] == [9, 100_000_000]
+    assert checkpoint_files.newest_step(stepped) == 100_000_000
     assert [facts.step for facts in read_checkpoints(stepped)] == [9, 100_000_000]
     assert newest_checkpoint_bytes(stepped) == len('{"step": 100000000}')
     (stepped.checkpoints / "step-100000000" / "manifest.json").write_text("{")
-    assert records.newest_step(stepped) == 9
+    assert checkpoint_files.newest_step(stepped) == 9
     (stepped.checkpoints / "step-00000009" / "manifest.json").unlink()
-    assert records.newest_step(stepped) is None
+    assert checkpoint_files.newest_step(stepped) is None
 
 
 def test_resume_point_names_step_or_file_of_a_script_and_lost_steps(stepped: RunDir, empty: RunDir) -> None:
     before = stepped.new_attempt()
-    assert records.resume_point(stepped, before) == "resuming at step 100000000"
+    assert resume_text.resume_point(stepped, before) == "resuming at step 100000000"
     write_json(before.outcome(0), {"outcome": "failed", "step": 100_000_014})
     lost = "14 steps lost (100000001 to 100000014)"
-    assert records.resume_point(stepped, before) == f"resuming at step 100000000, {lost}"
+    assert resume_text.resume_point(stepped, before) == f"resuming at step 100000000, {lost}"
     before = empty.new_attempt()
     write_json(before.outcome(0), {"outcome": "failed", "step": 1})
     assert (
-        records.resume_point(empty, before) == "starting at step 0, since there is no checkpoint, 1 step lost (step 1)"
+        resume_text.resume_point(empty, before)
+        == "starting at step 0, since there is no checkpoint, 1 step lost (step 1)"
     )
-    assert records.resume_point(empty, before, ["train.py"]) == (
+    assert resume_text.resume_point(empty, before, ["train.py"]) == (
         "starts train.py from the beginning, unless it has saved elsewhere"
     )
     (empty.checkpoints / "newest.pt").touch()
-    assert records.resume_point(empty, before, ["train.py"]) == (
+    assert resume_text.resume_point(empty, before, ["train.py"]) == (
         "starts train.py again, with its files in the run's checkpoints/"
     )
 

@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 import hpcdist
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.errors import UserMistake
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import CHECKS_PER_S, WRITES_PER_S, RunDir, beat_interval_s, num_due_ranks, system_interval_s
+from hpcdist.run.job_record import all_job_starts, job_starts
 from hpcdist.run.lease import hold
-from hpcdist.run.records import all_job_starts, job_starts
 from hpcdist.run.status import (
     QUERY_EVERY_S,
     QUERY_UNAVAILABLE_S,

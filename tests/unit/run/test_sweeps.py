@@ -12,7 +12,7 @@ from hpcdist.cli import sweep as cli_sweep
 from hpcdist.cli.sweep import Choice, choose, prepare, verdict
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.create import create_run, label_of
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import hold

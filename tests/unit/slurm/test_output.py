@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from slurm_recordings import FakeCommands, recorded
 
-from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.job.launcher import job_resources
 from hpcdist.job.submit import estimate_start
-from hpcdist.run.records import NodeShare
+from hpcdist.run.attempt_times import NodeShare
 from hpcdist.slurm import client, output
 from hpcdist.slurm.output import SlurmError
 

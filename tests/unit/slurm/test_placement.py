@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.cluster_schema import ClusterConfig, RoleRequest
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand, expand_tasks
+from hpcdist.config.slurm_notation import expand, expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, TopologyError
 from hpcdist.slurm.placement import (
     RoleNodes,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from forked_scene import hung_ranks
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import Attempt
 from hpcdist.supervisor import hang
 

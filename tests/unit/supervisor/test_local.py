@@ -15,21 +15,25 @@ import pytest
 import torch
 from supervisor_scene import DONE, FAKE_RANK, STOP_ON_REQUEST, Recorder, Scene, ScriptedJob, fails
 
-from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
+from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig, RoleRequest
+from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig, TrainerConfig
+from hpcdist.config.record_schema import TrackingConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology, port_for
+from hpcdist.config.training_schema import DataConfig, ElasticConfig, TrainerConfig
 from hpcdist.errors import NO_PROCESS, ConfigError, RunFolderError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run import create, folder, snapshot
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.create import check_trainer, create_run
 from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import hold
-from hpcdist.run.records import kept, read_times
 from hpcdist.run.status import end
-from hpcdist.supervisor import local
+from hpcdist.supervisor import local_launcher
 from hpcdist.supervisor import plan as plans
-from hpcdist.supervisor.local import LocalRanks, supervise_locally
+from hpcdist.supervisor.local_launcher import LocalRanks, supervise_locally
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.supervisor.protocols import NodeChanges
 from tests.support.fake_nvml import gpu, install_fake_nvml
@@ -122,7 +126,9 @@ def test_ranks_get_folder_code_and_secrets_of_their_run(
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
     (run.path / "script.json").write_text(json.dumps({"1.0": [["environment", None], *DONE]}))
-    monkeypatch.setattr(local, "rank_command", lambda folder: [sys.executable, "-S", str(FAKE_RANK), str(folder)])
+    monkeypatch.setattr(
+        local_launcher, "rank_command", lambda folder: [sys.executable, "-S", str(FAKE_RANK), str(folder)]
+    )
     project.rename(project.with_name("moved"))
     config = replace(config, launch=LaunchConfig(fork=False))
     report = Recorder()
@@ -155,7 +161,7 @@ def test_run_without_room_for_a_process_has_failed_with_that_cause(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     run = create_run(make(), project)
-    monkeypatch.setattr(local, "Guard", no_more_processes)
+    monkeypatch.setattr(local_launcher, "Guard", no_more_processes)
     state = supervise_locally(run, make(), PLAN, lambda: nullcontext(Recorder()), {}, tracking_uri="")
     assert (state.status, state.reason) == ("failed", f"Resource temporarily unavailable: {NO_PROCESS}")
     assert run.read_state() == state
@@ -450,5 +456,5 @@ def test_supervisor_that_ends_before_its_first_state_is_an_error(runs_dir: Path)
     run = RunDir.create(runs_dir / "exp" / "first")
     run.config.write_text("launch: {device: tpu}\n")
     with pytest.raises(RunFolderError, match=r"^the supervisor of first ended before .*: see \S+/supervisor\.log$"):
-        local.detach(run, os.environ)
+        local_launcher.detach(run, os.environ)
     assert "launch.device must be one of" in (run.path / "supervisor.log").read_text()

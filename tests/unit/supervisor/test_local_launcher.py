@@ -21,7 +21,7 @@ from supervisor_scene import NamedPipe
 from hpcdist.rank.processes import PARENT_MODULE
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.children import Guard
-from hpcdist.supervisor.local import LocalRanks
+from hpcdist.supervisor.local_launcher import LocalRanks
 from hpcdist.supervisor.parents import RankParents
 
 #: All tests of this file may start processes.

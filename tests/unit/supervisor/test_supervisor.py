@@ -16,8 +16,8 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
 from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, StopRequest, identity
-from hpcdist.run.records import read_times
 from hpcdist.supervisor.protocols import NodeChanges
 from hpcdist.supervisor.signals import SignalRequests
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hpcdist.config.launch_schema import LaunchConfig
-from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.host.files import read_json
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import CHECKS_PER_S, Attempt, StopRequest
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module

@@ -17,9 +17,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.review import facts
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import artifacts, delivery

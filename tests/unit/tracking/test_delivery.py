@@ -14,15 +14,16 @@ from report_scene import BEGAN, ReportScene, account, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.review import report
+from hpcdist.run.attempt_times import CAUSES
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import CAUSES
 from hpcdist.tracking import delivery
 from hpcdist.tracking.delivery import LedgerMetrics, ReportWriter
 from hpcdist.tracking.journal import SentFacts, SentFiles, state_key
+from hpcdist.tracking.metric_point import Point
 from hpcdist.tracking.mlflow_client import MlflowRun
-from hpcdist.tracking.points import Point, SentPoints
+from hpcdist.tracking.sent_points import SentPoints
 
 
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
@@ -113,7 +114,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery, mlflow_client, points
+from hpcdist.tracking import batches, delivery, mlflow_client
 {trap}
 delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2]).ship_once()
 """
@@ -128,7 +129,7 @@ mlflow_client.write_json = trap
 BETWEEN_SEND_AND_PERSIST = """
 def trap(self, num_refused):
     os.kill(os.getpid(), signal.SIGKILL)
-points.Batches.commit = trap
+batches.Batches.commit = trap
 """
 
 

@@ -12,13 +12,13 @@ import yaml
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.records import DatasetRecord, TrainingRecord, write_training
 from hpcdist.run.samples import npy
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
 from hpcdist.tracking import experiment_table
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.pages import MARK, NOTE_TAG
+from hpcdist.tracking.run_page import MARK, NOTE_TAG
 
 End = Callable[..., RunDir]
 

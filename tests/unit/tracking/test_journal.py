@@ -15,7 +15,7 @@ from mlflow.utils.validation import _validate_metric_name, _validate_tag_name
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
-from hpcdist.run.records import Origin, write_origin
+from hpcdist.run.config_origin import Origin, write_origin
 from hpcdist.tracking import journal
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.uri import link_to_newest, link_to_run
 

@@ -18,8 +18,8 @@ from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.journal_tail import Counts
 from hpcdist.tracking.mlflow_client import MlflowRun, open_client
-from hpcdist.tracking.points import Counts
 from hpcdist.tracking.sync_runs import sync
 from hpcdist.tracking.uri import choose_uri, read_credentials, sqlite_path
 

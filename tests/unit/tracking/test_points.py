@@ -15,9 +15,14 @@ from hpcdist.errors import TrackingError
 from hpcdist.review.charts import metric_charts
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal as journal_reader
-from hpcdist.tracking import points as journal_tail
+from hpcdist.tracking import journal_tail, point_budget
+from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.journal import clean_metric_name, read_range
-from hpcdist.tracking.points import Batches, JournalTail, Point, PointBudget, SentPoints, read_series, read_values
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.point_budget import PointBudget
+from hpcdist.tracking.sent_points import SentPoints
+from hpcdist.tracking.series import read_series, read_values
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -178,7 +183,7 @@ class Simulation(Store):
 def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 3000)
-    monkeypatch.setattr(journal_tail, "EXACT_POINTS", 10**6)
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", 10**6)
     simulation = Simulation(make_run(tmp_path), seed)
     attempt = 1
     for _ in range(80):
@@ -222,7 +227,7 @@ SYSTEM = ["cpu_utilization_percentage", "disk_usage_megabytes", "gpu_0_power_usa
 
 @pytest.fixture(autouse=True)
 def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_tail, "EXACT_POINTS", LIMIT)
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", LIMIT)
 
 
 def series_of(values: list[float], key: str = "loss") -> list[Point]:
@@ -290,7 +295,7 @@ def write_node(run: RunDir, node: int, second: float, value: float, *, attempt: 
 def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_tail, "EXACT_POINTS", 1000)
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", 1000)
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
     run, draw = make_run(tmp_path), random.Random(seed)
@@ -318,7 +323,7 @@ def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
 def test_live_run_with_random_crashes_sends_each_point_once(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_tail, "FIRST_BUCKET", 8)
+    monkeypatch.setattr(point_budget, "FIRST_BUCKET", 8)
     run, draw = make_run(tmp_path), random.Random(seed)
     store = Store(run, seed)
     losses: list[Point] = []

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import TrainerConfig
 from hpcdist.config.written import StoredConfig
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
 from hpcdist.review.ledger import Entry, Ledger
+from hpcdist.run.config_origin import PLAIN_SCRIPT, Origin, write_origin
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRecord, write_origin, write_training
-from hpcdist.tracking import pages
-from hpcdist.tracking.pages import MARK, NOTE_TAG, run_name
+from hpcdist.run.training_record import DatasetRecord, TrainingRecord, write_training
+from hpcdist.tracking import run_page
+from hpcdist.tracking.run_page import MARK, NOTE_TAG
+from hpcdist.tracking.run_tags import run_name
 
 DATA = (
     DatasetRecord(name="digits", num_samples=9, digest="ab", source="/data"),
@@ -68,7 +71,7 @@ def test_text_of_the_user_is_kept(scene: Scene) -> None:
 
 
 def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
     attempt = scene.run.new_attempt()
     shipper = scene.shipper()
     shipper.ship_once()
@@ -123,7 +126,7 @@ def test_summary_tags_have_result_cost_and_interruptions(scene: Scene) -> None:
     best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
     attempts = (attempt(1, 7), attempt(2, None), attempt(3, 3))
     facts = replace(read_facts(scene.run), attempts=attempts, best=best, monitor="eval/accuracy")
-    found = pages.summary_tags(facts, Ledger(unit="GPU", entries=entries))
+    found = run_page.summary_tags(facts, Ledger(unit="GPU", entries=entries))
     assert found == {
         "hpcdist.best": "0.9824 at step 1,200",
         "hpcdist.cost": "0.71 GPU-hours, goodput 100 %",

@@ -20,10 +20,10 @@ from hpcdist_runs import unused_port
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError, UserMistake
-from hpcdist.host.files import read_json, write_json
+from hpcdist.host.json_files import read_json, write_json
 from hpcdist.run import lease
-from hpcdist.run.commands import CommandResult, LiveCommand, read_command, write_result
 from hpcdist.run.lease import hold
+from hpcdist.run.rank_requests import CommandResult, LiveCommand, read_command, write_result
 from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
@@ -32,7 +32,7 @@ from hpcdist.tracking import command_tag, shipper
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal import EventWriter
-from hpcdist.tracking.points import SentPoints, is_complete
+from hpcdist.tracking.sent_points import SentPoints, is_complete
 from hpcdist.tracking.shipper import _Starter, _wait_for_first_step, ship_run
 from hpcdist.tracking.sync_runs import SyncReport, sync
 

@@ -13,11 +13,11 @@ from tracking_scene import Scene
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
-from hpcdist.tracking.pages import ParentRun
+from hpcdist.tracking.parent_run import ParentRun
 
 
 class SweepScene(Scene):

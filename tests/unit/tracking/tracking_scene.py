@@ -10,7 +10,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.delivery import Delivery
 

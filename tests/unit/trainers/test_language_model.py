@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import OptimConfig
-from hpcdist.config.topology import share_of
+from hpcdist.config.roles import share_of
+from hpcdist.config.training_schema import OptimConfig
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
-from hpcdist.trainers.rnn.text import Columns, encode_bytes, load_corpus, read_texts, word_encoder
+from hpcdist.trainers.rnn.token_stream import Columns, encode_bytes, load_corpus, read_texts, word_encoder
 from hpcdist.trainers.rnn.train import initial_rows
 from hpcdist.trainers.rnn.vocabulary import VocabularyServer, join_scores
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpcdist.config.loading import load_config
-from hpcdist.data.loading import build_model
+from hpcdist.data.datasets import build_model
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.pipeline.stages import (
     cut_after,

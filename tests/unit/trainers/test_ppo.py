@@ -12,7 +12,8 @@ import torch
 from gymnasium import spaces
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, OptimConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.training_schema import OptimConfig
 from hpcdist.errors import ConfigError
 from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.trainers.rl import RlConfig

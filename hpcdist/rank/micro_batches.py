@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from hpcdist.config.schema import Config, division_problems, largest_world_size
-from hpcdist.config.topology import share_of
+from hpcdist.config.roles import share_of
+from hpcdist.config.schema import Config, largest_world_size
+from hpcdist.config.training_schema import division_problems
 from hpcdist.errors import ConfigError
 from hpcdist.rank.process_group import seed_everything
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, status_line
 from hpcdist.review.facts import (
     best_checkpoint,
@@ -21,7 +21,7 @@ from hpcdist.review.facts import (
     readable,
 )
 from hpcdist.review.ledger import Ledger
-from hpcdist.review.text import escaped, link, run_page, table, with_code
+from hpcdist.review.markdown import escaped, link, run_page, table, with_code
 from hpcdist.review.uncertainty import LARGEST_VALUE, mean_text
 from hpcdist.review.verdict import OTHER_DATA, Measured, Verdict, judge
 from hpcdist.run.folder import RunDir, State

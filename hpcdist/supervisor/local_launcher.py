@@ -19,13 +19,14 @@ from hpcdist.config.topology import OWN_PLACE, OWN_RENDEZVOUS
 from hpcdist.config.written import secrets_of
 from hpcdist.errors import RunFolderError
 from hpcdist.host import retry
-from hpcdist.host.commands import run_within
-from hpcdist.host.files import write_json
-from hpcdist.host.machine import image_facts, num_cores
+from hpcdist.host.image_identity import image_facts
+from hpcdist.host.json_files import write_json
+from hpcdist.host.machine import num_cores
+from hpcdist.host.time_limits import run_within
 from hpcdist.run import snapshot
+from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
-from hpcdist.run.records import NodeShare, Resources
 from hpcdist.supervisor.children import Guard
 from hpcdist.supervisor.parents import ParentRanks, RankParents
 from hpcdist.supervisor.plan import Plan, code_env, free_port, parent_command, rank_command

@@ -23,8 +23,10 @@ from hpcdist.checks.site import GIB, version_of
 from hpcdist.config.launch_schema import GPU_BACKENDS
 from hpcdist.host import cgroups
 from hpcdist.host import machine as host_machine
-from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.machine import Check, Gpu, failure, note, ok, warning
+from hpcdist.host.check_result import Check, failure, note, ok, warning
+from hpcdist.host.gpu_info import Gpu
+from hpcdist.host.image_identity import install_command
+from hpcdist.host.time_limits import last_line, run_within
 from hpcdist.review.explain import Finding, explain_attempt
 from hpcdist.review.facts import readable
 from hpcdist.run.folder import RunDir
@@ -41,11 +43,11 @@ def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[C
     if not torch and torch_required:
         return [
             *checks,
-            failure("torch", "not installed: a run on this machine would fail", host_machine.install_command("train")),
+            failure("torch", "not installed: a run on this machine would fail", install_command("train")),
         ]
     if not torch:
         text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
-        return [*checks, note("torch", text, host_machine.install_command("train"))]
+        return [*checks, note("torch", text, install_command("train"))]
     vision = version_of("torchvision")
     # torchvision pins the version of torch exactly.
     lines = (vision and metadata.requires("torchvision")) or []

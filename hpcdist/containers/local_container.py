@@ -15,7 +15,8 @@ from hpcdist.containers.engine import EngineName
 from hpcdist.containers.mounts import Mount
 from hpcdist.containers.runtimes import NO_USER_PACKAGES
 from hpcdist.errors import UserMistake
-from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, has_capability
+from hpcdist.host.image_identity import DIGEST, NAME
+from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 
 #: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
 PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")

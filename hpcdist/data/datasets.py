@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
-from hpcdist.config.schema import DataConfig
+from hpcdist.config.training_schema import DataConfig
 from hpcdist.data import DATASETS, RESNET_NAMES, model_name_problems
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES, find_or_raise, idx_file
-from hpcdist.data.images import (
+from hpcdist.data.image_sources import (
     CROP_PADDING,
     FolderImages,
     ImageSource,
@@ -72,7 +72,8 @@ class PreloadedSplit:
     normalize: Normalize
     device: torch.device = CPU  #: of the batches
     channels_last: bool = False  #: memory format of the batches
-    augment_seed: int | None = None  #: of random shifts and, with `flip`, mirroring (see images.py); None disables them
+    #: Of random shifts and, with `flip`, mirroring (see image_sources.py); None disables them.
+    augment_seed: int | None = None
     flip: bool = False
 
     def __len__(self) -> int:

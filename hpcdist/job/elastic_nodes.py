@@ -14,11 +14,11 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
 from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json
+from hpcdist.host.json_files import read_json
 from hpcdist.job.node_steps import ranks_on_nodes
 from hpcdist.job.srun import PREFLIGHT_STEP
+from hpcdist.run.checkpoint_files import newest_step
 from hpcdist.run.folder import RunDir
-from hpcdist.run.records import newest_step
 from hpcdist.slurm.client import CurrentJob
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.supervisor.protocols import NodeChanges

@@ -13,22 +13,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checks import machine as checks_machine
+from hpcdist.checks import machine_checks as checks_machine
 from hpcdist.checks import site
 from hpcdist.checks.node_probe import ProbeRequest, probe_command, witness_in
 from hpcdist.checks.preflight import Needs, check_nodes
 from hpcdist.checks.site import client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.launch_schema import NVIDIA
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
+from hpcdist.host import gpu_info, versions
 from hpcdist.host import machine as host_machine
-from hpcdist.host.commands import done_within, last_line, start
-from hpcdist.host.files import read_json
-from hpcdist.host.machine import Check, container_runtime, note, ok, warning
+from hpcdist.host.check_result import Check, note, ok, warning
+from hpcdist.host.gpu_info import DRIVER_S, driver_version, gpu_device_files, visible_gpus
+from hpcdist.host.image_identity import container_runtime
+from hpcdist.host.json_files import read_json
+from hpcdist.host.time_limits import done_within, last_line, start
 from hpcdist.rank import private_network
 from hpcdist.run.folder import RunDir
+from hpcdist.run.job_record import job_starts
 from hpcdist.run.lease import user_name
-from hpcdist.run.records import job_starts
 from hpcdist.run.status import RunStatus, job_of, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.on_nodes import ask, task_words
@@ -78,9 +81,9 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
     slurm = start(read_slurm).result  # one query for all sections
 
     def gpus() -> list[Check]:
-        found, num_files = host_machine.gpus(), host_machine.gpu_device_files()
-        visible = host_machine.visible_gpus(len(found), env)
-        return checks_machine.all_gpu_checks(found, visible, num_files, host_machine.driver_version())
+        found, num_files = gpu_info.gpus(), gpu_device_files()
+        visible = visible_gpus(len(found), env)
+        return checks_machine.all_gpu_checks(found, visible, num_files, driver_version())
 
     def host_name() -> list[Check]:
         host = socket.gethostname()
@@ -91,16 +94,14 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
         return checks_machine.host_name_checks(host, found, is_node=is_node)
 
     def runtimes() -> list[Check]:
-        host = checks_machine.Host.inspect(user, host_machine.gpu_device_files() > 0, slurm().proctrack)
+        host = checks_machine.Host.inspect(user, gpu_device_files() > 0, slurm().proctrack)
         return checks_machine.runtime_checks(host, expected=not inside)
 
     on_cluster = shutil.which("sbatch") is not None
     return [
-        Section(
-            "Software", lambda: checks_machine.software_checks(host_machine.versions(), torch_required=not on_cluster)
-        ),
+        Section("Software", lambda: checks_machine.software_checks(versions.versions(), torch_required=not on_cluster)),
         Section("Training test", lambda: _trials(env), checks_machine.TRIAL_S + 10),
-        Section("GPUs", gpus, 3 * host_machine.DRIVER_S),
+        Section("GPUs", gpus, 3 * DRIVER_S),
         Section(
             "Processors and memory", lambda: checks_machine.resource_checks(checks_machine.ResourceLimits.inspect())
         ),
@@ -125,11 +126,11 @@ def machine_sections(env: Mapping[str, str], folder: Path, store: Callable[[], l
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
-    if "torch" not in host_machine.versions():
+    if "torch" not in versions.versions():
         return []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(checks_machine.trial_checks, "cpu", 2, env)
-        count = host_machine.visible_gpus(len(host_machine.gpus()) or host_machine.gpu_device_files(), env)
+        count = visible_gpus(len(gpu_info.gpus()) or gpu_device_files(), env)
         checks = [*(checks_machine.trial_checks(NVIDIA, count, env) if count else []), *on_cpus.result()]
     if reason := private_network.why_refused():
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcdist.config.topology import expand
+from hpcdist.config.slurm_notation import expand
 from hpcdist.containers.probe import PROBE_TIMEOUT_S, check_image_on_nodes, image_digest, image_probe, start_failure
 from hpcdist.containers.runtimes import CONTAINERS_STEP, outer_env, remove_command
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.host.commands import run_within
-from hpcdist.host.files import write_json
+from hpcdist.host.json_files import write_json
 from hpcdist.host.log_files import last_lines
+from hpcdist.host.time_limits import run_within
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm.on_nodes import task_words
 

@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from hpcdist.config.topology import Roles
+from hpcdist.config.roles import Roles
 from hpcdist.config.written import read_stored
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.host import files, retry
-from hpcdist.host.files import read_if_valid, read_json, write_atomic, write_json
+from hpcdist.host import retry
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import fill, read_if_valid, read_json, stamped, write_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import holder, user_name
 
@@ -63,7 +64,7 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
     path = attempt.command(number)
     raw = read_json(path, within_s=within_s)
     try:
-        return None if raw is None else files.fill(LiveCommand, raw, path)
+        return None if raw is None else fill(LiveCommand, raw, path)
     except RunFolderError:
         return None
 
@@ -144,7 +145,7 @@ def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
             raise UserMistake(f"rank {rank} of run {run.name} ({name}) has no steps to profile: choose another rank")
     if request := attempt.read_request():
         raise UserMistake(f"run {run.name} is ending ({request.sentence})")
-    text = json.dumps(files.stamped({**asdict(command), "time": time.time()})) + "\n"
+    text = json.dumps(stamped({**asdict(command), "time": time.time()})) + "\n"
 
     def create() -> int:
         temporary = attempt.path / f".command.{os.getpid()}.{secrets.token_hex(4)}"

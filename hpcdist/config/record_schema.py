@@ -1,0 +1,50 @@
+"""The sections of a config on checkpoints and MLflow: `checkpoint`, `tracking`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpcdist.config.section import ConfigSection, number
+
+COMMANDS = ("stop", "save", "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(ConfigSection):
+    """When checkpoints are saved, and which are kept."""
+
+    every_steps: int | None = number(None, least=1)
+    """Save after every so many optimizer steps, in addition to the save at the end of each epoch."""
+    keep_last: int = number(2, least=2)
+    """Number of newest checkpoints to keep; the best one is always kept."""
+    monitor: str = "eval/accuracy"
+    """Metric that determines the best checkpoint; empty, the default for code of your own: the newest is the best."""
+    monitor_mode: Literal["max", "min"] = "max"
+    """Whether a higher or a lower value of `monitor` is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(ConfigSection):
+    """What is logged to MLflow, and how often."""
+
+    uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
+    """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
+    register_as: str | None = None
+    """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
+    log_every_steps: int = number(50, least=1)
+    """Optimizer steps between two values of the training metrics; the last step is logged as well."""
+    patch: bool = False
+    """Whether `code.patch`, the uncommitted changes of the code, is uploaded to MLflow as it is, secrets included."""
+    system_interval_s: float = number(10.0, least=0)
+    """Seconds between two values of each node's system metrics; 0 disables them."""
+    drain_timeout_s: float = number(60.0, least=0)
+    """Seconds that the end of a run waits for MLflow; 0: not at all. `hpcdist sync` ships the rest later."""
+    commands: list[str] = field(default_factory=list)
+    """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Additional tags of the MLflow run."""
+
+    def problems(self) -> list[str]:
+        unknown = (name for name in self.commands if name not in COMMANDS)
+        return [f"commands: {name!r} must be one of {', '.join(COMMANDS)}" for name in unknown]

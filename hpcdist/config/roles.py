@@ -1,0 +1,105 @@
+"""Roles of ranks: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the observers."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from hpcdist.errors import ConfigError
+
+DEFAULT_ROLE = "trainer"
+
+
+def share_of(index: int, num_owners: int, num_items: int) -> range:
+    """Return the consecutive items that an owner has; the numbers of items of two owners differ by at most one."""
+    return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""
+
+    counts: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], world_size: int) -> Self:
+        """Return the roles of a run; without counts all ranks are trainers."""
+        if not counts:
+            return cls(((DEFAULT_ROLE, world_size),))
+        roles = cls(tuple(counts.items()))
+        if roles.world_size != world_size:
+            raise ConfigError(f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started")
+        return roles
+
+    def __str__(self) -> str:
+        return ", ".join(f"{role} {count}" for role, count in self.counts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(role for role, _ in self.counts)
+
+    @property
+    def world_size(self) -> int:
+        return sum(count for _, count in self.counts)
+
+    def count(self, role: str) -> int:
+        """Return the number of ranks with a role; 0 for an unknown role."""
+        return dict(self.counts).get(role, 0)
+
+    def _ranges(self) -> Iterator[tuple[str, range]]:
+        first = 0
+        for role, count in self.counts:
+            yield role, range(first, first + count)
+            first += count
+
+    def ranks_of(self, role: str) -> range:
+        """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
+        if role in self.names:
+            return dict(self._ranges())[role]
+        raise ConfigError(f"no rank has the role {role!r}: the roles are {self}")
+
+    def of_rank(self, rank: int) -> tuple[str, int]:
+        """Return the role of a rank and its index within the role."""
+        for role, ranks in self._ranges():
+            if rank in ranks:
+                return role, rank - ranks.start
+        raise IndexError(f"rank {rank} of {self.world_size}")
+
+    def name_of(self, rank: int) -> str:
+        """Return `role:index`, which is also the rank's name in RPC."""
+        role, index = self.of_rank(rank)
+        return f"{role}:{index}"
+
+    def require(self, **counts: int | None) -> None:
+        """Raise ConfigError unless the run has exactly these roles: `ctx.roles.require(agent=1, observer=None)`.
+
+        Args:
+            **counts: number of ranks by role; None stands for one or more.
+        """
+        fits = all(self.count(role) == count for role, count in counts.items() if count is not None)
+        if not fits or set(self.names) != set(counts):
+            wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
+            example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
+            raise ConfigError(f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'")
+
+
+def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:
+    """Return a table of ranks, roles, devices and places: a header, and a line for each role in each place.
+
+    Args:
+        groups: ranks and their common place (a host or a Slurm request), in rank order.
+        devices: device by role, if known.
+    """
+    places = list(groups)
+    rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
+    for role, mine in roles._ranges():
+        for ranks, place in places:
+            both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
+            if both:
+                index = range(both.start - mine.start, both.stop - mine.start)
+                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), place))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def span(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

@@ -1,0 +1,75 @@
+"""The declaration of a shipped trainer, through which the packages above this one use it.
+
+The declarations import no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+#: A check of a whole `Config`, whose module imports this one.
+Check = Callable[[Any], list[str]]
+
+
+def _no_problems(config: object) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A shipped trainer: the attribute `TRAINER` of its package. Its `train` module holds `train(ctx, cfg)`."""
+
+    section: type | None = None
+    """The dataclass of its own config section; the key of the section is the trainer's name."""
+    shared_sections: tuple[str, ...] = ()
+    """The sections for several trainers that this one reads: some of model, data, optim, schedule and precision."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Its roles in rank order, each with an example of a count; empty if it has none."""
+    single_roles: tuple[str, ...] = ()
+    """The roles that have exactly one rank."""
+    is_elastic: bool = False
+    """Whether the trainer supports `data.global_batch_size`."""
+    check: Check = _no_problems
+    """Return the mistakes in a config of this trainer that no section can detect alone."""
+    check_host: Check = _no_problems
+    """Return the problems that only the host of the supervisor can detect, such as missing files."""
+    fixed_keys: tuple[str, ...] = ()
+    """The keys that a resume cannot change, because they determine the content of a checkpoint."""
+    module_key: str = ""
+    """A key of its section that may be `module:name`, with a module of the user's own; empty if there is none."""
+    charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
+    is_benchmark: bool = False
+    """Whether a run ends with a report for `hpcdist bench show` instead of final metrics, and saves no checkpoints."""
+
+
+def trainer_names() -> tuple[str, ...]:
+    """Return the names of the shipped trainers in the order of the documentation; the first one is the default."""
+    return cast("tuple[str, ...]", importlib.import_module("hpcdist.trainers").NAMES)
+
+
+def default_trainer() -> str:
+    return trainer_names()[0]
+
+
+@functools.cache
+def find_trainer(name: str) -> Trainer | None:
+    """Return the declaration of a shipped trainer, or None if `name` is not the name of one."""
+    if name not in trainer_names():
+        return None
+    return cast(Trainer, importlib.import_module(f"hpcdist.trainers.{name}").TRAINER)
+
+
+def trainer_sections() -> dict[str, type]:
+    found = {name: find_trainer(name) for name in trainer_names()}
+    return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
+
+
+def shared_sections() -> set[str]:
+    """Return the keys of the sections that several shipped trainers read."""
+    trainers = (find_trainer(name) for name in trainer_names())
+    return {section for trainer in trainers if trainer for section in trainer.shared_sections}

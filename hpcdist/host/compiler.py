@@ -1,0 +1,56 @@
+"""What torch.compile needs at run time: a compiler, headers, and a cache that no other user can write to."""
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.host.gpu_info import log
+from hpcdist.host.ownership import make_private
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def require_compiler(device: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if torch.compile cannot work for a device of this machine, before the run starts.
+
+    Triton builds a launcher for each GPU kernel with a C compiler, Inductor builds CPU kernels with a C++ compiler, and
+    both need Python's headers.
+    """
+    compiler, variable, names = "a C compiler (gcc)", "CC", ["gcc", "clang", "cc"]
+    if device == "cpu":
+        compiler, variable, names = "a C++ compiler (g++)", "CXX", ["g++"]
+    names = env.get(variable, "").split()[:1] or names
+    has_compiler = any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in names)
+    missing = [] if has_compiler else [compiler]
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append("Python's headers (Python.h)")
+    if missing:
+        raise ConfigError(
+            f"model.compile=true needs {' and '.join(missing)}, not found here: install g++ and libpython3-dev,"
+            " use an image of the target `default` instead of `slim`, or set model.compile=false"
+        )
+
+
+def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
+    """Return the variables with which torch.compile executes no code that another user has put into its cache.
+
+    torch's default is a folder `torchinductor_USER` in /tmp, whose name anyone can take first. `env` may have that
+    default as a value, since an import of torch sets it, perhaps under another TMPDIR: such a name is not used.
+
+    Args:
+        run: a run folder, in which the cache is if another user has taken the name that hpcdist uses.
+    """
+    prefix = "torchinductor_"
+    if not Path(env.get(_CACHE, prefix)).name.startswith(prefix):
+        return {}
+    folder = Path(tempfile.gettempdir(), f"{prefix}{os.geteuid()}")
+    try:
+        make_private(folder)
+    except RunFolderError as error:
+        log.warning("the cache of torch.compile is in the run folder: %s", error)
+        folder = run / "torchinductor"
+    return {_CACHE: str(folder)}

@@ -1,0 +1,160 @@
+"""GPUs of this machine as reported by NVML, the library behind nvidia-smi. Unknown values are None.
+
+NVML instead of nvidia-smi: there is no text to parse, and telemetry reads it every few seconds without a new process.
+pynvml is imported by the functions, because most commands need no GPU facts.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.host.time_limits import done_within, start
+from hpcdist.host.versions import versions
+
+log = logging.getLogger(__name__)
+#: Time limit for the answer of the driver, which takes seconds to load if nothing keeps it loaded.
+DRIVER_S = 8.0
+#: Bits of NVML's clock event reasons that mean throttling; other bits are harmless.
+#: Source: NVML API reference, nvmlClocksEventReasons
+THROTTLES = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software slowdown)",
+    0x40: "too hot (hardware slowdown)",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU; None for values that it does not report, as in MIG mode."""
+
+    index: int
+    name: str
+    used_mb: int | None
+    total_mb: int | None
+    uncorrected_errors: int | None  #: since the driver was loaded
+    throttled: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()  #: visible processes that use it
+    busy: bool = False  #: whether it has computed within the last second
+
+
+def open_gpus() -> dict[int, Any]:
+    """Return NVML's handle of each GPU that answers, by index; empty without a working driver."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        log.debug("no facts about GPUs: the package nvidia-ml-py is not installed")
+        return {}
+    found = {}
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        log.debug("NVML is not available: %s", error)
+        return {}
+    for index in range(count):
+        with suppress(pynvml.NVMLError):  # the GPU is lost, or a cgroup denies access to it
+            found[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return found
+
+
+def gpus() -> list[Gpu]:
+    """Return this machine's GPUs, whatever CUDA_VISIBLE_DEVICES selects; none if the driver does not answer in time."""
+    return done_within(DRIVER_S, start(_read_gpus), [])
+
+
+def count_gpus() -> int:
+    """Return the number of this machine's GPUs, also those that CUDA_VISIBLE_DEVICES hides; MIG slices do not count."""
+    return len(done_within(DRIVER_S, start(open_gpus), {}))
+
+
+def _read_gpus() -> list[Gpu]:
+    import pynvml
+
+    def query(name: str, *arguments: object) -> Any:
+        try:
+            return getattr(pynvml, name)(*arguments)
+        except (pynvml.NVMLError, AttributeError):
+            return None  # GPUs in MIG mode, virtual GPUs, and other versions of driver or pynvml lack some queries
+
+    found = []
+    for index, handle in open_gpus().items():
+        memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)  # as in nvidia-smi
+        uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0  # drivers from 535 on
+        rates = query("nvmlDeviceGetUtilizationRates", handle)
+        if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
+            found.append(
+                Gpu(
+                    index=index,
+                    name=name,
+                    used_mb=memory.used >> 20 if memory else None,
+                    total_mb=memory.total >> 20 if memory else None,
+                    uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
+                    throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
+                    pids=tuple(one.pid for one in query("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
+                    busy=rates is not None and rates.gpu > 0,
+                )
+            )
+    return found
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
+
+    def from_nvml() -> str:
+        import pynvml
+
+        return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+
+    return versions().get("driver") or done_within(DRIVER_S, start(from_nvml), "")
+
+
+def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES lists; None if it is not set."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [item for item in listed.split(",") if item.strip() not in ("", "-1")]
+
+
+def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES selects of those of this machine."""
+    selected = selected_gpus(env)
+    if selected is None:
+        return num_gpus
+    # A GPU may have several MIG slices.
+    return len(selected) if any(item.startswith("MIG-") for item in selected) else min(num_gpus, len(selected))
+
+
+def visible_devices(env: Mapping[str, str]) -> str:
+    """Return the GPUs that a process sees, such as `2 × NVIDIA A100`; `CPU` without any, empty if it is unknown."""
+    names = [gpu.name for gpu in gpus()]
+    if not names:
+        return "" if gpu_device_files() else "CPU"
+    if len(set(names)) > 1 or "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""):
+        return ""
+    number = visible_gpus(len(names), env)
+    return f"{number} × {names[0]}" if number else "CPU"
+
+
+def gpu_device_files() -> int:
+    """Return the number of GPUs with a device file, whether or not the driver works."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+
+
+#: Oldest driver by major version of CUDA (minor versions are compatible with each other).
+#: Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+
+
+def driver_problem(cuda: str, driver: str) -> str:
+    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown."""
+    line = re.match(r"\d+", cuda)
+    found = re.match(r"(\d+)\.(\d+)", driver)
+    oldest = OLDEST_DRIVER.get(int(line[0])) if line else None
+    if oldest is None or found is None or (int(found[1]), int(found[2])) >= oldest:
+        return ""
+    return f"driver {oldest[0]}.{oldest[1]} or newer for its CUDA {cuda}, found {driver}"

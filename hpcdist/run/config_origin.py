@@ -1,0 +1,70 @@
+"""Origin of a run's config, in `origin.json`: the config that the run was started with, before its overrides."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcdist.config.written import flat_values
+from hpcdist.errors import HpcdistError
+from hpcdist.host.json_files import read_if_valid, write_json
+from hpcdist.run.folder import RunDir
+
+#: The shipped config of `hpcdist run train.py --lr 0.1`; the script is no override of it.
+PLAIN_SCRIPT = "plain_script"
+#: Keys for the place of a run, without effect on its training.
+LOCATION = ("name", "runs_dir", "tracking.uri")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The config of a command line without its overrides."""
+
+    config: str  #: as given: the name of a shipped config, or a path
+    cluster: str = ""  #: the site profile as given, if there was one
+    values: dict[str, Any] = field(default_factory=dict)
+    """Resolved values by dotted key, redacted; empty if the config is not valid without overrides."""
+    written: list[str] = field(default_factory=list)  #: keys that the YAML, the site profile or an override has set
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    before: Any
+    after: Any
+
+
+def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
+    from hpcdist.config.loading import load_config, written_keys
+
+    try:
+        values = flat_values(load_config(source, cluster=cluster))
+    except HpcdistError:  # it needs an override
+        values = {}
+    written = written_keys(source, overrides, cluster=cluster)
+    return Origin(config=str(source), cluster=str(cluster or ""), values=values, written=written)
+
+
+def write_origin(run: RunDir, origin: Origin) -> None:
+    write_json(run.path / "origin.json", asdict(origin))
+
+
+def is_generated(name: str) -> bool:
+    """Return whether a run's name ends with date, time and random characters, as `with_name` makes it."""
+    return re.search(r"-\d{8}-\d{6}-[0-9a-f]{4}$", name) is not None
+
+
+def read_origin(run: RunDir) -> Origin | None:
+    return read_if_valid(Origin, run.path / "origin.json")
+
+
+def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
+    """Return the keys whose values differ from the config of origin, without those that only locate the run."""
+    if not origin.values:
+        return {}
+    return {
+        key: Override(before=origin.values.get(key), after=value)
+        for key, value in values.items()
+        if key not in LOCATION
+        and value != origin.values.get(key)
+        and not (origin.config == PLAIN_SCRIPT and key in ("experiment", "trainer.script"))
+    }

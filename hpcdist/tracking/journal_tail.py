@@ -1,0 +1,138 @@
+"""The records of all ranks and attempts that MLflow does not have yet, in order, each point once."""
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.host.retry import retry
+from hpcdist.tracking import journal
+from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.node_charts import NodeCharts
+from hpcdist.tracking.sent_points import SentPoints, StepSet
+
+#: Limit of the data that is read before it is sent, for any number of files.
+BATCH_BYTES = 16 * journal.CHUNK_BYTES
+#: Maximum delay with which a network file system shows lines of another node.
+LATE_S = 120.0
+
+
+@dataclass(kw_only=True)
+class Counts:
+    num_points: int = 0  #: sent
+    num_broken: int = 0  #: lines of the journal that are not records
+    num_refused: int = 0  #: points that MLflow rejected
+
+
+class JournalTail:
+    """The part of a run's journal that MLflow does not have yet.
+
+    Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
+    """
+
+    def __init__(self, folder: Path, sent: SentPoints, nodes: "NodeCharts | None" = None) -> None:
+        self._folder = folder
+        # Of a script, reports read the newest attempt first: the earlier ones count before its steps.
+        self._is_reversed = sent.newest_counts and nodes is None
+        self._sent = sent
+        self._nodes = nodes
+        self.counts = Counts()
+        #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
+        self._seen: dict[int, dict[str, StepSet]] = {}
+        #: Attempt that has ended → time at which its journal was first found to be read completely.
+        self._exhausted: dict[int, float] = {}
+        #: Number of times that a journal file was polled.
+        self.num_polls = 0
+        #: File → time in ms of its last record in `next_chunks`.
+        self.times: dict[str, int] = {}
+        #: Files of the attempt of the last chunks that may hold more records.
+        self.behind: set[str] = set()
+
+    def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, journal.Chunk]:
+        """Return by file the next chunks of the first attempt that has any, or again those of a saved intent.
+
+        Incomplete last lines are final in attempts before the newest one, and if that is `over`.
+        """
+        offsets = self._sent.offsets
+        if self._sent.is_sending:
+            return {
+                name: journal.read_range(self._folder / name, offsets.get(name, 0), end)
+                for name, end in self._sent.intent.items()
+            }
+        found = journal.journal_files(self._folder)
+        found.sort(key=lambda file: file.attempt, reverse=self._is_reversed)
+        for attempt, files in itertools.groupby(found, key=lambda file: file.attempt):
+            if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
+                continue
+            chunks: dict[str, journal.Chunk] = {}
+            num_bytes = 0
+            # Node metrics are compared: all files are read up to about the same time.
+            paths = [file.path for file in files]
+            if self._nodes is not None:
+                paths.sort(key=lambda path: self.times.get(path.name, 0))
+            self.behind = {path.name for path in paths}
+            for path in paths:
+                if num_bytes >= BATCH_BYTES:
+                    break
+                self.num_polls += 1
+                offset = offsets.get(path.name, 0)
+                size = retry(path.stat, path).st_size
+                if size > offset:
+                    chunk = journal.read_chunk(path, offset, final=over or attempt < newest_attempt)
+                    if chunk.offset > offset:
+                        chunks[path.name] = chunk
+                        num_bytes += chunk.offset - offset
+                        if chunk.records:
+                            self.times[path.name] = chunk.records[-1].time_ms
+                if size - offset < journal.CHUNK_BYTES:
+                    self.behind.discard(path.name)
+            if chunks:
+                return chunks
+            if attempt < newest_attempt:
+                self._exhausted.setdefault(attempt, time.monotonic())
+        return {}
+
+    def new_points(self, chunks: dict[str, journal.Chunk]) -> list[Point]:
+        """Return the points of `chunks` that MLflow does not have, and record them as sent."""
+        points: list[Point] = []
+        records = ((journal.attempt_of(name), record) for name, chunk in chunks.items() for record in chunk.records)
+        for attempt, record in records if self._nodes is None else self._nodes.reduce(chunks, self._sent.closing):
+            self._add(attempt, record, points)
+        self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
+        return points
+
+    def _add(self, attempt: int, record: journal.Record, points: list[Point]) -> None:
+        time_ms, step, metrics = record
+        for raw, value in metrics.items():
+            key = journal.clean_metric_name(raw)
+            if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
+                points.append(Point(key, value, time_ms, step))
+                if (seen := self._seen.get(attempt)) is not None:
+                    seen[key].add(step)
+        # System metrics count seconds, not steps.
+        has_steps = any(not key.startswith("system/") for key in metrics)
+        if has_steps and (mark := self._sent.mark(attempt, step)) is not None:
+            points.append(Point(journal.ATTEMPT_METRIC, attempt, time_ms, mark))
+
+    def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
+        """Return whether a step was sent: the journal is read again once, when a step first does not increase."""
+        seen = self._seen.get(attempt)
+        if seen is None:
+            seen = self._seen[attempt] = defaultdict(StepSet)
+            for file in journal.journal_files(self._folder):
+                offset, end = 0, self._sent.offsets.get(file.path.name, 0)
+                while file.attempt == attempt and offset < end:
+                    chunk = journal.read_chunk(file.path, offset)
+                    if chunk.offset == offset:
+                        break
+                    if chunk.offset > end:
+                        chunk = journal.read_range(file.path, offset, end)
+                    for record in chunk.records:
+                        for raw in record.metrics:
+                            seen[journal.clean_metric_name(raw)].add(record.step)
+                    offset = chunk.offset
+            for point in points:  # all of this attempt
+                seen[point.key].add(point.step)
+        return step in seen[key]

@@ -1,0 +1,99 @@
+"""The charts of a run on several nodes: MLflow gets minimum, mean and maximum over the nodes, not a chart of each node.
+
+The metrics of nodes, `system/<node>/…` and `time/<node>/…`, are divided into intervals of time. A complete interval
+becomes one point of each of `system/nodes_min/…`, `…/nodes_mean/…` and `…/nodes_max/…`, over all records in it. Records
+that arrive after their interval was sent are only in the journal.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcdist.tracking import journal
+
+INTERVAL_MS = 30_000
+#: A node that has logged nothing for this time does not delay the intervals of the others.
+SILENT_MS = 120_000
+_STEP_TIMES = ("step_s", "data_s", "compute_s")
+
+
+@functools.lru_cache(maxsize=100_000)
+def without_node(key: str) -> str | None:
+    """Return the name of a node's metric without the node: `system/cpu` for `system/n7/cpu`; None for others."""
+    parts = key.split("/")
+    if len(parts) != 3 or not all(parts):
+        return None
+    group, _, name = parts
+    return f"{group}/{name}" if group == "system" or (group == "time" and name in _STEP_TIMES) else None
+
+
+class NodeCharts:
+    """Replaces the metrics of nodes by their statistics.
+
+    Args:
+        intervals: Attempt → number of its last interval that was sent, `sent`, and `open`: interval → metric →
+            minimum, sum, count, maximum, time in ms, step.
+        sent_steps: Metric → attempt → lowest and highest step in MLflow.
+    """
+
+    def __init__(self, intervals: dict[str, dict[str, Any]], sent_steps: Mapping[str, Mapping[str, list[int]]]) -> None:
+        self._intervals = intervals
+        self._sent_steps = sent_steps
+
+    def complete(
+        self, chunks: Mapping[str, journal.Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
+    ) -> dict[str, int]:
+        """Return by attempt the last interval that is complete after `chunks`; see `JournalTail` for the others."""
+        attempt = journal.attempt_of(next(iter(chunks))) if chunks else None
+        complete = {
+            other: max(map(int, state["open"]))
+            for other, state in self._intervals.items()
+            if state["open"] and (over if attempt is None else int(other) < attempt)
+        }
+        read_until = {name: times.get(name, 0) for name in {*times, *behind} if journal.attempt_of(name) == attempt}
+        if attempt is not None and read_until:
+            active = max(read_until.values()) - SILENT_MS
+            until = min(time for name, time in read_until.items() if name in behind or time > active)
+            complete[str(attempt)] = until // INTERVAL_MS - 1
+        return complete
+
+    def reduce(
+        self, chunks: Mapping[str, journal.Chunk], complete: Mapping[str, int]
+    ) -> Iterator[tuple[int, journal.Record]]:
+        """Yield the attempts and records to send instead of those of `chunks`, after which intervals are complete."""
+        # In a fixed order, so that a batch that is sent again has sums with equal roundings.
+        for name, chunk in sorted(chunks.items()):
+            attempt = journal.attempt_of(name)
+            for record in chunk.records:
+                others = {}
+                for key, value in record.metrics.items():
+                    if (metric := without_node(key)) is None:
+                        others[key] = value
+                    else:
+                        self._count(attempt, metric, value, record)
+                if others:
+                    yield attempt, record._replace(metrics=others)
+        for attempt_text, until in complete.items():
+            if (state := self._intervals.get(attempt_text)) is not None:
+                state["sent"] = max(state["sent"], until)
+                for interval in sorted(int(number) for number in state["open"] if int(number) <= until):
+                    for metric, (low, total, count, high, time_ms, step) in sorted(
+                        state["open"].pop(str(interval)).items()
+                    ):
+                        group, _, name = metric.partition("/")
+                        kinds = ("min", low), ("mean", total / count), ("max", high)
+                        metrics = {f"{group}/nodes_{kind}/{name}": value for kind, value in kinds}
+                        # A long step may be the newest one in two intervals.
+                        first = journal.clean_metric_name(next(iter(metrics)))
+                        known = self._sent_steps.get(first, {}).get(attempt_text)
+                        step = step if known is None else max(step, known[1] + 1)
+                        yield int(attempt_text), journal.Record(time_ms, step, metrics)
+
+    def _count(self, attempt: int, metric: str, value: float, record: journal.Record) -> None:
+        number = record.time_ms // INTERVAL_MS
+        state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
+        if number > state["sent"] and value == value:
+            found = state["open"].setdefault(str(number), {})
+            low, total, count, high, time_ms, step = found.get(metric, (value, 0.0, 0, value, 0, record.step))
+            ends = max(time_ms, record.time_ms), max(step, record.step)
+            found[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]

@@ -1,0 +1,121 @@
+"""The MLflow parent run of a sweep, which the shippers of its cells keep up to date, several of them at once."""
+
+import time
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+from hpcdist.host.files import write_atomic
+from hpcdist.host.json_files import read_json
+from hpcdist.host.locks import long_lock
+from hpcdist.review.facts import readable
+from hpcdist.review.ledger import cost_of, read_ledger, together
+from hpcdist.review.markdown import run_page
+from hpcdist.review.sweep_facts import SweepFacts, describe_sweep, read_sweep_facts, sweep_setup
+from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.run.sweeps import REPETITION, SweepDir, setting_of, sweep_of, text_of
+from hpcdist.tracking.journal import MAX_TAG
+from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.mlflow_client import MlflowRun, translated
+
+if TYPE_CHECKING:
+    pass
+from hpcdist.tracking.run_page import MAX_DESCRIPTION, as_tracking_error, best_metric, set_note
+from hpcdist.tracking.run_tags import MAX_RUN_NAME, MLFLOW_STATUS, fixed_tags, read_config
+
+PARENT_TAG = "mlflow.parentRunId"
+#: Tags of a cell that apply to the whole sweep.
+_SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
+
+
+class ParentRun:
+    def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
+        self._cell = cell
+        self._sweep = sweep
+        self._uri = uri
+        self._mlflow_run: MlflowRun | None = None
+
+    @classmethod
+    def of(cls, run: RunDir, uri: str) -> Self | None:
+        """Return the parent run of a cell; None for a run that is not part of a sweep."""
+        sweep = sweep_of(run)
+        return cls(run, sweep, uri) if sweep is not None else None
+
+    def cell_tags(self) -> dict[str, str]:
+        """Return the tags that make the MLflow run of the cell a child run, named by its values."""
+        cell = read_json(self._cell.path / "cell.json") or {}
+        return {
+            PARENT_TAG: self._open().run_id,
+            "mlflow.runName": str(cell.get("label", self._cell.name))[:MAX_RUN_NAME],
+            "hpcdist.run.sweep": self._sweep.name,
+            "hpcdist.setting": self._setting(cell.get("values")),
+        }
+
+    def _setting(self, values: Any) -> str:
+        """Return the setting of a cell: the name of the sweep, and the values other than the seed if it is swept."""
+        if not isinstance(values, dict) or REPETITION not in values:
+            return self._sweep.name
+        return f"{self._sweep.name} {setting_of(values)}"[:MAX_TAG]
+
+    def _open(self) -> MlflowRun:
+        if self._mlflow_run is None:
+            # The lock lets one process create the run. Without locks two may create one: all cells use the one that
+            # mlflow.json names, at the latest in their next pass.
+            with as_tracking_error(), long_lock(self._sweep.path / ".mlflow.lock"):
+                opened, facts = MlflowRun(self._sweep, self._uri), self._sweep.read()
+                # A dict keeps the order of the values.
+                axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
+                for cell in facts["cells"]:
+                    for key, value in cell["values"].items():
+                        axes[key][text_of(value)] = None
+                of_cell = fixed_tags(self._cell, read_config(self._cell))
+                tags = {key: value for key, value in of_cell.items() if key in _SHARED}
+                # Under the lock: a database rejects a parameter that two processes log at the same time.
+                opened.log_params({key: ", ".join(texts) for key, texts in axes.items()})
+                opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path)})
+            self._mlflow_run = opened
+        return self._mlflow_run
+
+    def refresh(self) -> None:
+        """Set the status and description of the sweep from the folders of its cells."""
+        opened = self._open()
+        with as_tracking_error():
+            state = self._sweep.read_state()
+        while True:
+            with as_tracking_error():
+                facts = read_sweep_facts(self._sweep, state)
+                setup = sweep_setup(facts, self._sweep)
+                tags = {"hpcdist.state": state.status, "hpcdist.reason": state.reason}
+                ledgers = [one for cell in self._sweep.cells() if (one := readable(partial(read_ledger, cell)))]
+                if spent := cost_of(ledgers):
+                    tags["hpcdist.cost"] = spent
+            report = ""
+            if state.status in ENDED:
+                report = run_page(opened.experiment_id, opened.run_id, "report.html")
+                self._upload_report(opened, facts)
+            cost = f"{tags.get('hpcdist.cost', '')}; `hpcdist cost {self._sweep.name}` lists it by run".strip("; ")
+            options = {"cost": cost, "report": report}
+            set_note(opened, describe_sweep(facts, together(ledgers), setup, **options, max_chars=MAX_DESCRIPTION))
+            if facts.is_best and facts.best is not None:
+                beside = f", {facts.beside_next}" if facts.beside_next else ""
+                tags["hpcdist.best"] = f"{facts.best.text.removesuffix(' (n=1)')}: {facts.best.label}{beside}"
+                mean, num_values = fmean(facts.best.values), sum(cell.metric is not None for cell in facts.cells)
+                opened.log_points([Point(best_metric(facts.monitor), mean, int(time.time() * 1000), num_values)])
+            opened.set_tags(tags)
+            status = MLFLOW_STATUS.get(state.status, "RUNNING")
+            opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
+            # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
+            with as_tracking_error():
+                before, state = state, self._sweep.read_state()
+            if (before.status, before.reason) == (state.status, state.reason):
+                return
+
+    def _upload_report(self, opened: MlflowRun, facts: SweepFacts) -> None:
+        from hpcdist.review.report import render_sweep  # other commands that import this module draw nothing
+
+        with as_tracking_error():
+            # Links to the reports of the cells would be broken in MLflow.
+            text = render_sweep(self._sweep, facts, with_links=False)
+            write_atomic(self._sweep.report, render_sweep(self._sweep, facts))
+        with translated(opened.uri):
+            opened.client.log_text(opened.run_id, text, "report.html")

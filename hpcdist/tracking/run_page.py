@@ -1,0 +1,153 @@
+"""Description and datasets of a run, as MLflow's UI shows them beside its metrics."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.review.description import describe
+from hpcdist.review.facts import RunFacts, interruptions, read_facts, with_speeds
+from hpcdist.review.ledger import Ledger, cost_of, read_ledger
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.training_record import DatasetRecord
+from hpcdist.tracking.journal import MAX_TAG, clean_metric_name
+from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.mlflow_client import MlflowRun, entities, translated
+from hpcdist.tracking.series import read_series
+
+if TYPE_CHECKING:
+    from hpcdist.review.explain import Finding
+
+log = logging.getLogger(__name__)
+
+NOTE_TAG = "mlflow.note.content"
+#: Separates text of the user from the description; MLflow's UI does not show it.
+MARK = "<!-- hpcdist: text above this line is kept -->"
+#: Maximum length of a description without text of the user.
+MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
+#: Minimum time between two changes of the description, unless the state of the run changes.
+INTERVAL_S = 60.0
+#: Metric with the best value of the primary metric, whose name follows; the charts of `usage/` are the last ones.
+BEST_PREFIX = "usage/best/"
+_CONTEXT_TAG = "mlflow.data.context"
+#: Limits of MLflow for the name and the digest of a dataset.
+_MAX_NAME = 500
+_MAX_DIGEST = 36
+
+
+class RunPage:
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._shown: object = None
+        self._next = 0.0
+
+    def update(self, opened: MlflowRun, state: State, sent: str) -> str:
+        """Send the page if it has changed. Returns its digest.
+
+        Args:
+            sent: digest of the page in MLflow. If nothing has changed since, no request is made.
+        """
+        now = time.monotonic()
+        # An earlier pass may have failed to write the final model.
+        has_model = state.status == "finished" and (self._run.model / "MLmodel").is_file()
+        status = (state.status, state.reason, state.attempt, has_model)
+        if status == self._shown and now < self._next:
+            return sent
+        with as_tracking_error():
+            facts = read_facts(self._run, state)
+            if state.status in ENDED:  # a long journal takes seconds
+                facts = with_speeds(facts, read_series(self._run))
+            ledger = read_ledger(self._run)
+            finding = _cause(self._run, state)
+            text = describe(facts, ledger, finding, max_chars=MAX_DESCRIPTION)
+        tags = summary_tags(facts, ledger)
+        shown = json.dumps([text, [asdict(one) for one in facts.datasets], tags])
+        digest = hashlib.sha256(shown.encode()).hexdigest()
+        if digest != sent:
+            set_note(opened, text)
+            if facts.datasets:
+                with translated(opened.uri):
+                    opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
+            opened.set_tags(tags)
+            if facts.best is not None:
+                time_ms = int(1000 * (facts.best.created or 0.0))  # the same in each request: it is stored once
+                opened.log_points([Point(best_metric(facts.monitor), facts.best_value, time_ms, facts.best.step)])
+        self._shown, self._next = status, now + INTERVAL_S
+        return digest
+
+
+def best_metric(monitor: str) -> str:
+    """Return the metric with the best value, by which MLflow can sort runs: its other metrics are last values."""
+    return clean_metric_name(f"{BEST_PREFIX}{monitor}")
+
+
+def _cause(run: RunDir, state: State) -> "Finding | None":
+    if state.status != "failed":
+        return None
+    from hpcdist.review.explain import explain_failure  # only failures need it
+
+    try:
+        return explain_failure(run, state)
+    except Exception:  # a damaged file of a rank must not stop the upload of the metrics
+        log.warning("the failure of %s cannot be explained", run.name, exc_info=True)
+        return None
+
+
+@contextmanager
+def as_tracking_error() -> Iterator[None]:
+    """Raise a TrackingError for files of a run that are damaged or cannot be read."""
+    try:
+        yield
+    except (RunFolderError, OSError) as error:
+        raise TrackingError(str(error)) from error
+
+
+def set_note(opened: MlflowRun, text: str) -> None:
+    """Set the description of an MLflow run below the text of its user."""
+    whole = below_text_of_user(opened.current().data.tags.get(NOTE_TAG, ""), text)
+    with translated(opened.uri):
+        opened.client.set_tag(opened.run_id, NOTE_TAG, whole)
+
+
+def below_text_of_user(current: str, text: str) -> str:
+    """Return a description below the text of its user, which precedes the mark in the current description."""
+    above = current.partition(MARK)[0].strip()
+    whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
+    # A long text of the user is kept unchanged, and the end of the description left out.
+    return whole.encode(errors="replace").decode()[:MAX_TAG]
+
+
+def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
+    # MLflow identifies a dataset by name and digest and requires both. Splits of one file may have the same digest.
+    digest = dataset.digest or hashlib.sha256(json.dumps(asdict(dataset)).encode()).hexdigest()[:8]
+    if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
+        digest = f"{digest[: _MAX_DIGEST // 2]}-{dataset.split}"
+    profile = {} if dataset.num_samples is None else {"num_rows": dataset.num_samples}
+    found = entities.Dataset(
+        name=dataset.name[:_MAX_NAME],
+        digest=digest[:_MAX_DIGEST],
+        source_type="hpcdist",
+        source=json.dumps({"uri": dataset.source or dataset.name}),
+        profile=json.dumps(profile),
+    )
+    return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
+
+
+def summary_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
+    """Return the result, cost and interruptions of a run as text, for columns in MLflow's list of runs."""
+    tags = {}
+    if facts.best is not None:
+        tags["hpcdist.best"] = f"{facts.best_text(f'{facts.best_value:.6g}')} at step {facts.best.step:,}"
+    if ledger.entries:
+        tags["hpcdist.cost"] = f"{cost_of([ledger])}, goodput {ledger.goodput_text}"
+    # A run may fail before its first attempt.
+    if causes := interruptions(facts.attempts, MAX_TAG) or facts.state.reason * (facts.state.status == "failed"):
+        tags["hpcdist.interruptions"] = causes
+    if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
+        tags["hpcdist.lost_steps"] = str(sum(known))
+    return tags

@@ -1,0 +1,114 @@
+"""The points that MLflow has received."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcdist.config.training_schema import TrainerConfig
+from hpcdist.config.written import read_section
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.tracking import journal
+
+
+@dataclass(kw_only=True)
+class SentPoints(journal.Sent):
+    """What has been taken from the journals, and the rule that takes each (key, step) once; the owner is `Batches`.
+
+    "Sent" means that a point has passed this rule: the budget may still hold it or leave it out.
+    """
+
+    FILE = "sent-points.json"
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Journal file → bytes whose points have been sent."""
+    intent: dict[str, int] = field(default_factory=dict)
+    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow's
+    database stores points that agree in key, time, step and value once."""
+    closing: dict[str, int] = field(default_factory=dict)
+    """Attempt → last interval of node metrics that is being sent; part of the intent."""
+    flushing: bool = False
+    """Whether the points of open buckets (`series`) are being sent; part of the intent."""
+    steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Metric → attempt → lowest and highest step sent."""
+    series: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Metric → its number of points before thinning, and its open bucket (`PointBudget`)."""
+    node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Attempt → its intervals of node metrics (`NodeCharts`)."""
+    marks: dict[str, int] = field(default_factory=dict)
+    """Attempt → step of its point of the metric `attempt`."""
+    newest_counts: bool = False
+    """Of a script, which may start from scratch: each attempt sends its own point of a (key, step)."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the last batch may have been sent, in part or completely."""
+        return bool(self.intent or self.closing or self.flushing)
+
+    def commit(self) -> None:
+        self.offsets |= self.intent
+        self.intent, self.closing, self.flushing = {}, {}, False
+
+    def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
+        """Return whether a point is new to MLflow, and record it as sent.
+
+        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept,
+        except of a script, which need not load a checkpoint. MLflow's last value is then that of the later time.
+        Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
+        of later attempts. `was_seen`, whether a step between this attempt's lowest and highest was sent, is expensive,
+        and called only if the steps of a key do not increase.
+        """
+        shipped = self.steps.setdefault(key, {})
+        for other, (low, high) in shipped.items():
+            is_repeated = int(other) < attempt and step <= high and not self.newest_counts
+            if is_repeated or (int(other) > attempt and step >= low):
+                return False
+        own = shipped.get(str(attempt))
+        if own is None:
+            shipped[str(attempt)] = [step, step]
+        elif step > own[1]:
+            own[1] = step
+        elif step < own[0]:
+            own[0] = step
+        else:
+            return step not in own and not was_seen()  # the lowest and the highest step were sent
+        return True
+
+    def mark(self, attempt: int, step: int) -> int | None:
+        """Return the step for an attempt's point of the metric `attempt`; None if it has one, or has no part of it."""
+        later = [mark for other, mark in self.marks.items() if int(other) > attempt]
+        if str(attempt) in self.marks or (later and (step >= min(later) or not self.newest_counts)):
+            return None
+        earlier = () if self.newest_counts else self.marks.values()
+        self.marks[str(attempt)] = step = max([step, *(mark + 1 for mark in earlier)])
+        return step
+
+
+def is_complete(run: RunDir) -> bool:
+    """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
+    state, facts = run.read_state(), journal.SentFacts.load(run.journal)
+    offsets = SentPoints.load(run.journal).offsets | facts.events
+    return (
+        state.status in ENDED
+        and facts.complete == journal.state_key(state)
+        and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
+    )
+
+
+class StepSet:
+    """Steps in any order: a bit each, in blocks of 1024 steps."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, int] = {}
+
+    def __contains__(self, step: int) -> bool:
+        return bool(self._blocks.get(step >> 10, 0) >> (step & 1023) & 1)
+
+    def add(self, step: int) -> None:
+        self._blocks[step >> 10] = self._blocks.get(step >> 10, 0) | 1 << (step & 1023)
+
+
+def is_of_script(run: RunDir) -> bool:
+    try:
+        return bool(read_section(run.config, "trainer", TrainerConfig).script)
+    except (ConfigError, RunFolderError, OSError):  # a damaged file
+        return False

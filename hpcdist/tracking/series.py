@@ -1,0 +1,37 @@
+"""The metric series of a run as MLflow shows them, for reports and comparisons."""
+
+from collections.abc import Iterator
+
+from hpcdist.review.facts import MAX_SERIES, Series, is_read
+from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.tracking import journal
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.metric_point import Point
+from hpcdist.tracking.sent_points import SentPoints, is_of_script
+
+
+def read_series(run: RunDir) -> dict[str, Series]:
+    """Return the series of a run by metric, thinned; metrics after the first MAX_SERIES are left out."""
+    series: dict[str, Series] = {}
+    for point in _points(run):
+        if point.key in series or (len(series) < MAX_SERIES and is_read(point.key)):
+            series.setdefault(point.key, Series()).add(point.step, point.value)
+    return series
+
+
+def read_values(run: RunDir) -> dict[str, dict[int, float]]:
+    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
+    values: dict[str, dict[int, float]] = {}
+    for point in _points(run):
+        if is_read(point.key) and point.key != journal.ATTEMPT_METRIC:
+            values.setdefault(point.key, {})[point.step] = point.value
+    return values
+
+
+def _points(run: RunDir) -> Iterator[Point]:
+    """Yield each step of a metric once; an attempt of a script counts up to the first step in a later one."""
+    state, sent = run.read_state(), SentPoints(newest_counts=is_of_script(run))
+    tail = JournalTail(run.journal, sent)
+    while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
+        yield from tail.new_points(chunks)
+        sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
