@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -159,6 +160,19 @@ def _ship(delivery: "Delivery", state: State, backoff_s: float) -> float:
     return 0.0
 
 
+def _end_if_replaced(run: RunDir, parent: _Starter) -> None:
+    """End this process, even in a long upload, once another supervisor holds the run of a supervisor that has died.
+
+    Its shipper waits for this one, and sends again what MLflow has not confirmed.
+    """
+    while True:
+        with suppress(OSError):
+            if parent.gone and lease.holder(run) is not None:
+                log.warning("another supervisor has taken over %s: its shipper continues", run.name)
+                os._exit(1)
+        time.sleep(POLL_S)
+
+
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Upload the run in folder `argv[0]` until it has ended. Returns the exit code."""
     # Passed by the parent, which may die before this line and leave another parent id.
@@ -166,13 +180,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # Received by sigtimedwait: the batch system's SIGTERM is for the ranks, which still send their last points.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     log_files.configure()
+    through_queue = "--through-queue" in argv[1:]
     try:
         require_same(Path(argv[0]), env)
         run = RunDir.open(Path(argv[0]))
         log_files.limit_log(run.path)
         uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
+        if not through_queue:
+            parent = _Starter(parent_pid, through_queue=False)
+            threading.Thread(target=_end_if_replaced, args=(run, parent), daemon=True).start()
         with retry.patient(retry.UNATTENDED_S):
-            return 0 if ship_run(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
+            return 0 if ship_run(run, uri, parent_pid, through_queue=through_queue) else 1
     except HpcdistError as error:
         log.error("%s", error)
         return error.exit_code

@@ -156,6 +156,37 @@ def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd
     assert "holds no run" in done.stderr
 
 
+#: A shipper whose pass takes long, such as the upload of a large model. Its parent has ended.
+LONG_PASS = f"""
+import os, sys, time
+from hpcdist.tracking import delivery, shipper
+def ship_once(self, state):
+    print("in a pass", flush=True)
+    time.sleep(600)
+delivery.Delivery.ship_once = ship_once
+shipper.POLL_S = 0.05
+shipper.main(sys.argv[1:], {{**os.environ, "HPCDIST_SUPERVISOR_PID": "{DEAD_PARENT}"}})
+"""
+
+
+@pytest.mark.processes
+def test_orphaned_shipper_ends_in_a_long_pass_when_the_run_is_resumed(scene: Scene) -> None:
+    scene.state(status="running", attempt=1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_PASS, str(scene.run.path)],
+        env={**os.environ, "HPCDIST_TRACKING_URI": scene.uri},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in a pass\n"
+        assert process.poll() is None, "it marks the run as failed if nobody resumes it"
+        with lease.hold(scene.run):
+            assert process.wait(60) == 1
+
+
 @contextmanager
 def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start `mlflow server`, and kill it with its workers at the end."""
