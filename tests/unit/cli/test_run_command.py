@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli, Make, Seen, SetJob, job, one_line
+from fake_nvml import gpu, install_fake_nvml
 from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
@@ -22,7 +23,6 @@ from hpcdist.run.folder import State
 from hpcdist.run.kept_secrets import kept
 from hpcdist.run.lease import hold
 from hpcdist.supervisor import local_launcher
-from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pynvml
 import pytest
+from fake_nvml import FakeNvml, gpu, install_fake_nvml
 from hpcdist_runs import wait_for
 
 import hpcdist
@@ -25,7 +26,6 @@ from hpcdist.host.image_identity import container_runtime, image_facts
 from hpcdist.host.network import amount, bandwidths, rate, seconds
 from hpcdist.host.time_limits import run_within
 from hpcdist.rank.system_metrics import EnergyMeter
-from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml
 
 # --- The facts of this machine: versions, ports, name lookups, network interfaces
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvml import gpu, install_fake_nvml
 from supervisor_scene import DONE, FAKE_RANK, STOP_ON_REQUEST, Recorder, Scene, ScriptedJob, fails
 
 from hpcdist.config.cluster_schema import ClusterConfig, ContainerConfig, RoleRequest
@@ -36,7 +37,6 @@ from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.local_launcher import LocalRanks, supervise_locally
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.supervisor.protocols import NodeChanges
-from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
