@@ -30,6 +30,7 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; fi
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh hpcdist/containers/apptainer_mount/* tests/support/*.sh scripts/*.sh scripts/runtimes/*.sh
 

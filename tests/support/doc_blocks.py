@@ -34,7 +34,7 @@ class Block:
 @cache
 def pages() -> tuple[Path, ...]:
     """Return all Markdown pages for users and developers."""
-    names = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "SKILL.md", "benchmarks/RESULTS.md")
+    names = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "SKILL.md", "benchmarks/RESULTS.md")
     others = ("docker/README.md", "slurm/README.md", "slurm/containers.md", "slurm/devcluster/README.md")
     return (*(ROOT / name for name in (*names, *others)), *sorted((ROOT / "docs").rglob("*.md")))
 

@@ -115,7 +115,7 @@ READ_FIRST = ROOT / "docs" / "internals" / "read-first.md"
 
 
 #: Pages that may name files of the repository and dates.
-_FOR_DEVELOPERS = ("internals/read-first.md", "reference/tested-versions.md")
+_FOR_DEVELOPERS = ("internals/read-first.md", "internals/test-suites.md", "reference/tested-versions.md")
 
 
 def test_pages_for_users_name_no_modules_and_no_dates() -> None:
