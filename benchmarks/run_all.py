@@ -213,8 +213,8 @@ BENCHMARKS = (
         "rpc",
         (),
         (
-            Figure("RPC of 8 MiB, one call at a time: torch's time over ZeroMQ's", ("torch_over_zmq", "8 MiB, 1")),
-            Figure("RPC of 8 MiB, 8 calls in flight: torch's time over ZeroMQ's", ("torch_over_zmq", "8 MiB, 8")),
+            Figure("RPC of 8 MiB, one call at a time: torch's time over hpcdist's", ("torch_over_hpcdist", "8 MiB, 1")),
+            Figure("RPC of 8 MiB, 8 calls in flight: torch's time over hpcdist's", ("torch_over_hpcdist", "8 MiB, 8")),
         ),
     ),
     Benchmark("rl", ("--rounds", "3", "--seconds", "8"), ()),
