@@ -38,8 +38,8 @@ from hpcdist.devcluster.settings import Layout
 
 STEP_WITHIN_S = 120.0
 PARTS = ("command", "batch", "ranks")
-#: Names of the step of the ranks: of the attempt, or of the command of a hand-written srun.
-RANKS = {"attempt-001", "bash"}
+#: Names of the step of the ranks: of a job of hpcdist, or of the command of a hand-written srun.
+RANKS = {"ranks-001", "bash"}
 _SUBMITTED = re.compile(r"job (\d+)")
 
 HAND_WRITTEN = """\
