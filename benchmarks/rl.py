@@ -1,6 +1,6 @@
 """Environment steps per second of the RL trainer, learning included, and time to solve CartPole.
 
-    python benchmarks/rl.py [--rounds 3] [--seconds 15] [--seeds 5] [--only "64 environments"] [--json]
+    python benchmarks/rl.py [--rounds 3] [--seconds 15] [--seeds 5] [--only "64 environments"] [--updates N] [--json]
 
 Two observers and an agent on this machine, one thread each, compared with the PyTorch tutorial (baselines/rl.py).
 hpcdist is the real `hpcdist run rl_cartpole` with all features; the result is the number of transitions learned from
@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, median_ratio
 
+from hpcdist.host.json_files import read_json_lines
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import Record, read_records
 from hpcdist.trainers.rl.environments import Problem, make_environments
 
@@ -44,7 +46,8 @@ def run_baseline(seconds: float) -> dict[str, Any]:
     return result
 
 
-def run_ours(*overrides: str) -> list[Record]:
+def run_ours(*overrides: str) -> tuple[list[Record], float]:
+    """Train; return the records of the agent, and the Unix time in s at which its training began."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(*HPCDIST, "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
@@ -52,11 +55,13 @@ def run_ours(*overrides: str) -> list[Record]:
             *("tracking.drain_timeout_s=5", *overrides),  # the benchmark does not read from MLflow
         ]
         call(command, None, ENV)
-        return read_records(Path(folder) / "cartpole" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")[0]
+        run = RunDir.open(Path(folder) / "cartpole" / "ours")
+        (start,) = [phase for phase in read_json_lines(run.attempt(1).phases) if phase["cause"] == "start"]
+        return read_records(run.journal / "attempt-001.rank-00000.jsonl")[0], start["ended"]
 
 
 def steps_per_s(overrides: list[str]) -> float:
-    records = run_ours("stop.threshold=1000", "rl.updates_per_epoch=1000", "stop.max_epochs=9", *overrides)
+    records, _ = run_ours("stop.threshold=1000", "rl.updates_per_epoch=1000", "stop.max_epochs=9", *overrides)
     key = "train/env_steps"
     points = [(item.step, item.metrics[key], item.time_ms) for item in records if key in item.metrics]
     steady = [point for point in points if point[0] >= points[-1][0] / 3]
@@ -66,9 +71,10 @@ def steps_per_s(overrides: list[str]) -> float:
 
 def solved_in_s(seed: int) -> float:
     """Return the seconds of training and evaluation until the mean return of 100 greedy episodes reaches 475."""
-    evaluations = [item.metrics for item in run_ours(f"seed={seed}") if "eval/return" in item.metrics]
-    assert evaluations[-1]["eval/return"] >= THRESHOLD, f"seed {seed} ended at {evaluations[-1]}"
-    return evaluations[-1]["eval/after_s"]
+    records, began = run_ours(f"seed={seed}")
+    last = [item for item in records if "eval/return" in item.metrics][-1]
+    assert last.metrics["eval/return"] >= THRESHOLD, f"seed {seed} ended at {last.metrics}"
+    return last.time_ms / 1000 - began
 
 
 def step_alone(num_envs: int) -> float:
@@ -92,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="duration of the baseline in each round")
     parser.add_argument("--seeds", type=int, default=5, help="number of runs until solved")
     parser.add_argument("--only", default="", help="name of a case")
+    parser.add_argument("--updates", type=int, help="updates of each case instead of its own number")
     arguments = parser.parse_args()
     cases = {name: case for name, case in CASES.items() if arguments.only in ("", name)}
     baseline: list[float] = []
@@ -104,6 +111,8 @@ def main() -> None:
         best = max(best, result["best_mean_return"])
         assert result["solved_s"] is None, "the baseline has solved the problem: compare the times"
         for name, (overrides, num_envs, _) in cases.items():
+            if arguments.updates is not None:
+                overrides = [*overrides, f"stop.max_steps={arguments.updates}"]
             ours[name].append(steps_per_s(overrides))
             bounds[name].append(bound(num_envs))
         shown = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in ours.items())
