@@ -1,6 +1,7 @@
 """A simulated run of many ranks for `scale.py`: a real supervisor, a stub of srun, and one process for all ranks.
 
-The process of the ranks writes the files that real ranks write. Both processes count their calls to the file system.
+The stub reports as the parents of all ranks do. The process of the ranks writes the files that real ranks write. It and
+the supervisor count their calls to the file system.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.host.json_files import write_json
 from hpcdist.job.batch_step import JobLog
 from hpcdist.job.launcher import SlurmLauncher
+from hpcdist.rank.processes import MARK, PARENT_MODULE
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir, system_interval_s, times_interval_s
 from hpcdist.run.lease import hold
@@ -40,14 +42,35 @@ STEP_S = 0.5
 #: Step times and system metrics of one node.
 STEP_TIMES = {f"time/n1/{part}_s": 0.5 for part in ("step", "data", "compute")}
 SYSTEM_METRICS = {f"system/metric_{index}": 0.5 for index in range(8)}
-STUB_SRUN = """\
-#!/bin/sh
-# The roll call gets the names of all nodes.
-case "$*" in *SLURMD_NODENAME*) exec cat "$SCALE_NODES" ;; esac
-# The step of the ranks runs until the benchmark ends it, and then prints srun's messages.
-read -r _ < "$SCALE_END"
-cat "$SCALE_MESSAGES" >&2
-exit 1
+#: It acts as the parents of all ranks (the protocol is in `hpcdist/rank/parent.py`), and starts no process.
+STUB_SRUN = f"""\
+#!{sys.executable}
+import json, os, signal, sys
+from pathlib import Path
+
+words = " ".join(sys.argv)
+nodes = Path(os.environ["SCALE_NODES"]).read_text().split()
+if "SLURMD_NODENAME" in words:  # the roll call of the nodes
+    sys.exit(print(*(f"hpcdist-node {{node}}" for node in nodes), sep="\\n"))
+if "{PARENT_MODULE}" not in words:  # the watchdog of the job, until it is killed
+    signal.pause()
+ranks = range({RANKS_PER_NODE} * len(nodes))
+
+
+def report(reports):
+    sys.stdout.write("".join(f"{MARK}{{json.dumps(fields)}}\\n" for fields in reports))
+    sys.stdout.flush()
+
+
+report({{"parent": rank, "ready": nodes[rank // {RANKS_PER_NODE}], "problem": ""}} for rank in ranks)
+attempt = json.loads(sys.stdin.readline())["start"]
+report({{"parent": rank, "rank": rank, "attempt": attempt, "pid": os.getpid()}} for rank in ranks)
+Path(os.environ["SCALE_END"]).read_text()  # a named pipe, to which the benchmark writes when the ranks have failed
+end = {{"attempt": attempt, "code": 1, "memory_limit": None}}
+report({{"parent": rank, "rank": rank, **end}} for rank in reversed(ranks))
+for line in sys.stdin:
+    if "end" in json.loads(line):
+        report({{"parent": rank, "over": attempt}} for rank in ranks)
 """
 STUB_SQUEUE = "#!/bin/sh\n"  # no steps of an earlier life of the job
 AUDIT_EVENTS = {
@@ -239,7 +262,7 @@ def simulate(num_ranks: int, seconds: float) -> dict[str, Any]:
                 end = json.loads(supervisor.stdout.readline())
                 decided_s = time.monotonic() - written
                 send_line(ranks)
-        expected = f"rank {num_ranks - 1} on n{num_ranks - 1} failed with ValueError: the cause at step 9"
+        expected = f"rank {num_ranks - 1} on n{num_ranks - 1} failed with ValueError: the cause after step 9"
         assert end["reason"] == expected, end
         return {
             "supervisor": json.loads((root / "supervisor.json").read_text()),
@@ -257,19 +280,13 @@ def make_cluster(root: Path, config: Config) -> dict[str, str]:
         (root / "bin" / name).chmod(0o700)
     os.mkfifo(root / "end")
     nodes = expand(nodelist(config.cluster.nodes))
-    messages = [
-        f"srun: error: {node}: tasks {8 * index}-{8 * index + 7}: Exited with exit code 1"
-        for index, node in enumerate(nodes)
-    ]
     (root / "nodes").write_text("\n".join(nodes) + "\n")
-    (root / "messages").write_text("\n".join(reversed(messages)) + "\n")
     return {
         **os.environ,
         "PATH": f"{root / 'bin'}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": nodelist(config.cluster.nodes),
         "SCALE_END": str(root / "end"),
-        "SCALE_MESSAGES": str(root / "messages"),
         "SCALE_NODES": str(root / "nodes"),
     }
 
