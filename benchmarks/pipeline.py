@@ -1,8 +1,8 @@
 """Duration of a pipeline step: the PyTorch tutorial's RPC pipeline, torch.distributed.pipelining, hpcdist.
 
-    python benchmarks/pipeline.py [--rounds 5] [--splits 1 2 4 8] [--json]
+    python benchmarks/pipeline.py [--rounds 5] [--splits 1 2 4 8] [--image-size 128] [--without-allocator] [--json]
 
-ResNet50 in two stages of one thread each, 32 images of 128², SGD. All contenders are started once and do one step in
+ResNet50 in two stages of one thread each, batches of 32 images, SGD. All contenders are started once and do one step in
 turn, so that other load affects all of them; meanwhile the others are stopped by SIGSTOP, because TensorPipe and gloo
 poll while they wait. Ratios are computed within each round; the results are medians over rounds. hpcdist is the
 trainer's own set-up and step in ranks of `hpcdist run`, with its allocator settings. The others run as published, and
@@ -32,7 +32,7 @@ from harness import BASELINES, HPCDIST, MALLOC_ENV, argument_parser, clean_env, 
 
 from hpcdist.trainers.pipeline.stages import ideal_bubble
 
-BATCH_SIZE, IMAGE_SIZE = 32, 128
+BATCH_SIZE = 32
 
 
 class Contender:
@@ -66,24 +66,36 @@ class Contender:
         self._commands.close()
 
 
-def start_script(stack: ExitStack, name: str, num_ranks: int, extra_env: dict[str, str]) -> Contender:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline_")))
+def new_folder(stack: ExitStack) -> Path:
+    """Return a folder that is removed at the end, also if killed processes leave files in it meanwhile."""
+    folder = tempfile.TemporaryDirectory(prefix="pipeline_", ignore_cleanup_errors=True)
+    return Path(stack.enter_context(folder))
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its descendants, which may be stopped."""
+    signal_tree(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def start_script(stack: ExitStack, name: str, image_size: int, num_ranks: int, extra_env: dict[str, str]) -> Contender:
+    folder = new_folder(stack)
     env = clean_env() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", **extra_env}
     processes = []
     for rank in range(num_ranks):
-        command = [sys.executable, str(BASELINES / f"{name}.py"), *map(str, (rank, folder, BATCH_SIZE, IMAGE_SIZE))]
+        command = [sys.executable, str(BASELINES / f"{name}.py"), *map(str, (rank, folder, BATCH_SIZE, image_size))]
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(
             subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=(folder / "log").open("w"), text=True)
         )
-        stack.callback(processes[-1].kill)
+        stack.callback(kill, processes[-1])
     assert processes[0].stdin is not None
     assert processes[0].stdout is not None
     return Contender(name, processes[0].stdin, processes[0].stdout, [process.pid for process in processes])
 
 
-def start_ours(stack: ExitStack, *overrides: str) -> Contender:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline_")))
+def start_ours(stack: ExitStack, image_size: int, *overrides: str) -> Contender:
+    folder = new_folder(stack)
     for pipe in ("commands", "answers"):
         os.mkfifo(folder / pipe)
     command = [*HPCDIST, "run", "pipeline_resnet50", f"runs_dir={folder}", "name=ours"]
@@ -92,7 +104,7 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
         f"params.commands={folder}/commands",
         f"params.answers={folder}/answers",
     ]
-    command += ["data.name=synthetic", f"data.image_size={IMAGE_SIZE}", f"data.batch_size={BATCH_SIZE}"]
+    command += ["data.name=synthetic", f"data.image_size={image_size}", f"data.batch_size={BATCH_SIZE}"]
     command += ["data.num_samples=64", "optim.name=sgd", "optim.lr=0.05", "launch.device=cpu", "launch.num_threads=1"]
     command += [
         "tracking.system_interval_s=0",
@@ -102,7 +114,7 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
     ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=BASELINES, env=clean_env(), stdout=log, stderr=log)
-    stack.callback(process.terminate)
+    stack.callback(kill, process)
     commands = stack.enter_context(_open_for_writing(folder / "commands", process, folder / "log"))
     return Contender("ours", commands, stack.enter_context((folder / "answers").open()), [process.pid])
 
@@ -120,17 +132,24 @@ def _open_for_writing(path: Path, process: subprocess.Popen[bytes], log: Path) -
 Times = dict[str, list[list[float]]]
 
 
-def measure(splits: Sequence[int], rounds: int) -> Times:
-    """Return the responses by `contender command` and round."""
+def measure(splits: Sequence[int], image_size: int, rounds: int, *, allocator: bool) -> Times:
+    """Return the responses by `contender command` and round.
+
+    Args:
+        allocator: whether to measure the effect of the allocator settings, too.
+    """
     with ExitStack() as stack:
         contenders = {
-            "baseline": start_script(stack, "pipeline", 3, {}),
-            "baseline, our MALLOC_*": start_script(stack, "pipeline", 3, MALLOC_ENV),
-            "pipelining": start_script(stack, "pipelining", 2, {}),
-            "ours": start_ours(stack),
-            "ours, without MALLOC_*": start_ours(stack, *(f"launch.env.{key}=''" for key in MALLOC_ENV)),
+            "baseline": start_script(stack, "pipeline", image_size, 3, {}),
+            "pipelining": start_script(stack, "pipelining", image_size, 2, {}),
+            "ours": start_ours(stack, image_size),
         }
-        plan = [("ours", "update"), ("baseline, our MALLOC_*", "1"), ("ours, without MALLOC_*", f"step {splits[0]}")]
+        plan = [("ours", "update")]
+        if allocator:
+            without = [f"launch.env.{key}=''" for key in MALLOC_ENV]
+            contenders["baseline, our MALLOC_*"] = start_script(stack, "pipeline", image_size, 3, MALLOC_ENV)
+            contenders["ours, without MALLOC_*"] = start_ours(stack, image_size, *without)
+            plan += [("baseline, our MALLOC_*", "1"), ("ours, without MALLOC_*", f"step {splits[0]}")]
         for split in splits:
             plan += [("baseline", str(split)), ("ours", f"step {split}"), ("pipelining", str(split))]
             plan += [("ours", f"alone {split}"), ("ours", f"together {split}")]
@@ -216,18 +235,27 @@ def best_row(times: Times, splits: Sequence[int]) -> dict[str, Any]:
 def main() -> None:
     parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--image-size", type=int, default=128)
+    parser.add_argument(
+        "--without-allocator", action="store_true", help="do not measure the effect of the allocator settings"
+    )
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    times = measure(arguments.splits, arguments.rounds)
+    allocator = not arguments.without_allocator
+    times = measure(arguments.splits, arguments.image_size, arguments.rounds, allocator=allocator)
 
-    print(f"ResNet50, 2 stages x 1 thread, {BATCH_SIZE} images of {IMAGE_SIZE}²; seconds per step, medians of")
+    print(
+        f"ResNet50, 2 stages x 1 thread, {BATCH_SIZE} images of {arguments.image_size}²; seconds per step, medians of"
+    )
     print(f"{arguments.rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after\n")
     print("splits  baseline  pipelining    ours   bound  bound/ours  both busy  bubble ours/theory")
     table = [row for split in arguments.splits for row in split_rows(times, split)]
-    first = f"step {arguments.splits[0]}"
-    for_baseline = ratio(times, "baseline 1", "baseline, our MALLOC_* 1")
-    for_ours = ratio(times, f"ours, without MALLOC_* {first}", f"ours {first}")
-    print(f"\nspeed-up by the allocator settings: baseline {for_baseline:.2f}, ours {for_ours:.2f}")
+    print()
+    if allocator:
+        first = f"step {arguments.splits[0]}"
+        for_baseline = ratio(times, "baseline 1", "baseline, our MALLOC_* 1")
+        for_ours = ratio(times, f"ours, without MALLOC_* {first}", f"ours {first}")
+        print(f"speed-up by the allocator settings: baseline {for_baseline:.2f}, ours {for_ours:.2f}")
     print("speed-up over the baseline with 1 split:")
     for split in arguments.splits:
         published = ratio(times, "baseline 1", f"baseline {split}")
