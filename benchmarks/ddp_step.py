@@ -1,6 +1,6 @@
 """Duration of a training step of the DDP trainer, compared with a bare DDP loop, Accelerate and Lightning.
 
-    python benchmarks/ddp_step.py [--rounds 5] [--batch-sizes 8 64] [--only ours,bare] [--json]
+    python benchmarks/ddp_step.py [--rounds 5] [--batch-sizes 8 64] [--steps N] [--only ours,bare] [--json]
 
 Two gloo ranks with one thread each train `simple_cnn` with Adam on the same data: MNIST in $HPCDIST_DATA_DIR, or
 synthetic images of its size. hpcdist is the real `hpcdist run` with all features: progress, metrics every 50 steps,
@@ -29,13 +29,16 @@ from harness import (
     argument_parser,
     call,
     clean_env,
+    installed,
     loss_readings,
     median_ratio,
 )
 
 #: Steps per round by batch size; each number fits into one epoch of MNIST on two ranks.
 STEPS = {8: 1200, 64: 300}
+#: Steps between two readings of the clock; a sixth of all steps if they are fewer.
 WINDOW = 50
+MIN_STEPS = 6
 NUM_RANKS = 2
 IMAGE_SIZE = 28
 NUM_SYNTHETIC = 60_000
@@ -50,11 +53,15 @@ class Setting:
     batch_size: int
     steps: int
 
+    @property
+    def window(self) -> int:
+        return min(WINDOW, self.steps // MIN_STEPS)
+
     def script_arguments(self, out: Path) -> list[str]:
         return [
             *("--data", self.data, "--root", self.root, "--num-samples", str(NUM_SYNTHETIC)),
             *("--image-size", str(IMAGE_SIZE), "--batch-size", str(self.batch_size)),
-            *("--steps", str(self.steps), "--window", str(WINDOW), "--out", str(out)),
+            *("--steps", str(self.steps), "--window", str(self.window), "--out", str(out)),
         ]
 
     def overrides(self, folder: Path) -> list[str]:
@@ -68,7 +75,7 @@ class Setting:
             f"data.batch_size={self.batch_size}",
             f"stop.max_steps={self.steps}",
             f"checkpoint.every_steps={self.steps // 4}",
-            f"tracking.log_every_steps={WINDOW}",
+            f"tracking.log_every_steps={self.window}",
             "tracking.system_interval_s=2",
             f"launch.num_ranks={NUM_RANKS}",
             "launch.device=cpu",
@@ -103,6 +110,8 @@ CONTENDERS = {
     "accelerate": run_script("accelerate_ddp", {}),
     "lightning": run_script("lightning_ddp", {}),
 }
+#: Packages of contenders that the extra `bench` installs.
+PACKAGES = {"accelerate": "accelerate", "lightning": "lightning"}
 
 
 def step_ms(readings: Readings) -> float:
@@ -131,9 +140,12 @@ def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[f
 def main() -> None:
     parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
+    parser.add_argument("--steps", type=int, help="steps of each batch size instead of its own number")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders, separated by commas or semicolons")
     arguments = parser.parse_args()
-    names = [name for name in CONTENDERS if name in arguments.only]
+    if arguments.steps is not None and arguments.steps < MIN_STEPS:
+        parser.error(f"--steps {arguments.steps}: use {MIN_STEPS} or more")
+    names = installed([name for name in CONTENDERS if name in arguments.only], PACKAGES)
 
     root = os.environ.get("HPCDIST_DATA_DIR", "")
     data = "mnist" if root else "synthetic"
@@ -141,7 +153,7 @@ def main() -> None:
     print(f"{data}, {NUM_RANKS} ranks, ms per step, median of {arguments.rounds} rounds\n")
     print(f"{'':28}{'batch':>6}{'ms':>8}{'min':>8}{'max':>8}  over bare")
     for batch_size in arguments.batch_sizes:
-        setting = Setting(data, root, batch_size, STEPS[batch_size])
+        setting = Setting(data, root, batch_size, arguments.steps or STEPS[batch_size])
         times = measure(setting, names, arguments.rounds)
         bare = times.get("bare", [])
         rows = {}

@@ -113,6 +113,8 @@ CONTENDERS: Mapping[str, Callable[[Path, Path], Sequence[str]]] = {
     "Lightning, ModelCheckpoint": torchrun("fault_lightning.py"),
     "hpcdist": hpcdist(),
 }
+#: Packages of contenders that the extra `bench` installs.
+PACKAGES = {"Lightning, ModelCheckpoint": "lightning"}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Useful steps per second of a training whose ranks are killed, compared with torchrun and Lightning.
 
-    python benchmarks/goodput.py [--steps 3000] [--kill-every 20] [--rounds 1] [--keep FILE] [--json]
+    python benchmarks/goodput.py [--steps 3000] [--kill-every 20] [--max-kills N] [--rounds 1] [--keep FILE] [--json]
 
 Two gloo ranks train `simple_cnn` on MNIST ($HPCDIST_DATA_DIR, otherwise scikit-learn's digits) for a number of steps,
 with a checkpoint every 25 steps and an evaluation every 100. A randomly chosen rank is killed by SIGKILL at random
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from baselines.fault_task import Task
-from fault_runs import CONTENDERS, NUM_RANKS, Running, data_settings, is_alive, started
-from harness import argument_parser, median
+from fault_runs import CONTENDERS, NUM_RANKS, PACKAGES, Running, data_settings, is_alive, started
+from harness import argument_parser, installed, median
 
 SAVE_EVERY = 25
 EVAL_EVERY = 100
@@ -48,11 +48,13 @@ class Killer:
 
     Args:
         mean_s: mean interval; intervals are uniform between half and one and a half of it. 0 for no kills.
+        max_kills: number of kills after which the ranks are left alone.
     """
 
-    def __init__(self, seed: int, mean_s: float) -> None:
+    def __init__(self, seed: int, mean_s: float, max_kills: int) -> None:
         self._random = random.Random(seed)
         self._mean_s = mean_s
+        self._max_kills = max_kills
         self._at_s = 0.0
         self._rank = 0
         self.num_kills = 0
@@ -64,7 +66,9 @@ class Killer:
 
     def poll(self, running: Running) -> None:
         """Kill a rank if it is time."""
-        if not self._mean_s or time.time() < running.began + self._at_s:
+        if not self._mean_s or self.num_kills == self._max_kills:
+            return
+        if time.time() < running.began + self._at_s:
             return
         pid = running.reader.newest_ranks().get(self._rank)
         if pid is None or not is_alive(pid):
@@ -75,9 +79,8 @@ class Killer:
         self._draw()
 
 
-def train(name: str, task: Task, seed: int, kill_every: float, target: float) -> Result:
+def train(name: str, task: Task, killer: Killer, target: float) -> Result:
     """Train with one contender; return its steps, times and evaluations."""
-    killer = Killer(seed, kill_every)
 
     def over(marks: Sequence[Any]) -> bool:
         killer.poll(running)
@@ -95,7 +98,6 @@ def train(name: str, task: Task, seed: int, kill_every: float, target: float) ->
     good = [mark.time - running.began for mark in evaluations if mark.value >= target]
     return {
         "contender": name,
-        "killed": bool(kill_every),
         "steps": min(reached, task.steps),
         "done_steps": len(steps),
         "s": seconds,
@@ -115,8 +117,8 @@ def read_results(path: Path | None, settings: Mapping[str, Any]) -> list[Result]
 
 def measure(arguments: Any) -> list[Result]:
     """Run what is missing; return all results."""
-    settings = {"steps": arguments.steps, "kill_every": arguments.kill_every, "target": arguments.target}
-    names = [name for name in CONTENDERS if arguments.only in name]
+    settings = {name: getattr(arguments, name) for name in ("steps", "kill_every", "max_kills", "target")}
+    names = installed([name for name in CONTENDERS if arguments.only in name], PACKAGES)
     results = read_results(arguments.keep, settings)
     present = {(result["round"], result["contender"], result["killed"]) for result in results}
     for number in range(arguments.rounds):
@@ -133,12 +135,13 @@ def measure(arguments: Any) -> list[Result]:
                     eval_every=EVAL_EVERY,
                     **data_settings(),
                 )
+                killer = Killer(number, arguments.kill_every if killed else 0.0, arguments.max_kills)
                 load = os.getloadavg()[0]
                 try:
-                    result = train(name, task, number, arguments.kill_every if killed else 0.0, arguments.target)
+                    result = train(name, task, killer, arguments.target)
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
-                result |= {"round": number, "load": load, "settings": settings}
+                result |= {"killed": killed, "round": number, "load": load, "settings": settings}
                 results.append(result)
                 print(describe(result), file=sys.stderr, flush=True)
                 if arguments.keep is not None:
@@ -197,6 +200,7 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=1)
     parser.add_argument("--steps", type=int, default=3_000, help="of the whole training")
     parser.add_argument("--kill-every", type=float, default=20.0, help="mean seconds between two kills")
+    parser.add_argument("--max-kills", type=int, default=10**6, help="kills after which the ranks are left alone")
     parser.add_argument("--target", type=float, default=0.98, help="accuracy whose time is reported")
     parser.add_argument("--keep", type=Path, help="file of the results, with which a repeated command continues")
     parser.add_argument("--only", default="", help="only the contenders whose names contain this")

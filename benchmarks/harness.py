@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ BASELINES = Path(__file__).parent / "baselines"
 HPCDIST = [sys.executable, "-m", "hpcdist"]
 #: The allocator settings that hpcdist gives its ranks.
 MALLOC_ENV = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
+#: Help of an option of benchmarks whose rounds take long.
+NO_WARM_UP = "measure without the first round, which does not count"
 #: (steps done, Unix time in s)
 Readings = list[tuple[int, float]]
 
@@ -49,6 +52,17 @@ def call(command: Sequence[str], folder: Path | None, env: Mapping[str, str]) ->
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return done.stdout
+
+
+def installed(contenders: Iterable[str], packages: Mapping[str, str]) -> list[str]:
+    """Return the contenders whose package is installed, or that need none; print a line for each other one."""
+    found = []
+    for name in contenders:
+        if name in packages and importlib.util.find_spec(packages[name]) is None:
+            print(f"{name} is left out: {packages[name]} is not installed (pip install '.[bench]')\n")
+        else:
+            found.append(name)
+    return found
 
 
 def signal_tree(pid: int, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """DDP trainers with embedding tables on parameter servers: hpcdist, the PyTorch tutorial, and one process without RPC.
 
-    python benchmarks/hybrid.py [--rounds 3] [--only large,small] [--json]
+    python benchmarks/hybrid.py [--rounds 3] [--only large,small] [--steps N] [--json]
 
 Two trainers on this machine, one thread per process. hpcdist is the real `hpcdist run hybrid_clicks` with
 metrics, progress and shipping to sqlite, on a click log of the same size; its dense part has one layer more than the
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,8 @@ from hpcdist.trainers.hybrid.train import EVAL_FRACTION
 BASELINE = BASELINES / "hybrid.py"
 NUM_TRAINERS = 2
 BASELINE_RANKS = NUM_TRAINERS + 2
+#: hpcdist logs six times.
+MIN_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ CASES = (
 
 
 def run_ours(case: Case, folder: Path, env: Mapping[str, str]) -> float:
-    steps, window = case.steps[0], case.steps[0] // 6
+    steps, window = case.steps[0], case.steps[0] // MIN_STEPS
     num_samples = math.ceil(steps * case.bags * NUM_TRAINERS / (1 - EVAL_FRACTION))
     log = _write_log(folder / "clicks.parquet", case, num_samples)
     config = folder / "ours.yaml"  # overrides would add to the tables of the shipped config
@@ -164,10 +166,15 @@ def row(case: Case, rates: Mapping[str, list[float]]) -> dict[str, str | float |
 def main() -> None:
     parser = argument_parser(__doc__, rounds=3)
     parser.add_argument("--only", default="", help="cases, separated by commas")
+    parser.add_argument("--steps", type=int, help="at most this number of steps of each contender")
     arguments = parser.parse_args()
+    if arguments.steps is not None and arguments.steps < MIN_STEPS:
+        parser.error(f"--steps {arguments.steps}: use {MIN_STEPS} or more")
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only.split(",")]
     table = []
     for case in chosen:
+        if arguments.steps is not None:
+            case = replace(case, steps=tuple(min(steps, arguments.steps) for steps in case.steps))
         table.append(row(case, measure(case, arguments.rounds)))
     print(f"{'case':<48}{'baseline':>10}{'ours':>10}{'ratio':>8}{'bound':>8}{'goal':>7}")
     for line in table:

@@ -1,6 +1,6 @@
 """Seconds from `hpcdist submit` to the first optimizer step, compared with sbatch and srun of the same script.
 
-    python benchmarks/slurm_start.py [--rounds 7] [--nodes 2] [--tasks 1] [--json]
+    python benchmarks/slurm_start.py [--rounds 7] [--nodes 2] [--tasks 1] [--no-warm-up] [--json]
 
 Both submit from the same git repository to a dev cluster (`hpcdist devcluster`), which this script starts unless one is
 running, and alternate on its empty queue. The time begins with the command and ends when rank 0 has done its first
@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness import BASELINES, HPCDIST, argument_parser, clean_env, commit_all, median_ratio, signal_tree
+from harness import BASELINES, HPCDIST, NO_WARM_UP, argument_parser, clean_env, commit_all, median_ratio, signal_tree
 
 from hpcdist.devcluster import cluster
 from hpcdist.devcluster.settings import Layout
@@ -177,6 +177,7 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--tasks", type=int, default=1, help="per node")
+    parser.add_argument("--no-warm-up", action="store_true", help=NO_WARM_UP)
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="slurm_start_") as name, dev_cluster(arguments.nodes) as client:
@@ -191,11 +192,12 @@ def main() -> None:
         submit = [*HPCDIST, "submit", "config.yaml", *flags, *shape, f"runs_dir={name}/runs"]
         commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit, "hpcdist submit, apart": submit}
         rounds: dict[str, list[dict[str, float]]] = {key: [] for key in commands}
-        # The first round, which fills the page cache and creates MLflow's database, does not count.
-        for number in range(arguments.rounds + 1):
+        # A first round, which fills the page cache and creates MLflow's database, does not count.
+        warm_ups = 0 if arguments.no_warm_up else 1
+        for number in range(warm_ups + arguments.rounds):
             for key, values in rounds.items():
                 measured = until_first_step(commands[key], project, out, env, apart=key.endswith("apart"))
-                if number > 0:
+                if number >= warm_ups:
                     values.append(measured)
 
     print(f"{arguments.nodes} nodes × {arguments.tasks} gloo ranks, median of {arguments.rounds} rounds\n")

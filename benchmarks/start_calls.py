@@ -1,6 +1,6 @@
 """File-system calls of the start of a run, per rank, counted by strace.
 
-    python benchmarks/start_calls.py [--ranks 2 8] [--json]
+    python benchmarks/start_calls.py [--ranks 2 8] [--only forked] [--json]
 
 `hpcdist run` with one step of DDP (`baselines/first_step_trainer.py`), with ranks that import torch themselves and
 with ranks that a parent process forks after the import (`launch.fork`). All processes are traced: supervisor, parent
@@ -27,6 +27,8 @@ KINDS = {
     "list": ("getdents64",),
 }
 
+#: `launch.fork` by name.
+MODES = {"each rank imports": False, "forked": True}
 TRACED = "trace=?" + ",?".join(name for names in KINDS.values() for name in names)
 
 
@@ -37,7 +39,17 @@ def count(folder: Path, num_ranks: int, *, fork: bool) -> Counter[str]:
     make_project(project, num_ranks)
     shutil.rmtree(trace, ignore_errors=True)
     trace.mkdir()
-    command = ["strace", "--follow-forks", "--output-separately", "-e", TRACED, "--output", str(trace / "calls")]
+    # With a filter in the kernel, the other calls do not stop the process.
+    command = [
+        "strace",
+        "--seccomp-bpf",
+        "--follow-forks",
+        "--output-separately",
+        "-e",
+        TRACED,
+        "--output",
+        str(trace / "calls"),
+    ]
     run = [*HPCDIST, "run", "trainer.yaml", f"runs_dir={folder}/runs", f"params.out={folder}/sum.txt"]
     call([*command, *run, f"launch.fork={str(fork).lower()}"], project, {**clean_env(), "OMP_NUM_THREADS": "1"})
     kind_of = {name: kind for kind, names in KINDS.items() for name in names}
@@ -52,6 +64,7 @@ def count(folder: Path, num_ranks: int, *, fork: bool) -> Counter[str]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs=2, default=[2, 8])
+    parser.add_argument("--only", default="", choices=("", *MODES), help="measure one of the two")
     arguments = parser.parse_args()
     few, many = arguments.ranks
     if shutil.which("strace") is None:
@@ -59,10 +72,12 @@ def main() -> None:
 
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="start_calls_") as name:
-        for fork in (False, True):
+        for mode, fork in MODES.items():
+            if arguments.only not in ("", mode):
+                continue
             low, high = (count(Path(name), num_ranks, fork=fork) for num_ranks in (few, many))
             per_rank = {kind: (high[kind] - low[kind]) / (many - few) for kind in KINDS}
-            rows["forked" if fork else "each rank imports"] = {
+            rows[mode] = {
                 **per_rank,
                 **{f"other {kind}": low[kind] - few * per_rank[kind] for kind in KINDS},
             }

@@ -1,6 +1,6 @@
 """Seconds from the command to the first step of the ranks, and duration of short commands.
 
-    python benchmarks/startup.py [--rounds 7] [--ranks 2 8] [--json]
+    python benchmarks/startup.py [--rounds 7] [--ranks 2 8] [--no-warm-up] [--json]
 
 `hpcdist run` with a trainer and with an unchanged script, compared with `torchrun` of that script. All start in a small
 git repository, in turn; the time ends when rank 0 has done a step of DDP and SGD. Shipping to MLflow, heartbeats, logs
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, commit_all, median_ratio
+from harness import BASELINES, HPCDIST, NO_WARM_UP, argument_parser, call, clean_env, commit_all, median_ratio
 
 TRAINER_CONFIG = """\
 experiment: startup
@@ -78,7 +78,7 @@ def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str
     }
 
 
-def measure(num_ranks: int, rounds: int, only: str) -> dict[str, list[float]]:
+def measure(num_ranks: int, rounds: int, only: str, *, warm_up: bool) -> dict[str, list[float]]:
     """Return the seconds of each contender by round."""
     env = {**clean_env(), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="startup_") as name:
@@ -87,11 +87,12 @@ def measure(num_ranks: int, rounds: int, only: str) -> dict[str, list[float]]:
         make_project(project, num_ranks)
         measures = contenders(project, runs, Path(name) / "step.txt", num_ranks)
         times: dict[str, list[float]] = {key: [] for key in measures if only in key or key == "torchrun"}
-        # The first round, which fills the page cache and writes byte code, does not count.
-        for number in range(rounds + 1):
+        # A first round, which fills the page cache and writes byte code, does not count.
+        warm_ups = 1 if warm_up else 0
+        for number in range(warm_ups + rounds):
             for key, values in times.items():
                 seconds = measures[key](env)
-                if number > 0:
+                if number >= warm_ups:
                     values.append(seconds)
     return times
 
@@ -113,6 +114,7 @@ def show(num_ranks: int, times: Mapping[str, list[float]]) -> dict[str, dict[str
 def main() -> None:
     parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--no-warm-up", action="store_true", help=NO_WARM_UP)
     parser.add_argument("--only", default="", help="measure only torchrun and the names that contain this")
     arguments = parser.parse_args()
 
@@ -120,7 +122,7 @@ def main() -> None:
     for number, num_ranks in enumerate(arguments.ranks):
         # The short commands do not depend on the number of ranks.
         only = arguments.only if number == 0 else arguments.only or "run, "
-        rows[num_ranks] = show(num_ranks, measure(num_ranks, arguments.rounds, only))
+        rows[num_ranks] = show(num_ranks, measure(num_ranks, arguments.rounds, only, warm_up=not arguments.no_warm_up))
     if arguments.json:
         print(json.dumps({"benchmark": "startup", "rounds": arguments.rounds, "rows": rows[arguments.ranks[0]],
                           "by_ranks": rows}))  # fmt: skip
