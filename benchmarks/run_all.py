@@ -2,13 +2,15 @@
 
     python benchmarks/run_all.py [--only ddp_step,startup]
 
-RESULTS.md is rewritten except for the part below the line `## Notes`. With `--only`, the results of the other
-benchmarks are kept. `benchmarks/gpu.sh` is run by hand on a machine with GPUs.
+results.json keeps the last result of each benchmark for each kind of machine: processor, number of cores and GPU.
+RESULTS.md shows all of them; its part below the line `## Notes` is kept. `benchmarks/gpu.sh` is run by hand on a
+machine with GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -22,11 +24,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hpcdist.host.gpu_info import visible_devices
+from hpcdist.host.machine import cpu_name, num_cores
+from hpcdist.run.snapshot import git_output
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
 RAW = HERE / "results.json"
 NOTES = "## Notes\n"
 PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "accelerate", "lightning")
+#: What `run` returns for one benchmark on one machine, as results.json has it.
+Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,12 @@ class Figure:
     path: tuple[str, ...]
     unit: str = ""
     target: float | None = None
+
+    def value(self, values: Any) -> float | None:
+        """Return the number in the JSON of the benchmark; None if it is not there."""
+        for key in self.path:
+            values = values.get(key) if values is not None else None
+        return None if values is None else float(values)
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ BENCHMARKS = (
             ),
             Figure(
                 "resident memory of reading a million points out of order",
-                ("rows", "a million points, out of order", "resident_mb"),
+                ("rows", "one key, out of order", "resident_mb"),
                 "MB",
             ),
         ),
@@ -224,8 +238,8 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark) -> dict[str, Any]:
-    """Run a benchmark and return its report, its JSON, date, duration, machine and the load average before it."""
-    load, began = os.getloadavg()[0], time.time()
+    """Run a benchmark and return its report, its JSON, date, commit, duration, machine and the load average before."""
+    load, began, commit = os.getloadavg()[0], time.time(), commit_of(HERE.parent)
     print(f"$ python {' '.join(benchmark.command)}", flush=True)
     done = subprocess.run(
         [sys.executable, *benchmark.command, "--json"],
@@ -241,91 +255,144 @@ def run(benchmark: Benchmark) -> dict[str, Any]:
         "report": "\n".join(report).strip(),
         "values": json.loads(last),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
+        "commit": commit,
         "minutes": (time.time() - began) / 60,
         "load_before": load,
         "machine": machine_facts(),
     }
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, with `-dirty` if files other than the results differ from it."""
+    commit = git_output(checkout, "rev-parse", "--short=8", "HEAD").strip()
+    not_results = [f":(exclude,top)benchmarks/{path.name}" for path in (RESULTS, RAW)]
+    changed = git_output(checkout, "status", "--porcelain", "--", ":/", *not_results)
+    return f"{commit}-dirty" if changed else commit
+
+
+def machine_kind() -> str:
+    """Return the kind of this machine, such as `AMD EPYC, 2 logical CPUs, no GPU`."""
+    devices = visible_devices(os.environ) or "GPUs of an unknown kind"
+    return f"{cpu_name()}, {'no GPU' if devices == 'CPU' else devices}"
+
+
 def machine_facts() -> str:
     """Return the processor, the operating system and the versions."""
-    text = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"model name\s*:\s*(.*)", text)
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
-    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
     return (
-        f"{model[1] if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores usable,"
-        f" {int(memory[1]) / 2**20 if memory else 0:.0f} GiB, {platform.system()} {platform.release()},"
-        f" Python {platform.python_version()}, {', '.join(versions)}"
+        f"{cpu_name()}, {num_cores()} cores usable, {int(memory[1]) / 2**20 if memory else 0:.0f} GiB,"
+        f" {platform.system()} {platform.release()}, Python {platform.python_version()}, {', '.join(versions)}"
     )
 
 
-def rows(benchmark: Benchmark, result: Mapping[str, Any]) -> Iterator[str]:
-    for figure in benchmark.figures:
-        value: Any = result["values"]
-        for key in figure.path:
-            value = value.get(key) if value is not None else None
-        if value is None:  # older results may lack a figure
+@dataclass(frozen=True)
+class Measured:
+    """The last result of a benchmark on one kind of machine."""
+
+    benchmark: Benchmark
+    machine: int  #: number of the kind of machine on the page
+    result: Result
+
+    @property
+    def last_run(self) -> str:
+        """Return the date, the commit and the machine, such as `2026-11-27 c213e1b8 (1)`."""
+        return f"{self.result['date'][:10]} {self.result['commit'] or 'unknown commit'} ({self.machine})"
+
+
+def last_runs(results: Mapping[str, Mapping[str, Result]]) -> list[list[Measured]]:
+    """Return the results of each benchmark that has some, newest first."""
+    found = []
+    for benchmark in BENCHMARKS:
+        measured = [
+            Measured(benchmark, number, of_machine[benchmark.name])
+            for number, of_machine in enumerate(results.values(), 1)
+            if benchmark.name in of_machine
+        ]
+        found.append(sorted(measured, key=lambda one: str(one.result["date"]), reverse=True))
+    return [measured for measured in found if measured]
+
+
+def figure_rows(measured: Iterable[Measured], figure: Figure) -> Iterator[str]:
+    for one in measured:
+        value = figure.value(one.result["values"])
+        if value is None:  # older results, and those without all packages, may lack a figure
             continue
         unit = f" {figure.unit}" if figure.unit else ""
         target = "" if figure.target is None else f"≤ {figure.target:g}{unit}"
         verdict = "" if figure.target is None else ("met" if value <= figure.target else "**missed**")
-        yield f"| {figure.title} | {value:.3g}{unit} | {target} | {verdict} |"
+        yield f"| {figure.title} | {value:.3g}{unit} | {target} | {verdict} | {one.last_run} |"
 
 
-def trainer_rows(name: str, table: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def trainer_rows(measured: Iterable[Measured]) -> Iterator[str]:
+    """Yield the rows of a benchmark of a trainer: those of one case follow each other."""
+
     def multiple(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}×"
 
-    for row in table:
+    found = [(row, one) for one in measured for row in one.result["values"].get("table", ())]
+    cases = list(dict.fromkeys(row["case"] for row, _ in found))
+    for row, one in sorted(found, key=lambda pair: cases.index(pair[0]["case"])):
         goal, bound = row["goal"], row["bound"]
         verdict = "" if goal is None else ("met" if row["ratio"] >= goal else "**missed**")
         yield (
-            f"| {name} | {row['case']} | {row['baseline']:.3g} {row['unit']} | {row['ours']:.3g} {row['unit']}"
-            f" | {multiple(row['ratio'])} | {multiple(bound)} | {(goal and '≥ ' + multiple(goal)) or ''} | {verdict} |"
+            f"| {one.benchmark.name} | {row['case']} | {row['baseline']:.3g} {row['unit']}"
+            f" | {row['ours']:.3g} {row['unit']} | {multiple(row['ratio'])} | {multiple(bound)}"
+            f" | {(goal and '≥ ' + multiple(goal)) or ''} | {verdict} | {one.last_run} |"
         )
 
 
-def trainer_table(shown: Iterable[tuple[Benchmark, Mapping[str, Any]]]) -> list[str]:
-    lines = [
-        row
-        for benchmark, result in shown
-        if "table" in result["values"]
-        for row in trainer_rows(benchmark.name, result["values"]["table"])
+def trainer_table(shown: Iterable[Iterable[Measured]]) -> list[str]:
+    lines = [row for measured in shown for row in trainer_rows(measured)]
+    head = [
+        "| trainer | case | baseline | hpcdist | ratio | bound | goal | | last run |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    head = ["| trainer | case | baseline | hpcdist | ratio | bound | goal | |", "|---|---|---|---|---|---|---|---|"]
     return ["", *head, *lines] if lines else []
 
 
-def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
+def result_lines(one: Measured) -> list[str]:
+    """Return the conditions and the output of one result."""
+    result = one.result
+    return [
+        "",
+        f"`python {' '.join(one.benchmark.command)}`, {result['date']}, commit {result['commit'] or 'unknown'},"
+        f" machine {one.machine}, {result['minutes']:.0f} min, load average {result['load_before']:.1f} before",
+        "",
+        result["machine"],
+        "",
+        "```",
+        result["report"],
+        "```",
+    ]
+
+
+def render(results: Mapping[str, Mapping[str, Result]], notes: str) -> str:
     lines = [
         "# Benchmark results",
         "",
         "`benchmarks/run_all.py` (`make bench`) writes this page except the notes at the end. Compare ratios within",
         "one run: absolute times depend on the load of the shared machine.",
         "",
+        "Each row ends with the date, the commit and the machine of its last run; a figure has a row for each machine,",
+        "the newest first. Machines:",
+        "",
+        *(f"{number}. {kind}" for number, kind in enumerate(results, 1)),
+        "",
         "GPU figures are in the notes: `benchmarks/gpu.sh` ran on other machines.",
         "",
-        "| figure | measured | target | |",
-        "|---|---|---|---|",
+        "| figure | measured | target | | last run |",
+        "|---|---|---|---|---|",
     ]
-    shown = [(benchmark, results[benchmark.name]) for benchmark in BENCHMARKS if benchmark.name in results]
-    for benchmark, result in shown:
-        lines += rows(benchmark, result)
+    shown = last_runs(results)
+    for measured in shown:
+        for figure in measured[0].benchmark.figures:
+            lines += figure_rows(measured, figure)
     lines += trainer_table(shown)
-    for benchmark, result in shown:
-        lines += [
-            "",
-            f"## {benchmark.name}",
-            "",
-            f"`python {' '.join(benchmark.command)}`, {result['date']}, {result['minutes']:.0f} min,"
-            f" load average {result['load_before']:.1f} before",
-            *(["", result["machine"]] if "machine" in result else []),
-            "",
-            "```",
-            result["report"],
-            "```",
-        ]
+    for measured in shown:
+        lines += ["", f"## {measured[0].benchmark.name}"]
+        for one in measured:
+            lines += result_lines(one)
     return "\n".join(lines) + "\n\n" + notes
 
 
@@ -334,11 +401,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of benchmarks, separated by commas")
     arguments = parser.parse_args()
     chosen = [item for item in BENCHMARKS if not arguments.only or item.name in arguments.only.split(",")]
-    results: dict[str, Any] = json.loads(RAW.read_text()) if arguments.only and RAW.exists() else {}
+    results: dict[str, dict[str, Any]] = json.loads(RAW.read_text()) if RAW.exists() else {}
+    of_machine = results.setdefault(machine_kind(), {})
     old = RESULTS.read_text() if RESULTS.exists() else ""
     notes = NOTES + (old.partition("\n" + NOTES)[2] or "\n")
     for benchmark in chosen:
-        results[benchmark.name] = run(benchmark)
+        of_machine[benchmark.name] = run(benchmark)
         # Written after each benchmark, so that a later failure does not discard the results.
         RESULTS.write_text(render(results, notes))
         RAW.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

@@ -1,12 +1,13 @@
 """Cost of steps out of order for the shipper: CPU time and resident memory, without MLflow.
 
-    python benchmarks/shipping.py [--json] [--folder DIR]
+    python benchmarks/shipping.py [--records 1000000] [--json] [--folder DIR]
 
-Each journal is read completely in a process of its own:
+Each journal is read completely in a process of its own. Those of 300 keys have 1,100 records (13 MB), those of one key
+a million:
 
 in order        the steps rise
-late record     1,100 records of 300 metrics (13 MB), then one record with a step between theirs
-out of order    a million points of one metric, with shuffled steps
+late record     at the end a record with a step between theirs
+out of order    shuffled steps
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from harness import argument_parser
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.sent_points import SentPoints
 
-NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
+#: Size of the journals with many keys.
+NUM_KEYS, NUM_RECORDS = 300, 1_100
 
 
 def write(folder: Path, records: Iterable[tuple[int, dict[str, float]]]) -> None:
@@ -35,15 +37,16 @@ def write(folder: Path, records: Iterable[tuple[int, dict[str, float]]]) -> None
             file.write(json.dumps({"t": 1_760_000_000_000, "s": step, "m": metrics}, separators=(",", ":")) + "\n")
 
 
-def journals() -> dict[str, Iterable[tuple[int, dict[str, float]]]]:
+def journals(num_records: int) -> dict[str, Iterable[tuple[int, dict[str, float]]]]:
+    """Return the records of each journal; `num_records` is the number of those with one key."""
     metrics = {f"layer/{number:03d}/gradient_norm": 0.123456789 for number in range(NUM_KEYS)}
     rising = [10 * number for number in range(1, NUM_RECORDS + 1)]
-    shuffled = random.Random(0).sample(range(NUM_POINTS), NUM_POINTS)
+    shuffled = random.Random(0).sample(range(num_records), num_records)
     return {
         "300 keys, in order": ((step, metrics) for step in rising),
         "300 keys, late record": ((step, metrics) for step in (*rising, 15)),
-        "a million points, in order": ((step, {"loss": 0.5}) for step in range(NUM_POINTS)),
-        "a million points, out of order": ((step, {"loss": 0.5}) for step in shuffled),
+        "one key, in order": ((step, {"loss": 0.5}) for step in range(num_records)),
+        "one key, out of order": ((step, {"loss": 0.5}) for step in shuffled),
     }
 
 
@@ -72,6 +75,7 @@ def read(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--records", type=int, default=1_000_000, help="records of the journals with one key")
     parser.add_argument("--folder", type=Path, default=None, help="folder of the journals (default: a temporary one)")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -79,7 +83,7 @@ def main() -> None:
         print(json.dumps(read(arguments.read)))
         return
     rows = {}
-    for name, records in journals().items():
+    for name, records in journals(arguments.records).items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             write(Path(folder), records)
             command = [sys.executable, __file__, "--read", folder]

@@ -104,6 +104,7 @@ def answers() -> str:
     """Return a row for each question. Raises KeyError for a figure or script that RESULTS.md does not have."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     rows = [[part.strip() for part in line.strip("| ").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    rows.reverse()  # of the rows of one figure on several machines, the first one is the newest
     figures = {row[0]: row[1] for row in rows if len(row) < 7}
     figures |= {f"{row[0]}: {row[1]}": row[4] for row in rows if len(row) >= 7}
     runs = {name: (command, date) for name, command, date in re.findall(r"^## (\w+)\n\n`(.+?)`, (\S+)", text, re.M)}
