@@ -4,10 +4,10 @@
 set -euo pipefail
 # Chromium for MLflow's pages; Slurm with accounting; iproute2 and nftables for virtual nodes and their ports; podman
 # and debootstrap for images; PostgreSQL for the tracking server; compilers for the library that injects
-# faults into file operations and for the simulated GPUs; docker; and what apptainer, enroot and pyxis need,
-# which scripts/runtimes installs.
+# faults into file operations and for the simulated GPUs; docker; strace for a benchmark; and what apptainer,
+# enroot and pyxis need, which scripts/runtimes installs.
 packages=(git gcc g++ libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
-  podman runc debootstrap debian-archive-keyring postgresql docker.io make jq squashfs-tools squashfuse)
+  podman runc debootstrap debian-archive-keyring postgresql docker.io make jq strace squashfs-tools squashfuse)
 
 # Install the container runtimes that Debian 12 does not package, and those named, if they are missing or if their recipe or
 # archive has changed.

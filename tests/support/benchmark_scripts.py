@@ -18,7 +18,11 @@ FOLDER = CHECKOUT / "benchmarks"
 TIMEOUT_S = 500.0
 #: Arguments of the scripts that `run_all.py` lists, without those that submit jobs.
 SMALLEST = {
-    "ddp_step": ("--rounds", "1", "--batch-sizes", "8", "--steps", "12"),
+    "ddp_step": (
+        *("--rounds", "1", "--batch-sizes", "8", "--steps", "12"),
+        # The contenders that are left out start the script of `bare` with other settings.
+        *("--only", "ours;bare;accelerate;lightning"),
+    ),
     "startup": ("--rounds", "1", "--ranks", "1", "--no-warm-up"),
     "start_calls": ("--ranks", "1", "2", "--only", "forked"),
     "recovery": ("--rounds", "1", "--kills", "1"),
@@ -42,7 +46,11 @@ SMALLEST_JOBS = {
 }
 #: Parts of figures' paths that are not measured in the smallest size, and those that are measured instead.
 MEASURED_INSTEAD = {
-    "ddp_step": {"batch_64": "batch_8"},
+    "ddp_step": {
+        "batch_64": "batch_8",
+        "bare, with our MALLOC_*": "bare",
+        "bare, without exchange": "bare",
+    },
     "startup": {"8": "1"},
     "start_calls": {"each rank imports": "forked"},
     "scale": {"4096": "8", "64": "16"},

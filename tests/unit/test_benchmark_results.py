@@ -1,4 +1,4 @@
-"""Results of benchmarks/: one per script and kind of machine, with date and commit."""
+"""Results of benchmarks/: one per script and kind of machine, with date and commit. Each script has a test."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_scripts import FOLDER, run_all
+from benchmark_scripts import BENCHMARKS, BY_HAND, FOLDER, MODULES, NEED_GPU, NOT_RUN, SMALLEST, SMALLEST_JOBS, run_all
 from generators import answers
 
 FAKE = run_all.Benchmark("fake", ("--rounds", "2"), (run_all.Figure("time of a call", ("rows", "s"), "s", 2.0),))
@@ -37,6 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_all, "BENCHMARKS", (FAKE,))
     monkeypatch.setattr(sys, "argv", ["run_all.py"])
     return found
+
+
+def test_each_script_is_run_by_a_test_or_has_a_reason() -> None:
+    files = {path.stem for path in FOLDER.glob("*.py")}
+    listed = [*SMALLEST, *SMALLEST_JOBS, *BY_HAND, *NEED_GPU, *NOT_RUN, *MODULES]
+    assert sorted(files) == sorted(listed), "add a new script to SMALLEST of tests/support/benchmark_scripts.py"
+    assert set(BENCHMARKS) == {*SMALLEST, *SMALLEST_JOBS}
 
 
 def test_page_shows_the_results_of_the_file() -> None:
