@@ -5,8 +5,6 @@ contain their imports.
 """
 
 import inspect
-import os
-import re
 
 VERSIONS_MARK = "hpcdist-versions"
 
@@ -14,6 +12,7 @@ VERSIONS_MARK = "hpcdist-versions"
 def source_digest(folder: str) -> str:
     """Return a 12-digit digest of a package's modules and scripts, because equal versions may have different code."""
     import hashlib
+    import os
 
     found = hashlib.sha256()
     for path, folders, names in os.walk(folder):
@@ -28,7 +27,9 @@ def source_digest(folder: str) -> str:
 def versions() -> dict[str, str]:
     """Return installed versions: `python`, `hpcdist` and its `source` digest, `torch`, `cuda`, `nccl`, `driver`."""
     import importlib.util
+    import os
     import platform
+    import re
 
     facts = {"python": platform.python_version()}
     try:

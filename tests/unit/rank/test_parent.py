@@ -157,8 +157,8 @@ def test_end_of_an_attempt_kills_all_its_processes(scene: Any, pipe: NamedPipe) 
     _, ranks = scene.start(stays, leaves)
     while ranks.absent():
         ranks.wait(SOON_S)
-    parents = parents_of(scene.run)
     assert [pipe.line() for _ in range(4)] == ["up"] * 4
+    parents = parents_of(scene.run)  # now that forked ranks have names of their own
     while 1 in ranks.remaining:
         ranks.wait(SOON_S)
     assert ranks.exits == {1: 0}
