@@ -59,10 +59,20 @@ def written_keys(source: str | Path, overrides: Sequence[str], *, cluster: str |
 def _sources(source: str | Path, cluster: str | Path | None) -> tuple[Path, dict[str, Any], ParamTexts, Origins]:
     path, origins = document.find_config(source), Origins()
     tree, texts = _read_yaml(path)
+    if path in document.shipped_configs().values():
+        _locate_script(tree, path.parent)
     if cluster is not None:
         site = document.find_config(cluster, "cluster")
         origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
     return path, tree, texts, origins
+
+
+def _locate_script(tree: dict[str, Any], folder: Path) -> None:
+    """Make the path of a shipped config's script absolute, which is relative to the config."""
+    trainer = tree.get("trainer")
+    script = trainer.get("script") if isinstance(trainer, dict) else None
+    if script and script[0].startswith("../"):
+        script[0] = str((folder / script[0]).resolve())
 
 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
