@@ -26,19 +26,22 @@ log = logging.getLogger(__name__)
 
 
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
-    """Write the final model to `exported/`, of which the shipper makes `model/`; see `Context.export_model`.
+    """Write the final model to `exported/`, from which the shipper creates `model/`; see `Context.export_model`.
 
     The model is saved with `torch.export`, so that loading it neither needs nor runs the model's code. A model that
     cannot be exported (data-dependent branches) is pickled to `model/` together with its code from the run's snapshot.
 
-    The import of MLflow's code for such models takes ten times as long as the export, and all ranks would keep their
-    devices meanwhile. Without MLflow, for example in a container, the call only logs a warning.
+    The shipper converts it, because the import of MLflow's code for models takes ten times as long as the export, and
+    all ranks would keep their devices meanwhile. Without MLflow, for example in a container, the call only logs a
+    warning.
     """
-    if MaybeSharded(list(module.parameters())).is_sharded:  # this rank cannot compute alone
+    is_sharded = MaybeSharded(list(module.parameters())).is_sharded
+    if is_sharded:  # this rank alone cannot compute the output of the model
         log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
         return
     mlflow = importlib.util.find_spec("mlflow")
-    if mlflow is None or mlflow.submodule_search_locations is None:  # nothing, or a module of the user
+    # A module without submodules is a file of the user that happens to be called `mlflow`.
+    if mlflow is None or mlflow.submodule_search_locations is None:
         log.warning("MLflow is not installed: the final model is only in checkpoints/, not in MLflow's format")
         return
     module = module.cpu().eval()
@@ -50,9 +53,10 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     unfinished.mkdir()
     try:
-        # Of the dimensions of the example only the first one, the number of samples, may differ later.
+        # Only the first dimension of the input, the number of samples, may differ from the example later.
         sizes = {0: torch.export.Dim.AUTO}
-        torch.export.save(torch.export.export(module, (example,), dynamic_shapes=(sizes,)), unfinished / PROGRAM_FILE)
+        program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
+        torch.export.save(program, unfinished / PROGRAM_FILE)
         arrays = {"inputs": example.numpy(), "outputs": output.numpy(), "torch": np.array(torch.__version__)}
         np.savez(unfinished / EXAMPLE_FILE, **arrays)
         unfinished.rename(run.exported)
@@ -93,10 +97,13 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
     if package.is_file():
         return [str(package)]
 
-    def leaving(place: str, names: list[str]) -> list[str]:
-        return [name for name in names if not Path(place, name).resolve().is_relative_to(run.code.resolve())]
+    snapshot = run.code.resolve()
 
-    return [str(shutil.copytree(package, folder / package.name, ignore=leaving))]
+    def links_that_leave(place: str, names: list[str]) -> list[str]:
+        return [name for name in names if not Path(place, name).resolve().is_relative_to(snapshot)]
+
+    copy = shutil.copytree(package, folder / package.name, ignore=links_that_leave)
+    return [str(copy)]
 
 
 # A checkpoint's weights by name, as a file that other programs load without hpcdist and without torch.distributed:
@@ -105,11 +112,17 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
 Format = Literal["safetensors", "torch"]
 SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "torch": ".pt"}
 _FORMATS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+#: Longest number that counts as a step: 19 digits are the longest 64-bit integer.
+_MAX_STEP_DIGITS = 19
+#: Number of steps that a message lists; of more, it lists only the first and the last ones.
+_MAX_LISTED_STEPS = 10
 
 
 def format_of(requested: Format | None, output: Path | None) -> Format:
     """Return the format that is requested by name, or by the ending of the file to write; both must agree."""
-    by_ending = _FORMATS.get(output.suffix) if output is not None else None
+    by_ending = None
+    if output is not None:
+        by_ending = _FORMATS.get(output.suffix)
     if requested is not None and by_ending is not None and requested != by_ending:
         raise ExportError(f"--format {requested} contradicts the ending of --output {output}: leave out --format")
     chosen = requested or by_ending
@@ -126,40 +139,47 @@ def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig)
             one if no checkpoint has the metric.
     """
     store = CheckpointStore(run.checkpoints, monitored)
-    found = {one.step: one for one in store.all()}
-    if not found:
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in store.all()}
+    if not checkpoints:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
-    newest = found[max(found)]
+    newest = checkpoints[max(checkpoints)]
     if which == "final":
         return newest
     if which in ("best", None):
-        if (best := store.best()) is None and which == "best":
+        best = store.best()
+        if best is None and which == "best":
             raise ExportError(
                 f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitored.monitor or 'empty'}):"
-                f" choose --checkpoint final or a step ({_listed(found)})"
+                f" choose --checkpoint final or a step ({_listed_steps(checkpoints)})"
             )
         return best or newest
-    if not (which.isascii() and which.isdigit() and len(which) < 20):
-        raise ExportError(f"--checkpoint {which}: expected best, final or a step ({_listed(found)})")
-    if int(which) not in found:
-        raise ExportError(f"run {run.name} has no checkpoint of step {int(which)}: it has {_listed(found)}")
-    return found[int(which)]
+    is_step = which.isascii() and which.isdigit() and len(which) <= _MAX_STEP_DIGITS
+    if not is_step:
+        raise ExportError(f"--checkpoint {which}: expected best, final or a step ({_listed_steps(checkpoints)})")
+    step = int(which)
+    if step not in checkpoints:
+        raise ExportError(f"run {run.name} has no checkpoint of step {step}: it has {_listed_steps(checkpoints)}")
+    return checkpoints[step]
 
 
-def _listed(found: Mapping[int, Manifest]) -> str:
-    steps = [str(step) for step in sorted(found)]
-    return ", ".join(steps if len(steps) <= 10 else [*steps[:3], "...", *steps[-6:]])
+def _listed_steps(checkpoints: Mapping[int, Manifest]) -> str:
+    steps = [str(step) for step in sorted(checkpoints)]
+    if len(steps) > _MAX_LISTED_STEPS:
+        steps = [*steps[:3], "...", *steps[-6:]]
+    return ", ".join(steps)
 
 
 def require_package(kind: Format) -> None:
+    """Raise ExportError if the package that writes a format is not installed; torch's format needs none."""
     if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ExportError(f"format safetensors needs a package: run {install_command('export')}")
 
 
 def write_model(run: RunDir, checkpoint: Manifest, kind: Format, output: Path) -> None:
-    """Write the weights of a checkpoint to a file, which appears when it is complete.
+    """Write the weights of a checkpoint to a file, under their names in the bare model.
 
-    Names of weights are those of the bare model.
+    The file appears when it is complete. Raises ExportError if it exists, if its folder cannot be written, or if the
+    checkpoint contains no weights.
     """
     if output.exists():
         raise ExportError(f"{output} exists: remove it, or choose another --output")

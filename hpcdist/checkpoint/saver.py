@@ -27,7 +27,7 @@ class BackgroundWriter:
     """Copies a state to reused host memory, and passes the copy to a function that runs in a second thread.
 
     The next `check()`, `submit()`, `wait()` or `close()` raises an error of that thread. If the file system was
-    unreachable, only `wait()` and `close()` do.
+    unreachable, only `wait()` and `close()` raise it; the other two log it.
     """
 
     def __init__(self, target: str) -> None:
@@ -38,7 +38,10 @@ class BackgroundWriter:
         self._copies: list[torch.cuda.Event] = []
 
     def submit(self, state: Mapping[str, Any], consume: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the state (on CUDA, queue the copy) and pass the copy to `consume`; later changes are not in it."""
+        """Copy the state (on CUDA, queue the copy), and call `consume` with the copy in the second thread.
+
+        Later changes of the state are not in the copy. The call first waits for the write in progress.
+        """
         self.settle()  # there is only one set of buffers
         host, self._copies = self._buffers.copy(state)
 
@@ -49,7 +52,7 @@ class BackgroundWriter:
         self._pending = self._thread.submit(work)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state is copied. Before, only the stream that was current in `submit` may change it."""
+        """Wait until the state is copied. Until then, only the stream that was current in `submit` may change it."""
         for event in self._copies:
             event.synchronize()
 
@@ -61,12 +64,13 @@ class BackgroundWriter:
         self._pending = None
         if isinstance(error, CheckpointError):
             raise error
-        if error is not None:
-            cause = error.__cause__ if isinstance(error, HpcdistError) else None
-            raise CheckpointError(
-                f"saving to {self._target} failed: {type(error).__name__}: {error}",
-                may_pass=isinstance(cause, OSError) and retry.is_away(cause),
-            ) from error
+        if error is None:
+            return
+        may_pass = False
+        if isinstance(error, HpcdistError) and isinstance(error.__cause__, OSError):
+            may_pass = retry.is_away(error.__cause__)
+        text = f"saving to {self._target} failed: {type(error).__name__}: {error}"
+        raise CheckpointError(text, may_pass=may_pass) from error
 
     def settle(self) -> None:
         """Wait for the write in progress; only log an unreachable file system, since the next save is complete."""
@@ -104,9 +108,13 @@ class AsyncSaver(BackgroundWriter):
         self._before_publish = before_publish
 
     def save(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> None:
-        """Save as `submit`. If the step is saved already, the call only adds the metrics and the samples.
+        """Save a checkpoint in the background. If the step is saved already, only add its metrics and samples.
 
-        `on_written` is called once the checkpoint is on disk.
+        Args:
+            on_written: called once the checkpoint is on disk, in the second thread or, for a saved step, in this one.
+
+        Raises CheckpointError if the step is negative or older than the newest checkpoint, or if an earlier save has
+        failed.
         """
         step = snapshot.step
         if step < 0:
@@ -124,7 +132,7 @@ class AsyncSaver(BackgroundWriter):
             on_written()
             return
         state = {"model": snapshot.model, "trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
-        rest = replace(snapshot, model={}, trainer=None, rank_states=[])  # the function keeps no originals
+        rest = replace(snapshot, model={}, trainer=None, rank_states=[])  # so that `add_and_prune` keeps no originals
 
         def add_and_prune(host: dict[str, Any]) -> None:
             self._store.add(replace(rest, **host), before_publish=self._before_publish)
@@ -175,7 +183,8 @@ class HostBuffers:
         walk = _Walk(self._buffers)
         host = walk.visit(state, ())
         if walk.missing:
-            missing, self._buffers = walk.missing, walk.reused
+            missing = walk.missing
+            self._buffers = walk.reused
             del walk, host  # free unused buffers before the allocation of new ones
             self._buffers |= _allocate(missing)
             walk = _Walk(self._buffers)
@@ -192,26 +201,41 @@ class HostBuffers:
 
 
 def plain_state(state: Any, name: str) -> Any:
-    """Return a state as a checkpoint can contain it, with the same tensors. Raises CheckpointError with its name."""
+    """Return a state as a checkpoint can contain it, with the same tensors.
+
+    Raises CheckpointError for a value that a checkpoint cannot contain; its message begins with `name`.
+    """
     return _Walk({}).visit(state, (name,))
 
 
 def _without_numpy(value: Any) -> Any:
     """Return a number or text of NumPy as that of Python, and any other value as it is."""
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 class _Walk:
-    """One pass over a state: assigns a buffer to each tensor, and copies the containers."""
+    """One pass over a state: assigns a buffer to each tensor, and copies the containers.
+
+    Attributes:
+        reused: buffers that fit a tensor, by its path in the state.
+        missing: tensors without a fitting buffer, by path, with the required specification.
+        pairs: each buffer with the tensor to copy into it.
+    """
 
     def __init__(self, buffers: dict[_Path, tuple[_Spec, Tensor]]) -> None:
         self._buffers = buffers
-        self._seen: dict[tuple[Any, ...], Tensor] = {}
+        self._seen: dict[tuple[Any, ...], Tensor] = {}  #: results by address, device and specification of a tensor
         self.reused: dict[_Path, tuple[_Spec, Tensor]] = {}
         self.missing: dict[_Path, tuple[_Spec, Tensor]] = {}
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def visit(self, value: Any, path: _Path) -> Any:
+        """Return a copy of `value`, which is at `path` in the state, with buffers in place of its tensors.
+
+        A tensor without a buffer is returned itself, and noted as missing.
+        """
         value = _without_numpy(value)
         kind = type(value)
         if kind in _PLAIN:
@@ -220,10 +244,14 @@ class _Walk:
             return self._buffer_for(value, path)
         if isinstance(value, Mapping):
             items = {self._key(key, path): self.visit(item, (*path, key)) for key, item in value.items()}
-            return kind(items) if kind in (OrderedDict, Counter) else items
+            if kind in (OrderedDict, Counter):
+                return kind(items)
+            return items
         if isinstance(value, list | tuple):
             visited = [self.visit(item, (*path, index)) for index, item in enumerate(value)]
-            return visited if isinstance(value, list) else tuple(visited)
+            if isinstance(value, tuple):
+                return tuple(visited)
+            return visited
         if isinstance(value, set):
             items_of_set = set(map(_without_numpy, value))
             if all(type(item) in _PLAIN for item in items_of_set):
@@ -237,8 +265,13 @@ class _Walk:
         )
 
     def _key(self, key: Any, path: _Path) -> Any:
-        key = tuple(map(_without_numpy, key)) if type(key) is tuple else _without_numpy(key)
-        if type(key) in _PLAIN or (type(key) is tuple and all(type(part) in _PLAIN for part in key)):
+        if type(key) is tuple:
+            key = tuple(map(_without_numpy, key))
+            is_plain = all(type(part) in _PLAIN for part in key)
+        else:
+            key = _without_numpy(key)
+            is_plain = type(key) in _PLAIN
+        if is_plain:
             return key
         raise CheckpointError(f"{_name(path)} has the key {key!r}, but keys in a checkpoint are strings or numbers")
 
@@ -257,28 +290,21 @@ class _Walk:
             self._seen[view] = tensor
             self.missing[path] = (spec, tensor)
             return tensor
+        _, buffer = kept
         self.reused[path] = kept
-        self._seen[view] = kept[1]
-        self.pairs.append((kept[1], tensor))
-        return kept[1]
+        self._seen[view] = buffer
+        self.pairs.append((buffer, tensor))
+        return buffer
 
 
 def _allocate(missing: Mapping[_Path, tuple[_Spec, Tensor]]) -> dict[_Path, tuple[_Spec, Tensor]]:
     """Return one buffer for each missing tensor, cut out of a few large allocations."""
-    slabs: list[list[_Path]] = []
-    num_bytes = 0  # of the last slab
-    for path in sorted(missing, key=lambda path: missing[path][0].pinned):
-        spec, _ = missing[path]
-        size = _aligned_bytes(spec)
-        if not slabs or spec.pinned is not missing[slabs[-1][0]][0].pinned or num_bytes + size > _SLAB_BYTES:
-            slabs.append([])
-            num_bytes = 0
-        slabs[-1].append(path)
-        num_bytes += size
+    specs = {path: spec for path, (spec, _) in missing.items()}
     buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
-    for slab in slabs:
-        total = sum(_aligned_bytes(missing[path][0]) for path in slab)
-        memory = torch.empty(total, dtype=torch.uint8, pin_memory=missing[slab[0]][0].pinned).numpy()
+    for slab in _slabs(specs):
+        total = sum(_aligned_bytes(specs[path]) for path in slab)
+        is_pinned = specs[slab[0]].pinned
+        memory = torch.empty(total, dtype=torch.uint8, pin_memory=is_pinned).numpy()
         offset = 0
         for path in slab:
             spec, tensor = missing[path]
@@ -295,10 +321,31 @@ def _allocate(missing: Mapping[_Path, tuple[_Spec, Tensor]]) -> dict[_Path, tupl
     return buffers
 
 
+def _slabs(specs: Mapping[_Path, _Spec]) -> list[list[_Path]]:
+    """Divide buffers among allocations: each is either pinned or not, and at most _SLAB_BYTES or a single buffer."""
+    slabs: list[list[_Path]] = []
+    num_bytes = 0  # of the last slab
+    is_pinned = False  # the last slab
+    for path in sorted(specs, key=lambda path: specs[path].pinned):
+        spec = specs[path]
+        size = _aligned_bytes(spec)
+        if not slabs or spec.pinned is not is_pinned or num_bytes + size > _SLAB_BYTES:
+            slabs.append([])
+            num_bytes = 0
+            is_pinned = spec.pinned
+        slabs[-1].append(path)
+        num_bytes += size
+    return slabs
+
+
 def _aligned_bytes(spec: _Spec) -> int:
     size = math.prod(spec.shape) * spec.dtype.itemsize
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    num_units = -(-size // _ALIGNMENT_BYTES)  # rounded up
+    return num_units * _ALIGNMENT_BYTES
 
 
 def _name(path: _Path) -> str:
-    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:]) if path else "the state"
+    """Return the place in a state for a message, such as `trainer['groups'][0]`."""
+    if not path:
+        return "the state"
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])

@@ -29,7 +29,7 @@ def clean_names(module: nn.Module) -> dict[str, str]:
     The prefixes of wrappers at any level are derived from the modules, so a layer that a user calls `module` keeps its
     name.
     """
-    prefixes = {}  # and their replacements
+    prefixes = {}  # each with its replacement
     for name, part in module.named_modules(remove_duplicate=False):
         outer = f"{name}." if name else ""
         if isinstance(part, DistributedDataParallel | DataParallel):
@@ -59,21 +59,30 @@ def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> Non
 
 
 class MaybeSharded:
-    """A state that may contain tensors sharded over ranks (DTensor), as those of FSDP2 and tensor parallelism."""
+    """A state that may contain tensors sharded over ranks (DTensor), as those of FSDP2 and tensor parallelism.
+
+    Attributes:
+        is_sharded: whether it contains such tensors.
+    """
 
     def __init__(self, state: Any) -> None:
         self._values, self._structure = tree_flatten(state)
-        sharding = sys.modules.get("torch.distributed.tensor")  # its import takes long, and sharded models have done it
-        self._kind = sharding.DTensor if sharding is not None else ()
+        # The import of DTensor takes long, and a process with a sharded model has imported it already.
+        sharding = sys.modules.get("torch.distributed.tensor")
+        self._kind: Any = ()
+        if sharding is not None:
+            self._kind = sharding.DTensor
         self.is_sharded = any(isinstance(value, self._kind) for value in self._values)
 
     def gather(self, *, keep: bool) -> Any:
         """Return the state with whole tensors in host memory; None unless `keep`. Call it on all ranks of the mesh."""
         for number, value in enumerate(self._values):
             if isinstance(value, self._kind):
-                whole = value.full_tensor()
+                whole = value.full_tensor()  # a collective: also on ranks that do not keep the result
                 self._values[number] = whole.cpu() if keep else None
-        return tree_unflatten(self._values, self._structure) if keep else None
+        if not keep:
+            return None
+        return tree_unflatten(self._values, self._structure)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -136,6 +145,7 @@ class Shard:
     trainer: Any = None
 
     def content(self) -> dict[str, Any]:
+        """Return the content of the shard's file."""
         rows = {name: list(span) for name, span in self.rows.items()}
         return {"model": self.model, "rows": rows, "trainer": self.trainer}
 
@@ -148,7 +158,11 @@ class ShardExchange:
         self._rank = rank
 
     def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
-        """Write the shard of this rank, and report the success or the error to rank 0."""
+        """Write the shard of this rank, and report the success or the error to rank 0.
+
+        Raises CheckpointError if it cannot be written.
+        """
+        key = f"{step}/{self._rank}"
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
             record = save_file(dict(content), staging / shard_name(self._rank))
@@ -156,12 +170,15 @@ class ShardExchange:
         except OSError as error:
             text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
             may_pass = retry.is_away(error)
-            self._store.set(f"{step}/{self._rank}", json.dumps({"error": text, "may_pass": may_pass}))
+            self._store.set(key, json.dumps({"error": text, "may_pass": may_pass}))
             raise CheckpointError(text, may_pass=may_pass) from error
-        self._store.set(f"{step}/{self._rank}", json.dumps(report))
+        self._store.set(key, json.dumps(report))
 
     def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
-        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder."""
+        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder.
+
+        Returns the record of each file by its name. Raises CheckpointError if an owner could not write its shard.
+        """
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
@@ -188,7 +205,7 @@ class ShardExchange:
 def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
     """Return the tensors of the whole model. Raises CheckpointError if a shard is damaged or rows are missing."""
     whole: dict[str, Tensor] = {}
-    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
+    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}  # of each table: first row, rows of the table, slice
     try:
         for shard in shards:
             for name, tensor in shard["model"].items():
@@ -197,16 +214,17 @@ def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]
                     pieces.setdefault(name, []).append((first, total, tensor))
                 else:
                     whole[name] = tensor
-        for name, found in pieces.items():
-            found.sort(key=lambda piece: piece[0])
+        for name, slices in pieces.items():
+            slices.sort(key=lambda piece: piece[0])
+            _, num_rows, _ = slices[0]
             next_row = 0
-            for first, _, tensor in found:
+            for first, _, tensor in slices:
                 if first != next_row:
                     break
                 next_row += len(tensor)
-            if next_row != found[0][1]:
-                raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {found[0][1]}")
-            whole[name] = torch.cat([tensor for _, _, tensor in found])
+            if next_row != num_rows:
+                raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {num_rows}")
+            whole[name] = torch.cat([tensor for _, _, tensor in slices])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
     return whole
@@ -225,5 +243,6 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     folder = Path(path)
     manifest = verified(folder)
     weights = load_file(folder / MODEL_FILE)
-    shards = [load_file(folder / name) for name in sorted(manifest.files.keys() - {MODEL_FILE, TRAINER_FILE})]
+    shard_names = sorted(manifest.files.keys() - {MODEL_FILE, TRAINER_FILE})
+    shards = [load_file(folder / name) for name in shard_names]
     return weights | merge(shards, str(folder))

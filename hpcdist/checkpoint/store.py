@@ -92,14 +92,17 @@ class Manifest:
 class CheckpointStore:
     """The `checkpoints/` folder of one run.
 
-    It keeps at least two of the newest, as one broken disk block would end a run of one, and without `cfg` no best one.
+    At least the two newest checkpoints are kept, because one broken disk block would end a run with a single one.
+
+    Args:
+        cfg: how many checkpoints are kept, and the metric of the best one; without it there is no best one.
     """
 
     def __init__(self, folder: Path, cfg: CheckpointConfig | None = None) -> None:
         self.folder = folder
         self._cfg = cfg or CheckpointConfig(monitor="")
-        self._looked = False
-        self._newest: Manifest | None = None  # verified or written by this process
+        self._has_searched = False  #: whether `latest` has been called
+        self._newest: Manifest | None = None  #: verified or written by this process
         self._broken: set[Path] = set()
 
     # --- reading
@@ -107,7 +110,8 @@ class CheckpointStore:
     def latest(self) -> Manifest | None:
         """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none."""
         self._broken = set()
-        self._newest, self._looked = None, True
+        self._newest = None
+        self._has_searched = True
         for folder in self._folders():
             try:
                 self._newest = verified(folder)
@@ -119,15 +123,16 @@ class CheckpointStore:
 
     def all(self) -> list[Manifest]:
         """Return the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
-        whole = []
+        checkpoints = []
         for folder in self._folders():
-            if folder not in self._broken:
-                try:
-                    whole.append(read_manifest(folder))
-                except CheckpointError as error:
-                    self._broken.add(folder)
-                    log.warning("keeping invalid checkpoint %s", error)
-        return whole
+            if folder in self._broken:
+                continue
+            try:
+                checkpoints.append(read_manifest(folder))
+            except CheckpointError as error:
+                self._broken.add(folder)
+                log.warning("keeping invalid checkpoint %s", error)
+        return checkpoints
 
     def best(self) -> Manifest | None:
         """Return the checkpoint with the best metric, the newest of equal ones; hashes are not checked."""
@@ -135,9 +140,11 @@ class CheckpointStore:
 
     def newest_step(self) -> int | None:
         """Return the step of the newest valid checkpoint; reads the disk only if `latest()` has not been called."""
-        if not self._looked:
+        if not self._has_searched:
             self.latest()
-        return None if self._newest is None else self._newest.step
+        if self._newest is None:
+            return None
+        return self._newest.step
 
     def load(self, path: Path) -> Snapshot:
         """Load a checkpoint that `latest()` has returned, and whose hashes it has verified, into host memory."""
@@ -148,15 +155,16 @@ class CheckpointStore:
         return Snapshot(step=manifest.step, model=load_file(path / MODEL_FILE), metrics=manifest.metrics, **rest)
 
     def _folders(self) -> list[Path]:
+        """Return the folders with the name of a checkpoint, newest first."""
         steps = {entry: step_of(entry) for entry in _entries(self.folder)}
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
-    def _best_of(self, candidates: list[Manifest]) -> Manifest | None:
-        values = {found.step: found.metrics.get(self._cfg.monitor, math.nan) for found in candidates}
-        scored = [found for found in candidates if not math.isnan(values[found.step])]
+    def _best_of(self, checkpoints: list[Manifest]) -> Manifest | None:
+        values = {each.step: each.metrics.get(self._cfg.monitor, math.nan) for each in checkpoints}
+        measured = [each for each in checkpoints if not math.isnan(values[each.step])]
         choose = max if self._cfg.monitor_mode == "max" else min
-        return choose(scored, key=lambda found: values[found.step], default=None)
+        return choose(measured, key=lambda each: values[each.step], default=None)
 
     # --- writing, by one process
 
@@ -169,15 +177,8 @@ class CheckpointStore:
         final = self.folder / folder_name(snapshot.step)
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
-            if not file_retry.exists(final):
+            if not self._is_valid(final):
                 self._write_and_publish(snapshot, final, before_publish)
-            else:
-                try:
-                    verified(final)
-                    log.info("%s exists already and is valid: it is kept", final)
-                except CheckpointError as error:
-                    log.warning("replacing checkpoint %s", error)
-                    self._write_and_publish(snapshot, final, before_publish)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
@@ -188,6 +189,18 @@ class CheckpointStore:
         if snapshot.step >= (self.newest_step() or 0):
             self._newest = read_manifest(final)
         return final
+
+    def _is_valid(self, final: Path) -> bool:
+        """Return whether a checkpoint exists and is valid."""
+        if not file_retry.exists(final):
+            return False
+        try:
+            verified(final)
+        except CheckpointError as error:
+            log.warning("replacing checkpoint %s", error)
+            return False
+        log.info("%s exists already and is valid: it is kept", final)
+        return True
 
     def _write_and_publish(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
         temp = self._temp_name(final)
@@ -220,22 +233,21 @@ class CheckpointStore:
 
         Invalid checkpoints neither count nor are removed, so that they can be examined.
         """
-        whole = self.all()
-        if len(whole) <= self._cfg.keep_last:
+        checkpoints = self.all()
+        if len(checkpoints) <= self._cfg.keep_last:
             return
-        if whole[0].step != self.newest_step():  # its hashes have not been checked
+        if checkpoints[0].step != self.newest_step():  # its hashes have not been checked
             self.latest()
-            whole = self.all()
-        best = self._best_of(whole)
-        for found in whole[self._cfg.keep_last :]:
-            if found is not best:
-                try:
-                    self._remove(found.path)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"old checkpoint {found.path} cannot be removed: {error.strerror}",
-                        may_pass=file_retry.is_away(error),
-                    ) from error
+            checkpoints = self.all()
+        best = self._best_of(checkpoints)
+        for old in checkpoints[self._cfg.keep_last :]:
+            if old is best:
+                continue
+            try:
+                self._remove(old.path)
+            except OSError as error:
+                text = f"old checkpoint {old.path} cannot be removed: {error.strerror}"
+                raise CheckpointError(text, may_pass=file_retry.is_away(error)) from error
 
     def remove_leftovers(self) -> None:
         """Remove incomplete checkpoints of killed attempts. Only for the writing process."""
@@ -284,6 +296,7 @@ def _free_space(folder: Path) -> str:
 
 
 def shard_name(rank: int) -> str:
+    """Return the name of the file for the part of the model that a rank owns."""
     return f"shard-{rank:05d}.pt"
 
 
@@ -297,6 +310,7 @@ class _HashingFile:
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data`, and return its number of bytes."""
         view = memoryview(data).cast("B")
         self.digest.update(view)
         done = 0
@@ -333,29 +347,30 @@ def save_file(content: Any, path: Path) -> FileRecord:
 
 def write_manifest(manifest: Manifest) -> None:
     """Write or replace the manifest with fsync. Metrics that are not finite become null."""
-    text = json.dumps(
-        {
-            **stamped({"format_version": 1}),  # hpcdist 0.1 reads only `format_version`
-            "step": manifest.step,
-            "created": manifest.created,
-            "write_s": manifest.write_s,
-            "world_size": manifest.world_size,
-            "metrics": {k: v if math.isfinite(v) else None for k, v in manifest.metrics.items()},
-            "files": {k: {"bytes": v.size_bytes, "sha256": v.sha256} for k, v in manifest.files.items()},
+    metrics: dict[str, float | None] = {}
+    for name, value in manifest.metrics.items():
+        metrics[name] = value if math.isfinite(value) else None
+    content = {
+        **stamped({"format_version": 1}),  # hpcdist 0.1 reads only `format_version`
+        "step": manifest.step,
+        "created": manifest.created,
+        "write_s": manifest.write_s,
+        "world_size": manifest.world_size,
+        "metrics": metrics,
+        "files": {
+            name: {"bytes": record.size_bytes, "sha256": record.sha256} for name, record in manifest.files.items()
         },
-        indent=2,
-    )
-    write_atomic(manifest.path / MANIFEST_FILE, text + "\n", durable=True)
+    }
+    write_atomic(manifest.path / MANIFEST_FILE, json.dumps(content, indent=2) + "\n", durable=True)
 
 
 def write_files(folder: Path, snapshot: Snapshot) -> None:
     """Write all files of a checkpoint into an empty folder, with fsync."""
     began = time.monotonic()
+    rest = {"trainer": snapshot.trainer, "rank_states": snapshot.rank_states}
     files = {
         MODEL_FILE: save_file(snapshot.model, folder / MODEL_FILE),
-        TRAINER_FILE: save_file(
-            {"trainer": snapshot.trainer, "rank_states": snapshot.rank_states}, folder / TRAINER_FILE
-        ),
+        TRAINER_FILE: save_file(rest, folder / TRAINER_FILE),
     }
     if snapshot.collect_shards is not None:
         files |= snapshot.collect_shards(folder)
@@ -375,7 +390,10 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and compare the sizes of the files with it. Raises CheckpointError with one line."""
+    """Read the manifest of a checkpoint and compare the sizes of the files with it; hashes are not checked.
+
+    Raises CheckpointError with a message of one line if a file cannot be read or does not fit.
+    """
     path = folder / MANIFEST_FILE
     try:
         manifest = _parsed(retry(lambda: read_json_value(path), path, within_s=READ_TIMEOUT_S), path)
@@ -387,9 +405,8 @@ def read_manifest(folder: Path) -> Manifest:
     except RunFolderError as error:  # of a newer format
         raise CheckpointError(str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({reason})") from error
     if step_of(folder) not in (None, manifest.step):  # a copy may have another name, such as `best` in MLflow
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is that of step {manifest.step}")
     for name, record in manifest.files.items():
@@ -407,25 +424,36 @@ def _parsed(raw: Any, path: Path) -> Manifest:
     if raw["format_version"] != 1:  # older manifests have no `format`
         raise ValueError(f"format_version is {raw['format_version']!r:.50}, but this hpcdist reads only 1")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
-    if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
-        raise ValueError(f"{strange[0]!r} is not a file name of a checkpoint")
-    files = {
-        name: FileRecord(size_bytes=int(raw["files"][name]["bytes"]), sha256=str(raw["files"][name]["sha256"]))
-        for name in names
-    }
+    for name in names:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not a file name of a checkpoint")
+    files = {}
+    for name in names:
+        record = raw["files"][name]
+        files[name] = FileRecord(size_bytes=int(record["bytes"]), sha256=str(record["sha256"]))
     return Manifest(
         path=path.parent,
         step=int(raw["step"]),
         created=float(raw["created"]),
         world_size=int(raw["world_size"]),
-        metrics={str(k): math.nan if v is None else float(v) for k, v in raw["metrics"].items()},
+        metrics={str(name): _metric(value) for name, value in raw["metrics"].items()},
         files=files,
         write_s=float(raw.get("write_s", 0.0)),
     )
 
 
+def _metric(value: Any) -> float:
+    """Return a metric of a manifest, in which null is a value that was not finite."""
+    if value is None:
+        return math.nan
+    return float(value)
+
+
 def verified(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError unless sizes and SHA-256 of all files are in it."""
+    """Return the manifest of a checkpoint, whose files have the sizes and SHA-256 hashes in it.
+
+    Raises CheckpointError if a file is missing, cannot be read, or has changed.
+    """
     manifest = read_manifest(folder)
 
     def digest_of(path: Path) -> str:
@@ -444,16 +472,22 @@ def verified(folder: Path) -> Manifest:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Load a file to host memory. Raises CheckpointError if it cannot be read or contains more than plain data."""
+    """Load a file of a checkpoint to host memory.
+
+    Raises CheckpointError if the file cannot be read, or contains anything other than a dict of plain data.
+    """
     try:
         content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_TIMEOUT_S)
     except Exception as error:
-        # The first line of torch's error advises to load the file without this protection, so it is not shown.
-        refused = _REFUSED.search(str(error))
-        reason = refused[0] if refused else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CheckpointError(
-            f"{path} was not loaded, because it does not contain plain data only: {reason}"
-        ) from error
+        # The first line of torch's refusal advises to load the file without this protection, so it is not shown.
+        refusal = _REFUSED.search(str(error))
+        if refusal:
+            reason = refusal[0]
+        else:
+            first_line, _, _ = str(error).partition("\n")
+            reason = f"{type(error).__name__}: {first_line}"
+        text = f"{path} was not loaded, because it does not contain plain data only: {reason}"
+        raise CheckpointError(text) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} contains a {type(content).__name__}, not a dict")
     return content
