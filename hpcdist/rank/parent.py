@@ -74,7 +74,8 @@ TRAINER_MODULES = ("hpcdist.rank.system_metrics", "hpcdist.rank.collective_check
 _END_POLL_S = 0.01
 #: At a lack of memory the kernel kills processes with a higher score first: a rank, not its parent.
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
-_RANK_OOM_SCORE = 300
+_RANK_OOM_SCORE = 300  #: in addition to that of the parent
+_MAX_OOM_SCORE = 1000  #: of Linux
 #: srun splits lines after 1,024 bytes.
 _MAX_TEXT = 500
 #: prctl(2): orphaned descendants become children of this process.
@@ -89,8 +90,11 @@ _NOT_PASSED_ON = {
 
 
 def main() -> None:
+    """Serve requests; in a forked rank, run the worker. The arguments are in the docstring of this module."""
     folder, scope, how, limit_s, *command = sys.argv[1:]
-    own_rank = int(os.environ["SLURM_PROCID"]) if scope == "task" else None
+    own_rank = None
+    if scope == "task":
+        own_rank = int(os.environ["SLURM_PROCID"])
     parent = Parent(RunDir(Path(folder)), own_rank)
     problem = ""
     if how == "fork":
@@ -108,7 +112,10 @@ def main() -> None:
 
 
 def prepare_to_fork(run: RunDir, limit_s: float, *, is_local: bool) -> str:
-    """Import what the ranks need; returns why this process must not be forked into ranks, or ""."""
+    """Import the modules that the ranks need.
+
+    Returns why this process must not be forked into ranks, and an empty string if it may.
+    """
     # Not above: the parent of a script stays small.
     from hpcdist.rank import private_network
 
@@ -157,6 +164,8 @@ def _import_modules(run: RunDir) -> "Config":
 
 @dataclass(eq=False)
 class _Rank:
+    """A rank that this process has started."""
+
     number: int
     attempt: int
     pid: int
@@ -178,13 +187,14 @@ class Parent:
         self.forks = False  #: whether a rank is a fork of this process, or else a new interpreter
         self.env = dict(os.environ)  #: before the imports, which may set variables
         self._ranks: dict[int, _Rank] = {}
-        self._rest = b""
+        self._rest = b""  #: beginning of a request whose end has not arrived
         self._requests_have_ended = False  #: whether no request follows
         self._waiting_signals: list[int] = []
         self._affinity = os.sched_getaffinity(0)
-        #: Those of the shell that has become this process, such as the FUSE daemons of its container's image.
+        #: Children of the shell that has become this process, such as the FUSE daemons of its container's image.
         self._children_before = frozenset(_children())
-        self._requests, self._reports = os.dup(0), os.dup(1)
+        self._requests = os.dup(0)
+        self._reports = os.dup(1)
         # The imports may print, and ranks have no standard input.
         os.dup2(2, 1)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -192,7 +202,7 @@ class Parent:
         os.close(nothing)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if own_rank is None:
-            # A terminal and a job send them to all processes; the supervisor stops the ranks.
+            # A terminal and a job send these to all processes; the supervisor stops the ranks.
             for number in IGNORED:
                 signal.signal(number, signal.SIG_IGN)
         else:
@@ -201,8 +211,13 @@ class Parent:
                 signal.signal(number, self._pass_on)
 
     def serve(self, problem: str) -> dict[str, str]:
-        """Obey requests until their end, which ends the process. Returns in a new rank only: its own variables."""
-        self._report(ready=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), problem=problem)
+        """Obey requests until their end, which ends the process.
+
+        The call returns only in a process that has become a rank: the environment variables that the rank has in
+        addition to this process.
+        """
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._report(ready=host, problem=problem)
         while True:
             running = [rank for rank in self._ranks.values() if not rank.has_ended]
             if self._requests_have_ended and not running:
@@ -248,7 +263,7 @@ class Parent:
             yield json.loads(line)
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, str] | None:
-        """Start a rank. Returns None, and in the rank the variables that it has in addition to this process."""
+        """Start a rank. Returns None, and in the rank its environment variables; see `serve`."""
         number = request.get("rank", self.own_rank)
         attempt = self.run.attempt(request["start"])
         place = {"rank": number, "attempt": attempt.number}
@@ -258,7 +273,9 @@ class Parent:
             self._report(**place, error=error)
             return None
         # Slurm sends SIGUSR2 ahead of the time limit: a rank without a handler must not die of it.
-        ignored = [] if self.own_rank is None else [signal.SIGUSR2]
+        ignored = []
+        if self.own_rank is not None:
+            ignored = [signal.SIGUSR2]
         # A rank with a trainer unblocks these once it has handlers.
         blocked = STOP_SIGNALS if self.forks else ()
         kills_before = memory_kills()
@@ -273,21 +290,26 @@ class Parent:
             self._report(**place, error=f"its parent process cannot start it: {error}"[:_MAX_TEXT])
             return None
         if pid == 0:
-            own = {} if self.own_rank is None else {"SLURM_TASK_PID": str(os.getpid())}
-            return {**request["env"], **own}
+            env = dict(request["env"])
+            if self.own_rank is not None:
+                env["SLURM_TASK_PID"] = str(os.getpid())
+            return env
         _close(log)
         rank = _Rank(number, attempt.number, pid, os.pidfd_open(pid), kills_before)
         self._ranks[number] = rank
         self._report(**place, pid=pid)
-        waiting, self._waiting_signals = self._waiting_signals, []
-        for one in waiting:
-            self._signal(one)
+        waiting = self._waiting_signals
+        self._waiting_signals = []
+        for signal_number in waiting:
+            self._signal(signal_number)
         return None
 
     def _become_rank(self, number: int, attempt: int, log: int) -> None:
         """Give this forked process the output, name and signals of a rank, and nothing else of its parent."""
-        for descriptor in (self._requests, self._reports, *(rank.descriptor for rank in self._ranks.values())):
-            os.close(descriptor)
+        os.close(self._requests)
+        os.close(self._reports)
+        for rank in self._ranks.values():
+            os.close(rank.descriptor)
         os.dup2(log, 1)
         os.dup2(log, 2)
         _close(log)
@@ -296,7 +318,8 @@ class Parent:
                 signal.signal(signal_number, signal.SIG_DFL)
         os.sched_setaffinity(0, self._affinity)
         with suppress(OSError):
-            _OOM_SCORE.write_text(str(min(1000, int(_OOM_SCORE.read_text()) + _RANK_OOM_SCORE)))
+            score = int(_OOM_SCORE.read_text()) + _RANK_OOM_SCORE
+            _OOM_SCORE.write_text(str(min(_MAX_OOM_SCORE, score)))
         # As `ps` and `pkill` show it, and `shown_place` reads it: the kernel allows 15 characters.
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{number}/{attempt}".encode())
         numpy = sys.modules.get("numpy.random")
@@ -319,13 +342,17 @@ class Parent:
         # The process is not reaped: its process group may outlive it, and keeps its number.
         ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None, "the process has ended"
-        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        code = ended.si_status
+        if ended.si_code != os.CLD_EXITED:
+            code = -ended.si_status  # the number of a signal
         rank.has_ended = True
-        limit = exceeded_limit_bytes(rank.kills_before) if code == -signal.SIGKILL else None
-        self._report(rank=rank.number, attempt=rank.attempt, code=code, memory_limit=limit)
+        memory_limit = None
+        if code == -signal.SIGKILL:
+            memory_limit = exceeded_limit_bytes(rank.kills_before)
+        self._report(rank=rank.number, attempt=rank.attempt, code=code, memory_limit=memory_limit)
 
     def _end(self, attempt: int) -> None:
-        """Kill the ranks and their descendants, and report when none is left; no report if one survives."""
+        """Kill the ranks and their descendants, and report that none is left; no report if one survives."""
         until = time.monotonic() + KILL_S
         while time.monotonic() < until:
             for rank in self._ranks.values():
@@ -356,12 +383,12 @@ class Parent:
                 os.waitpid(orphan, os.WNOHANG)
 
     def _descendants(self) -> list[int]:
-        """Return ranks, and processes that ranks have left behind, which have become children of this process."""
+        """Return the ranks, and the processes that ended ranks have left behind: all are children of this process."""
         return [pid for pid in _children() if pid not in self._children_before]
 
 
 def _close(log: int) -> None:
-    """Close a file to which nothing was written here: an error, as of a network file system, does not matter."""
+    """Close a file to which this process has written nothing, so that an error of the file system does not matter."""
     with suppress(OSError):
         os.close(log)
 
@@ -375,9 +402,10 @@ def _is_readable(descriptor: int) -> bool:
 def _children() -> list[int]:
     """Return the child processes of this process, which has a single thread; zombies included."""
     try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
         return []
+    return [int(pid) for pid in pids]
 
 
 if __name__ == "__main__":

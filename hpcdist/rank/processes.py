@@ -21,14 +21,21 @@ MARK = "hpcdist-parent "
 KILL_S = 10.0
 #: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
 FILE_TIMEOUT_S = 120.0
-_PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+#: Time by which the limit of a collective exceeds `launch.hang_s`, in seconds: the supervisor finds the hung rank
+#: before the collective fails on the ranks that wait for it.
+COLLECTIVE_MARGIN_S = 60
+#: Options of prctl(2): the signal at the death of the parent process, and the name of the process.
+_PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 _PLACE = re.compile(r"rank-(\d+)/(\d+)")
 
 
 def shown_place(name: str) -> tuple[int, int] | None:
     """Return rank and attempt in the name of a forked rank's process; None for another name."""
-    found = _PLACE.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2]))
+    match = _PLACE.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 log = logging.getLogger(__name__)
@@ -59,15 +66,30 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def _reset_handlers(ignored: Collection[int]) -> None:
+    """Give the signals that the parent ignores Python's own handlers, except for those to be ignored."""
+    for number in IGNORED:
+        if number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+
+
 #: Signals that end a process or a job. The parent of ranks ignores them: Slurm sends SIGTERM to all processes of a job.
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked: Collection[int] = ()) -> int:
-    """Fork a rank, which leads a session of its own and is killed at the death of this process; return its id, or 0.
+    """Fork a rank, which leads a session of its own and is killed at the death of this process.
 
-    All signals to the rank wait until `become` has returned in it. Until the rank has handlers of its own, it then
-    ignores the signals `ignored`, and the signals `blocked` wait. Raises OSError if no process can be created.
+    Args:
+        become: called in the rank, which receives no signals until it has returned.
+        ignored: signals that the rank then ignores until it installs handlers of its own.
+        blocked: signals that then wait until the rank unblocks them.
+
+    Returns the id of the rank's process, and 0 in the rank. Raises OSError if no process can be created.
     """
     parent = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -80,9 +102,7 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked
                 if os.getppid() != parent:
                     os._exit(-signal.SIGKILL & 0xFF)  # the parent has died before the call
                 become()
-                for number in IGNORED:
-                    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                    signal.signal(number, signal.SIG_IGN if number in ignored else default)
+                _reset_handlers(ignored)
                 mask = {*mask, *blocked}
             except BaseException:  # the process must not go on as a second parent
                 traceback.print_exc()

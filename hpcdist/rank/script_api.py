@@ -27,7 +27,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
 from hpcdist.host.gpu_info import visible_devices
-from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.rank_requests import RequestReader
@@ -76,7 +76,7 @@ def should_stop(step: int, total_steps: int | None = None) -> bool:
 
     Raises TrainerError if there are several ranks and no process group, and RuntimeError if another rank has died.
     """
-    return _rank.should_stop(step, total_steps) if _rank is not None else False
+    return _rank is not None and _rank.should_stop(step, total_steps)
 
 
 def should_save(step: int) -> bool:
@@ -89,7 +89,7 @@ def should_save(step: int) -> bool:
     Args:
         step: number of steps done.
     """
-    return _rank.should_save(step) if _rank is not None else False
+    return _rank is not None and _rank.should_save(step)
 
 
 def agree_among(ranks: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ def checkpoint_dir() -> Path:
     current folder.
     """
     records = rank_records.current()
-    path = records.run.checkpoints if records is not None else Path(LOCAL_CHECKPOINTS).absolute()
+    path = Path(LOCAL_CHECKPOINTS).absolute() if records is None else records.run.checkpoints
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -131,7 +131,7 @@ class RunningScript:
     topology: Topology
 
     def __post_init__(self) -> None:
-        self._asks_to_save = False
+        self._asks_to_save = False  #: whether the script calls `should_save`
         #: Step of the checkpoint that the script is saving because of a command, and the function that reports it.
         self._saving: tuple[int, Callable[[], None]] | None = None
         self._ranks: Sequence[int] = range(self.topology.world_size)
@@ -147,20 +147,25 @@ class RunningScript:
         self._flag = StopFlag()
 
     def last_step(self) -> int | None:
-        """Return the newest step that the script has reported, if any."""
-        return int(self._heartbeat.step) if self._heartbeat is not None else None
+        """Return the newest step that the script has reported; None if it has reported none."""
+        if self._heartbeat is None:
+            return None
+        return int(self._heartbeat.step)
 
     @property
     def total_steps(self) -> int | None:
-        """The number of steps of the whole training, if the script has reported it."""
-        return self._heartbeat.total_steps if self._heartbeat is not None else None
+        """The number of steps of the whole training; None if the script has not reported it."""
+        if self._heartbeat is None:
+            return None
+        return self._heartbeat.total_steps
 
     @property
     def stop_agreed(self) -> bool:
+        """Whether the ranks have agreed to stop."""
         return self._stop is not None and self._stop.agreed
 
     def note(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Write metrics to the heartbeat, and the step to which they belong, which is then done, if it is known."""
+        """Write metrics to the heartbeat, and the step to which they belong, which then counts as done."""
         heartbeat = self._beating()
         heartbeat.note_logged(metrics, step)
         if step:  # MLflow's client logs step 0 where a script passes none
@@ -175,6 +180,7 @@ class RunningScript:
         self._account.step_done(step, time.perf_counter())
 
     def agree_among(self, ranks: Sequence[int]) -> None:
+        """See `hpcdist.agree_among`, the function of this module."""
         if 0 not in ranks:
             raise TrainerError(
                 "hpcdist.agree_among: rank 0 must count steps: put the role that does so first in `roles`"
@@ -184,24 +190,29 @@ class RunningScript:
             self._flag.install()
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
+        """See `hpcdist.should_stop`, the function of this module."""
         if self.topology.rank not in self._ranks:
             raise TrainerError(f"hpcdist.should_stop: rank {self.topology.rank} is not in the ranks of agree_among")
         heartbeat = self._beating()
-        heartbeat.step, heartbeat.total_steps = step, total_steps
+        heartbeat.step = step
+        heartbeat.total_steps = total_steps
         self._count(step, first_step=step)
         heartbeat.beat()
         self._report_saved(step)
         if self.stop_agreed:
             return True
-        commanded = self._commands is not None and self._commands.save_is_due
+        save_was_due = self._commands is not None and self._commands.save_is_due
         stop = self._agree_in_group().at_boundary()
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
-        if self._commands is not None and commanded and not self._asks_to_save:
-            self._commands.begin_save(step, refused=NO_SAVE)()  # it was due at the step before
+        if self._commands is not None and save_was_due and not self._asks_to_save:
+            # The command was due at the step before, at whose end the script could have asked.
+            report_refusal = self._commands.begin_save(step, refused=NO_SAVE)
+            report_refusal()
         return stop
 
     def should_save(self, step: int) -> bool:
+        """See `hpcdist.should_save`, the function of this module."""
         self._asks_to_save = True
         self._report_saved(step)
         if self._commands is not None and self._commands.save_is_due:
@@ -212,16 +223,23 @@ class RunningScript:
 
     def _report_saved(self, step: int | None = None) -> None:
         """Report that a commanded checkpoint is on disk, since the script has returned from saving that step."""
-        if self._saving is not None and self._saving[0] != step:
-            self._saving[1]()
+        if self._saving is None:
+            return
+        saved_step, report_saved = self._saving
+        if saved_step != step:
+            report_saved()
             self._saving = None
 
     def _beating(self) -> Heartbeat:
-        # Begun at the first step: a script that reports none is watched by its output alone.
+        """Return the heartbeat, which begins at the first step: without steps only the output shows a hung script."""
         if self._heartbeat is None:
-            rank, num_ranks = self.topology.rank, self.topology.world_size
-            hang_s, nan_losses = self.config.launch.hang_s, self.config.stop.nan_losses
-            self._heartbeat = Heartbeat(self.attempt, rank, num_ranks, hang_s, nan_losses)
+            self._heartbeat = Heartbeat(
+                self.attempt,
+                self.topology.rank,
+                self.topology.world_size,
+                self.config.launch.hang_s,
+                self.config.stop.nan_losses,
+            )
             self._heartbeat.account = self._account
         return self._heartbeat
 
@@ -242,7 +260,9 @@ class RunningScript:
             )
         if self._stop is None:
             self._flag.install()
-            requests = RequestReader(self.attempt) if self.topology.rank == 0 else None
+            requests = None
+            if self.topology.rank == 0:
+                requests = RequestReader(self.attempt)
             self._stop = StopAgreement(None, self._flag, requests)
             device = initialized_device()
             self._commands = LiveCommands(self.run, self.attempt, self.topology.rank, self._stop, device)
@@ -251,8 +271,10 @@ class RunningScript:
             if self.topology.launcher == "slurm":
                 os.environ.update(interface_env(self.topology.master_addr, os.environ))
             # The script's process group may consist of these ranks alone.
-            ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
-            timeout = timedelta(seconds=self.config.launch.hang_s + 60)
+            ranks = None
+            if len(self._ranks) < dist.get_world_size():
+                ranks = list(self._ranks)
+            timeout = timedelta(seconds=self.config.launch.hang_s + COLLECTIVE_MARGIN_S)
             with call_of_all_ranks("hpcdist.should_stop"):
                 group: Any = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
             self._stop.agree_in(group)

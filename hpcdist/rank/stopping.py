@@ -27,6 +27,11 @@ from hpcdist.run.rank_requests import CommandResult, LiveCommand, RequestReader,
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
 AGREEMENT_INTERVAL_S = 0.1
+#: Largest number of step boundaries between two agreements, if a step takes no measurable time.
+MAX_SKIPPED_BOUNDARIES = 10_000
+#: Shortest duration of a step that is expected, in seconds: the clock may measure none.
+_CLOCK_STEP_S = 1e-6
+#: Interval of the checks for a request to stop, in seconds: each one reads a file.
 REQUEST_INTERVAL_S = 1.0
 
 
@@ -42,7 +47,7 @@ class StopAgreement:
     #: A gloo group of all ranks, on which all start collectives in the same order; None if one rank decides.
     group: dist.ProcessGroup | None
     flag: StopFlag
-    #: Asked at most once a second on the one rank that has it; None on the others.
+    #: Reads requests at most once a second, on one rank; None on the others.
     requests: RequestReader | None
 
     def __post_init__(self) -> None:
@@ -55,7 +60,8 @@ class StopAgreement:
         self._round_began = time.monotonic()
         self.agreed = False  #: whether the ranks stop
         #: Numbers of the newest commands `save` and `profile` that all ranks know; 0 before the first one.
-        self.newest_save = self.newest_profile = 0
+        self.newest_save = 0
+        self.newest_profile = 0
 
     def agree_in(self, group: dist.ProcessGroup | None) -> None:
         """Use another group from the next boundary on; None if this rank decides alone."""
@@ -78,9 +84,12 @@ class StopAgreement:
         else:
             now = time.monotonic()
             step_s = (now - self._round_began) / self._boundaries
-            self._round_began, self._boundaries = now, 0
+            self._round_began = now
+            self._boundaries = 0
             wanted = float(self.flag.is_raised or self._is_requested(now))
-            message = [wanted, step_s, *((0, 0) if self.requests is None else self.requests.newest.values())]
+            message = [wanted, step_s, 0, 0]
+            if self.requests is not None:
+                message[2:] = self.requests.newest.values()
             if self.group is None:
                 self._obey(*message)
             else:
@@ -89,15 +98,20 @@ class StopAgreement:
         return self.agreed
 
     def _obey(self, wanted: float, step_s: float, save: float, profile: float) -> None:
-        self.agreed, self.newest_save, self.newest_profile = wanted > 0, int(save), int(profile)
-        self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
+        """Apply the result of a round: the maximum of each value over the ranks."""
+        self.agreed = wanted > 0
+        self.newest_save = int(save)
+        self.newest_profile = int(profile)
+        num_boundaries = int(AGREEMENT_INTERVAL_S / max(step_s, _CLOCK_STEP_S))
+        self._skip = min(num_boundaries, MAX_SKIPPED_BOUNDARIES)
 
     def _is_requested(self, now: float) -> bool:
+        """Return whether a stop is requested; False between two checks, and if the file system is unreachable."""
         if self.requests is None or now < self._next_check:
             return False
         self._next_check = now + REQUEST_INTERVAL_S
         try:
-            found = self.requests.poll()
+            is_requested = self.requests.poll()
         except OSError as error:
             if not self._is_unreachable:
                 place = self.requests.attempt.path
@@ -105,7 +119,7 @@ class StopAgreement:
             self._is_unreachable = True
             return False
         self._is_unreachable = False
-        return found
+        return is_requested
 
     def close(self) -> None:
         """Finish the round in progress, so that no other rank waits for this one."""
@@ -121,6 +135,8 @@ class StopAgreement:
 #: Interval of attempts to read a command file, in seconds.
 READ_INTERVAL_S = 1.0
 ENDED_BEFORE = "the ranks ended before the profile began"
+#: Maximum number of characters of an error in a result.
+_MAX_ERROR = 300
 
 
 @dataclass(eq=False)
@@ -142,11 +158,13 @@ class LiveCommands:
         self._last_profile = 0  #: number of the last `profile` command that was read
         self._waiting: deque[tuple[int, LiveCommand]] = deque()
         self._profiler: profile | None = None
-        self._first_step = self._num_steps = 0  # of the profile; steps that are recorded so far
+        self._first_step = 0  #: of the profile
+        self._num_steps = 0  #: steps that the profile has recorded so far
         self._next_read = 0.0
 
     @property
     def save_is_due(self) -> bool:
+        """Whether there is a command `save` that was not obeyed."""
         return self.stop.newest_save > self._last_save
 
     def begin_save(self, step: int, path: Path | None = None, *, refused: str = "") -> Callable[[], None]:
@@ -156,9 +174,13 @@ class LiveCommands:
         """
         saved = path or self.run.checkpoints / folder_name(step)
         result = CommandResult(step=step, path=str(saved.relative_to(self.run.path)))
-        numbers = range(self._last_save + 1, self.stop.newest_save + 1) if self.rank == 0 else range(0)
+        if refused:
+            result = CommandResult(error=refused)
+        numbers = range(0)
+        if self.rank == 0:
+            numbers = range(self._last_save + 1, self.stop.newest_save + 1)
         self._last_save = self.stop.newest_save
-        return partial(self._report_saves, numbers, CommandResult(error=refused) if refused else result)
+        return partial(self._report_saves, numbers, result)
 
     def _report_saves(self, numbers: range, result: CommandResult) -> None:
         for number in numbers:
@@ -176,6 +198,7 @@ class LiveCommands:
         return self._profiler is not None or self.stop.newest_profile > self._last_profile
 
     def step_done(self, step: int) -> None:
+        """Begin, continue or end a profile after a step. Call it after each step while `profile_is_due`."""
         now = time.monotonic()
         if self.stop.newest_profile > self._last_profile and now >= self._next_read:
             self._next_read = now + READ_INTERVAL_S
@@ -187,7 +210,8 @@ class LiveCommands:
             except RuntimeError as error:
                 self._give_up(error)
             else:
-                if self._num_steps == self._waiting[0][1].num_steps:
+                _, command = self._waiting[0]
+                if self._num_steps == command.num_steps:
                     self._end()
         if self._profiler is None and self._waiting:
             self._begin(step)
@@ -216,10 +240,13 @@ class LiveCommands:
 
     def _begin(self, step: int) -> None:
         """Start the profiler, which is ready after one step that it does not record."""
-        num_steps = self._waiting[0][1].num_steps
-        self._first_step, self._num_steps = step + 2, -1
+        _, command = self._waiting[0]
+        num_steps = command.num_steps
+        self._first_step = step + 2
+        self._num_steps = -1
         # Some types of GPUs, such as MPS, have no profiler.
-        activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, self.device.type.upper(), ProfilerActivity.CPU)}
+        device_activity = getattr(ProfilerActivity, self.device.type.upper(), ProfilerActivity.CPU)
+        activities = {ProfilerActivity.CPU, device_activity}
         profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
             profiler.start()
@@ -243,9 +270,10 @@ class LiveCommands:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(hidden))
                 os.replace(hidden, path)
-                own = str(path.relative_to(self.run.path))
-                result = CommandResult(step=self._first_step, num_steps=self._num_steps, path=own)
-                log.info("profiled %d steps, written in %.1f s: %s", self._num_steps, time.perf_counter() - began, own)
+                written_s = time.perf_counter() - began
+                name_in_run = str(path.relative_to(self.run.path))
+                result = CommandResult(step=self._first_step, num_steps=self._num_steps, path=name_in_run)
+                log.info("profiled %d steps, written in %.1f s: %s", self._num_steps, written_s, name_in_run)
         except (OSError, RuntimeError) as error:
             retry.discard(hidden)
             self._give_up(error)
@@ -255,11 +283,14 @@ class LiveCommands:
     def _give_up(self, error: OSError | RuntimeError) -> None:
         text = getattr(error, "strerror", None) or str(error)
         log.warning("the profile cannot be made: %s", text)
-        self._finish(CommandResult(error=" ".join(text.split())[:300]))
+        line = " ".join(text.split())
+        self._finish(CommandResult(error=line[:_MAX_ERROR]))
 
     def _finish(self, result: CommandResult) -> None:
+        """Report the result of the profile in progress, which is the first one that waits."""
         self._profiler = None
-        self._report(self._waiting.popleft()[0], result)
+        number, _ = self._waiting.popleft()
+        self._report(number, result)
 
     def _report(self, number: int, result: CommandResult) -> None:
         try:

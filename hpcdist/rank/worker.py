@@ -39,7 +39,7 @@ from hpcdist.host import log_files, retry
 from hpcdist.host.compiler import cache_environment
 from hpcdist.host.json_files import write_json
 from hpcdist.rank import script_api
-from hpcdist.rank.processes import FILE_TIMEOUT_S, StopFlag
+from hpcdist.rank.processes import COLLECTIVE_MARGIN_S, FILE_TIMEOUT_S, StopFlag
 from hpcdist.rank.telemetry import Heartbeat, dump_on_signal, enable_flight_recorders
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.rank_requests import RequestReader
@@ -51,14 +51,16 @@ if TYPE_CHECKING:
 
 #: Named explicitly because this module may run as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
+#: Limit of open files. Not the hard limit, which may be 2**30: old programs close all descriptors below the limit.
+_MAX_FILES = 2**20
 
 
 def main() -> NoReturn:
+    """Run the rank of this process; the only argument is the run folder."""
     (folder,) = sys.argv[1:]
-    # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select(). Old
-    # programs close all descriptors below the limit, of which the hard one may be 2**30.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2**20), hard))
+    # Each connection needs a descriptor; the usual soft limit of 1024 is meant for programs that call select().
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard_limit, _MAX_FILES), hard_limit))
     with retry.patient(FILE_TIMEOUT_S):
         _run_and_end(Path(folder))
 
@@ -72,7 +74,10 @@ def _run_and_end(folder: Path) -> NoReturn:
         run = RunDir.open(folder)
     except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
+        code = HpcdistError.exit_code
+        if isinstance(error, HpcdistError):
+            code = error.exit_code
+        exit_now(code)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
@@ -86,9 +91,10 @@ def _run_and_end(folder: Path) -> NoReturn:
 def _run_script_or_trainer(
     run: RunDir, attempt: Attempt, topology: Topology, outcome: "Outcome"
 ) -> tuple[Callable[[], int], float]:
-    """Run the training. Returns a function that records its success, and the time limit of the end of this process.
+    """Run the training.
 
-    Until that function is called the rank has not succeeded: errors of threads or `atexit` count, too.
+    Returns a function that records the success and returns the exit code, and the time limit of the end of this
+    process. Until that function is called the rank has not succeeded: errors of threads or `atexit` count, too.
     """
     dump_on_signal(attempt, topology.rank)
     enable_flight_recorders(attempt, os.environ)
@@ -105,21 +111,8 @@ def _run_script_or_trainer(
                 "what the code logs with MLflow does not reach this run, since hpcdist is not installed, or an older"
                 " version of it: install it (`pip install --editable .` in a checkout)"
             )
-    ended: Literal["done", "stopped"]
     if config.trainer.script:
-        from hpcdist.rank.system_metrics import monitored_node
-
-        with (
-            script_api.entered_script(config, attempt, topology, records) as script,
-            monitored_node(config, run, topology, records.journal),
-        ):
-            outcome.step = script.last_step
-            run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
-        ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
-        how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
-        reason = f"{config.trainer.script_name} {how}"
-        if ended == "done":
-            reason += at_step(script.last_step(), script.total_steps)
+        ended, reason = _run_trainer_script(config, run, attempt, topology, outcome, records)
     else:
         try:
             ended, reason = _run_trainer(config, run, attempt, topology, outcome, records)
@@ -141,23 +134,39 @@ def _run_script_or_trainer(
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 
+def _run_trainer_script(
+    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: "Outcome", records: RankRecords
+) -> tuple[Literal["done", "stopped"], str]:
+    """Run the script of the config. Returns how it ended, and the reason for the status of the run."""
+    from hpcdist.rank.system_metrics import monitored_node
+
+    with (
+        script_api.entered_script(config, attempt, topology, records) as script,
+        monitored_node(config, run, topology, records.journal),
+    ):
+        outcome.step = script.last_step
+        run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
+    is_requested = script.stop_agreed or retry.exists(attempt.request)
+    how = "ended with exit status 0"
+    if script.stop_agreed:
+        how = "obeyed hpcdist.should_stop"
+    reason = f"{config.trainer.script_name} {how}"
+    if is_requested:
+        return "stopped", reason
+    return "done", reason + at_step(script.last_step(), script.total_steps)
+
+
 def _run_trainer(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: "Outcome", records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
+    """Run the trainer of the config. Returns how it ended, and the reason for the status of the run."""
     # Before the import of torch, a second in which a signal may arrive, unless the rank was forked.
     stop_flag = StopFlag()
     stop_flag.install()
     roles = Roles.of(config.roles, topology.world_size)
     role, _ = roles.of_rank(topology.rank)
     log.info("this is %s of %s", roles.name_of(topology.rank), roles)
-    # torch, gloo and NCCL read these variables at their import or start.
-    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
-        # Otherwise a rank that computes on the CPU could initialise the GPUs of others.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if topology.launcher == "slurm":
-        from hpcdist.rank.private_network import interface_env
-
-        os.environ.update(interface_env(topology.master_addr, os.environ))
+    _set_variables_of_torch(config, topology, role)
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context, close
@@ -170,22 +179,26 @@ def _run_trainer(
     outcome.step = lambda: int(heartbeat.step)
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params, config.param_texts)
-    # No collection, nor the search for open files at the end, looks at the imported objects: it would copy the memory
-    # that a forked rank shares with its parent, 0.1 s that a restart waits for.
+    # Neither a collection nor the search for open files at the end reads the imported objects: that would copy the
+    # memory that a forked rank shares with its parent, 0.1 s that a restart waits for.
     _imported_files.update(_files())
     gc.freeze()
     gc.enable()
     device = select_device(config, topology, os.environ)
-    heartbeat.energy = EnergyMeter(device.uuid, os.environ if topology.local_rank == 0 else None).joules
+    env_of_node = os.environ if topology.local_rank == 0 else None
+    heartbeat.energy = EnergyMeter(device.uuid, env_of_node).joules
     seed_everything(config.seed)
     with (
         _connected_groups(config, attempt, topology, device, outcome) as groups,
         monitored_node(config, run, topology, records.journal),
     ):
-        cpus = (topology.node_rank, cpus_beside(device))  # those nearest to the GPU, shared by ranks with the same ones
-        names, places = zip(*groups.all_gather((device.name, cpus)), strict=True)
-        bind_to_cpus(cpus[1], places.count(cpus), os.environ)
-        requests = RequestReader(attempt) if topology.rank == 0 else None
+        cpus = cpus_beside(device)
+        place = (topology.node_rank, cpus)  # ranks with the same place share these CPUs
+        names, places = zip(*groups.all_gather((device.name, place)), strict=True)
+        bind_to_cpus(cpus, places.count(place), os.environ)
+        requests = None
+        if topology.rank == 0:
+            requests = RequestReader(attempt)
         ctx = Context(
             config=config,
             run=run,
@@ -208,11 +221,24 @@ def _run_trainer(
     return ended, reason
 
 
+def _set_variables_of_torch(config: Config, topology: Topology, role: str) -> None:
+    """Set environment variables that torch, gloo and NCCL read at their import or start."""
+    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
+        # Otherwise a rank that computes on the CPU could initialise the GPUs of others.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if topology.launcher == "slurm":
+        from hpcdist.rank.private_network import interface_env
+
+        os.environ.update(interface_env(topology.master_addr, os.environ))
+
+
 def at_step(step: int | None, total_steps: int | None) -> str:
     """Return ` at step 200 of 200` as the end of a sentence; empty if no step is known."""
     if not step:
         return ""
-    return f" at step {step}" + ("" if total_steps is None else f" of {total_steps}")
+    if total_steps is None:
+        return f" at step {step}"
+    return f" at step {step} of {total_steps}"
 
 
 @contextmanager
@@ -243,8 +269,7 @@ def _connected_groups(
         attempt.read_key(),
         attempt.path,
         init_timeout_s=timeout_s,
-        # Longer than the supervisor's timeout: the supervisor finds the hung rank, a collective only those waiting.
-        timeout_s=config.launch.hang_s + 60,
+        timeout_s=config.launch.hang_s + COLLECTIVE_MARGIN_S,
         on_expiry=lambda: give_up(late),
     ) as groups:
         if is_checked:
@@ -265,9 +290,11 @@ def load_trainer(target: str) -> Callable[..., None]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         message = f"trainer {target!r} cannot be imported: {type(error).__name__}: {error}"
-        raise TrainerError(message) from (None if is_missing else error)
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        if is_missing:
+            raise TrainerError(message) from None
+        raise TrainerError(message) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise TrainerError(f"trainer {target!r}: {module.__file__} has no function {function_name!r}")
@@ -278,7 +305,10 @@ def load_trainer(target: str) -> Callable[..., None]:
 
 
 def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[str, str]:
-    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """Return the variables of a script: those that torchrun sets, and those of hpcdist.
+
+    Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
     role, index = roles.of_rank(topology.rank)
     return {
         "RANK": str(topology.rank),
@@ -306,16 +336,20 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
 def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
     """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` from the code snapshot."""
     is_module = command[0] == "-m"
-    script, *arguments = command[is_module:]
-    path = script if is_module else str(run.snapshot_of(Path(script)) or script)
-    if not is_module and not Path(path).is_file():
-        raise TrainerError(f"trainer.script: no such file: {script}")
+    if is_module:
+        _, script, *arguments = command
+        path = script
+    else:
+        script, *arguments = command
+        path = str(run.snapshot_of(Path(script)) or script)
+        if not Path(path).is_file():
+            raise TrainerError(f"trainer.script: no such file: {script}")
     if path != script and topology.rank == 0:
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
     os.environ.update(script_environment(topology, run, roles))
     sys.argv = [path, *arguments]
     with exit_as_return(script):
-        if is_module:  # the copy of the code is on sys.path
+        if is_module:  # found in the copy of the code, which is on sys.path
             if importlib.util.find_spec(script) is None:
                 raise TrainerError(f"trainer.script: no module {script!r}")
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -326,24 +360,28 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
 
 @contextmanager
 def exit_as_return(name: str) -> Iterator[None]:
-    """Let `sys.exit` end the block. Raises RuntimeError, with its traceback, after an exit with another status than 0.
+    """Let `sys.exit` end the block without an error if the exit status is 0.
 
-    As in Python, a code that is no number is a message, and the status is then 1.
+    Raises RuntimeError, with the traceback of the exit, for another status. As in Python, a code that is no number is
+    a message, and the status is then 1.
     """
     try:
         yield
     except SystemExit as ended:
-        code = 0 if ended.code is None else ended.code
+        code = ended.code
+        if code is None:
+            return
         if not isinstance(code, int):
-            error = RuntimeError(f"{name} ended with exit status 1: {code}")
-        elif code:
-            error = RuntimeError(f"{name} ended with exit status {code}")
+            status = f"1: {code}"
+        elif code != 0:
+            status = str(code)
         else:
             return
+        error = RuntimeError(f"{name} ended with exit status {status}")
         raise error.with_traceback(ended.__traceback__) from None
 
 
-# The outcome file of a rank, from which the supervisor learns how the rank ended.
+# The outcome file of a rank, in which the supervisor reads how the rank ended.
 #
 # Rank 0 writes `attempts/NNN/rank-00000.outcome.json` after a success; every rank that fails writes its own. A rank
 # that is killed writes nothing, and the supervisor sees its exit status.
@@ -359,6 +397,8 @@ _PEER_LOST = (
 )
 #: Maximum number of characters of the error and of the traceback; the log has the whole text.
 _MAX_TEXT = 10_000
+#: Disk space that an outcome occupies at most, in bytes, except for long errors.
+_RESERVE_BYTES = 16 * 1024
 
 
 class Outcome:
@@ -375,41 +415,72 @@ class Outcome:
         #: Returns the number of steps done, if known.
         self.step: Callable[[], int | None] = lambda: None
         with suppress(OSError):  # the disk is already full: try to write the outcome without a reserve
-            self._reserve.write_bytes(bytes(16 * 1024))
+            self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
+        """Write how the rank ended, with further details."""
         self.close()
-        result = {"outcome": outcome, "rank": self._rank, "host": socket.gethostname()}
-        write_json(self._path, {**result, "time": time.time(), "step": self.step(), **details})
+        result = {
+            "outcome": outcome,
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "step": self.step(),
+        }
+        write_json(self._path, {**result, **details})
 
     def close(self) -> None:
         """Free the reserved disk space."""
         retry.discard(self._reserve)
 
     def write_error(self, error: BaseException) -> int:
-        is_rejected = isinstance(error, UserMistake | SyntaxError)
-        is_expected = isinstance(error, HpcdistError)
+        """Log an error, write the outcome, and return the exit code.
+
+        An error of hpcdist is logged without a traceback, unless the user's module is its cause.
+        """
         text = str(error) or type(error).__name__
-        # Only an error in the user's module has a cause here.
-        imported = error.__cause__ if isinstance(error, TrainerError) else None
-        trace = "" if is_expected and imported is None else "".join(traceback.format_exception(imported or error))
+        trace = _traceback(error)
         with suppress(HpcdistError, OSError):
             run = RunDir(self._path.parents[2])
-            text, trace = run.with_original_paths(text), run.with_original_paths(trace)
-        log.error("%s", "\n".join([text] * is_expected + [trace.rstrip()] * bool(trace)))
-        self.write(
-            "rejected" if is_rejected else "failed",
-            error=_shorten(text if is_expected else f"{type(error).__name__}: {text}"),
-            peer_lost=isinstance(error, PeerLost)
-            or (isinstance(error, RuntimeError) and any(part in text for part in _PEER_LOST)),
-            traceback=[_shorten(trace)] if trace else [],
-        )
-        return 2 if is_rejected else 1
+            text = run.with_original_paths(text)
+            trace = run.with_original_paths(trace)
+        lines = []
+        if isinstance(error, HpcdistError):
+            lines.append(text)
+        if trace:
+            lines.append(trace.rstrip())
+        log.error("%s", "\n".join(lines))
+        is_peer_lost = isinstance(error, PeerLost)
+        if isinstance(error, RuntimeError) and any(part in text for part in _PEER_LOST):
+            is_peer_lost = True
+        if not isinstance(error, HpcdistError):
+            text = f"{type(error).__name__}: {text}"
+        details: dict[str, Any] = {"error": _shorten(text), "peer_lost": is_peer_lost, "traceback": []}
+        if trace:
+            details["traceback"] = [_shorten(trace)]
+        if isinstance(error, UserMistake | SyntaxError):
+            self.write("rejected", **details)
+            return UserMistake.exit_code
+        self.write("failed", **details)
+        return HpcdistError.exit_code
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback of an error for the user; empty for an error of hpcdist itself."""
+    if isinstance(error, TrainerError) and error.__cause__ is not None:
+        error = error.__cause__  # the error in the user's module
+    elif isinstance(error, HpcdistError):
+        return ""
+    return "".join(traceback.format_exception(error))
 
 
 def _shorten(text: str) -> str:
-    left, half = len(text) - _MAX_TEXT, _MAX_TEXT // 2
-    return text if left <= 0 else f"{text[:half]}\n… {left} characters, see the log …\n{text[-half:]}"
+    """Return a text without its middle if it is longer than _MAX_TEXT characters."""
+    num_omitted = len(text) - _MAX_TEXT
+    if num_omitted <= 0:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n… {num_omitted} characters, see the log …\n{text[-half:]}"
 
 
 # The end of a rank's process: as Python ends one, but within a time limit.
@@ -446,8 +517,10 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
     signal.signal(signal.SIGALRM, interrupt)
     until = time.monotonic() + limit_s
     _within(limit_s, threading._shutdown)  # type: ignore[attr-defined]
-    if endless := [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]:
-        log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, endless)), limit_s)
+    main_thread = threading.main_thread()
+    running = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
+    if running:
+        log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, running)), limit_s)
     _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
     _within(ATEXIT_S, _flush_files)
     stuck.cancel()
@@ -455,6 +528,7 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
 
 
 def exit_now(code: int) -> NoReturn:
+    """End this process at once; only its output is flushed."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -476,25 +550,29 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
 
 
 def _name(thread: threading.Thread) -> str:
+    """Return the name of a thread, and the line of code that it executes."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return f"thread {thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
+    if frame is None:
+        return f"thread {thread.name!r}"
+    return f"thread {thread.name!r} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _files() -> list[Any]:
+    """Return the file objects of this process; after `gc.freeze`, only those that were created since."""
     # Not an abstract class of `io`, whose check takes ten times as long.
-    return [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
+    return [value for value in gc.get_objects() if issubclass(type(value), _io._IOBase)]
 
 
 def _flush_files() -> None:
     """Flush open files, which Python flushes when it deletes the objects of all modules."""
-    for one in (*_imported_files, *_files()):
+    for file in (*_imported_files, *_files()):
         try:
-            if not one.closed and one.writable():
-                one.flush()
+            if not file.closed and file.writable():
+                file.flush()
         except OSError as error:
-            log.warning("%r is not written completely: %s", one, error.strerror)
+            log.warning("%r is not written completely: %s", file, error.strerror)
         except ValueError:
-            pass  # closed by the flush of another one, or detached from its file
+            pass  # closed by the flush of another file, or detached from its descriptor
 
 
 if __name__ == "__main__":
