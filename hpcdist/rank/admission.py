@@ -29,10 +29,14 @@ PROOF_MS = 20_000
 MAX_UNPROVED = 512
 NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | NO_PROOF
-#: Events that are read before connections are counted.
+#: Number of requests and of events that are read at most before connections are counted.
 _MOST_AT_ONCE = 100
+#: Answers of ZAP, which it takes from HTTP.
+_ADMITTED = b"200"
+_REFUSED = b"400"
 #: Linux's options of a socket, which Python's `socket` lacks.
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_SO_ATTACH_FILTER = 26
+_SO_DETACH_FILTER = 27
 #: A program of the Berkeley packet filter: `BPF_RET | BPF_K`, return 0 bytes of each packet.
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
@@ -41,20 +45,20 @@ class CurveKeys:
     """The key pairs of servers and clients for one purpose in one attempt. Both follow from the attempt's key."""
 
     def __init__(self, key: bytes, purpose: str) -> None:
-        self._server, self._client = (
-            zmq.utils.z85.encode(hmac.digest(key, f"{purpose}/{side}".encode(), "sha256"))
-            for side in ("server", "client")
-        )
-        self._server_public, self._client_public = map(zmq.curve_public, (self._server, self._client))
+        self._server = _secret_key(key, f"{purpose}/server")
+        self._client = _secret_key(key, f"{purpose}/client")
+        self._server_public = zmq.curve_public(self._server)
+        self._client_public = zmq.curve_public(self._client)
 
     def be_client(self, sock: zmq.Socket[bytes]) -> None:
-        """Let a socket connect only to servers that know the key, before `connect`."""
+        """Let a socket connect only to servers that know the key. Call it before `connect`."""
         sock.maxmsgsize = MAX_FRAME_BYTES
         sock.curve_serverkey = self._server_public
-        sock.curve_publickey, sock.curve_secretkey = self._client_public, self._client
+        sock.curve_publickey = self._client_public
+        sock.curve_secretkey = self._client
 
     def be_server(self, sock: zmq.Socket[bytes]) -> None:
-        """Let a socket accept only clients that an `Admission` admits, before `bind`."""
+        """Let a socket accept only clients that an `Admission` admits. Call it before `bind`."""
         sock.maxmsgsize = MAX_FRAME_BYTES
         sock.handshake_ivl = PROOF_MS
         sock.curve_server = True
@@ -63,16 +67,22 @@ class CurveKeys:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, ZeroMQ would otherwise accept every key
 
     def is_of_client(self, public: bytes) -> bool:
+        """Return whether a public key, of 32 bytes, is that of the clients."""
         return zmq.utils.z85.encode(public) == self._client_public
+
+
+def _secret_key(key: bytes, name: str) -> bytes:
+    """Derive a secret key for CURVE from the attempt's key."""
+    return zmq.utils.z85.encode(hmac.digest(key, name.encode(), "sha256"))
 
 
 class Admission:
     """Admits clients that know the key to a socket that will be bound to a TCP port; one per context.
 
-    Without calls of `process` nobody is admitted.
+    Clients are admitted only by calls of `process`.
 
     Attributes:
-        sockets: those that `process` reads, to be polled.
+        sockets: the sockets that `process` reads. The caller polls them.
     """
 
     def __init__(self, sock: zmq.Socket[bytes], keys: CurveKeys) -> None:
@@ -89,12 +99,16 @@ class Admission:
         self._events.connect("inproc://admission")
         self.sockets = (self._zap, self._events)
         self._listener: socket.socket | None = None
-        #: Connections that were not closed yet, and clients that were admitted, including those that have left.
-        self._num_open = self._num_admitted = 0
-        self._is_paused = self._has_refused = False
+        self._num_open = 0  #: connections that are not closed
+        self._num_admitted = 0  #: clients that were admitted, including those that have left
+        self._is_paused = False  #: whether the kernel drops the packets of new connections
+        self._has_refused = False  #: whether a client without the key was refused
 
     def process(self) -> None:
-        """Admit clients that have proved their key, and count the others. Call it when one of the sockets is ready."""
+        """Admit clients that have proved that they know the key, and count the others.
+
+        Call it when one of the sockets is ready.
+        """
         with suppress(zmq.Again):
             for _ in range(_MOST_AT_ONCE):
                 self._admit(self._zap.recv_multipart(zmq.NOBLOCK))
@@ -102,7 +116,8 @@ class Admission:
             for _ in range(_MOST_AT_ONCE):
                 event = recv_monitor_message(self._events, zmq.NOBLOCK)
                 self._note(event["event"], event["value"], event["endpoint"].decode())
-        is_full = self._num_open - self._num_admitted >= MAX_UNPROVED
+        num_unproved = self._num_open - self._num_admitted
+        is_full = num_unproved >= MAX_UNPROVED
         if is_full != self._is_paused and self._listener is not None:
             self._is_paused = is_full
             with suppress(OSError):  # on a kernel without filters, only the number of open files is a limit
@@ -110,11 +125,14 @@ class Admission:
 
     def _admit(self, request: list[bytes]) -> None:
         version, number, _, _, _, mechanism, *public = request
-        knows_key = mechanism == b"CURVE" and self._keys.is_of_client(public[0])
-        self._num_admitted += knows_key
-        self._zap.send_multipart([version, number, b"200" if knows_key else b"400", b"", b"", b""])
+        status = _REFUSED
+        if mechanism == b"CURVE" and self._keys.is_of_client(public[0]):
+            self._num_admitted += 1
+            status = _ADMITTED
+        self._zap.send_multipart([version, number, status, b"", b"", b""])
 
     def _note(self, event: int, descriptor: int, endpoint: str) -> None:
+        """Process an event of the socket; `descriptor` is that of the listener or of a connection."""
         if not endpoint.startswith("tcp://"):
             return
         if event == zmq.EVENT_LISTENING:
@@ -125,9 +143,11 @@ class Admission:
             self._num_open -= 1
         elif event & NO_PROOF and not self._has_refused:
             self._has_refused = True  # only once, so that an attacker cannot fill the log
-            log.warning("refused a connection to port %s without this attempt's key", endpoint.rpartition(":")[2])
+            port = endpoint.rpartition(":")[2]
+            log.warning("refused a connection to port %s without this attempt's key", port)
 
     def close(self) -> None:
+        """Close the sockets, and the listener's descriptor; the admitted socket stays open."""
         self._socket.disable_monitor()
         for sock in self.sockets:
             sock.close()
@@ -136,7 +156,10 @@ class Admission:
 
 
 def _drop_packets(listener: socket.socket, is_full: bool) -> None:
-    """Let the kernel drop the packets of new connections, or not any more. Connections that exist are not affected."""
+    """Let the kernel drop the packets of new connections if `is_full`, otherwise let it accept them again.
+
+    Existing connections are not affected.
+    """
     if not is_full:
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         return

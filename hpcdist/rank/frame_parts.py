@@ -21,8 +21,10 @@ MAX_FRAME_BYTES = PART_BYTES + 33
 
 def cut(content: Buffer) -> list[Buffer]:
     """Return the parts of a content whose length the receiver knows, without copying it; no parts if it is empty."""
+    if len(content) == 0:
+        return []
     if len(content) <= PART_BYTES:
-        return [content] if len(content) else []
+        return [content]
     view = memoryview(content)
     return [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
 
@@ -46,12 +48,17 @@ def take_frame(parts: deque[Buffer]) -> bytes:
 
 
 def split_all(frames: Sequence[Buffer]) -> list[Buffer]:
-    return [part for frame in frames for part in split(frame)]
+    """Return the parts of frames, from which `join_all` returns the frames."""
+    parts: list[Buffer] = []
+    for frame in frames:
+        parts += split(frame)
+    return parts
 
 
 def join_all(parts: Sequence[Buffer]) -> list[bytes]:
     """Return the frames of these parts. Raises ValueError if the last part is missing."""
-    left, frames = deque(parts), []
-    while left:
-        frames.append(take_frame(left))
+    remaining = deque(parts)
+    frames = []
+    while remaining:
+        frames.append(take_frame(remaining))
     return frames

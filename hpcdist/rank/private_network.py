@@ -15,17 +15,20 @@ from hpcdist.errors import TopologyError
 # A network namespace of the ranks of a local run, whose loopback no other user of the machine reaches.
 # Reference: https://man7.org/linux/man-pages/man7/network_namespaces.7.html
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
+#: Constants of Linux that Python's modules lack: unshare(2), netdevice(7), capset(2).
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 0x1
 _CAPABILITY_VERSION = 0x20080522
-#: The counters of this machine's network cards, opened before the namespace was entered.
+#: Descriptor of the counters of this machine's network cards, opened before the namespace was entered; -1 outside one.
 _host_counters = -1
 
 
 def is_wanted(config: Config) -> bool:
-    """Return whether the ranks need no other network: a trainer of hpcdist, whose data is on disk."""
-    is_own = not config.trainer.script and ":" not in config.trainer.target
-    return is_own and not missing(config.data)
+    """Return whether the ranks need no network: they run a trainer of hpcdist, whose data is on disk."""
+    is_shipped = not config.trainer.script and ":" not in config.trainer.target
+    return is_shipped and not missing(config.data)
 
 
 def is_private() -> bool:
@@ -34,16 +37,17 @@ def is_private() -> bool:
 
 
 def card_counters() -> str:
-    """Return /proc/net/dev of this machine."""
+    """Return /proc/net/dev of this machine, in a namespace as well."""
     if not is_private():
         return Path("/proc/net/dev").read_text()
     return os.pread(_host_counters, 1 << 20, 0).decode()
 
 
 def why_refused() -> str:
-    """Return why the kernel or the container refuses the namespace to this user, or nothing."""
+    """Return why the kernel or the container refuses the namespace to this user; empty if it does not."""
     reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         try:
             _unshare()
         except OSError as error:
@@ -60,13 +64,15 @@ def why_refused() -> str:
 def enter() -> None:
     """Move this process into a namespace of its own, if that is possible. It must have one thread."""
     global _host_counters
-    if not why_refused():  # tried in another process: a namespace without loopback would be worse than none
-        counters = os.open("/proc/net/dev", os.O_RDONLY)
-        _unshare()
-        _host_counters = counters
+    if why_refused():  # tried in another process: a namespace without loopback would be worse than none
+        return
+    counters = os.open("/proc/net/dev", os.O_RDONLY)
+    _unshare()
+    _host_counters = counters
 
 
 def _unshare() -> None:
+    """Enter a network namespace, and start its loopback interface. Raises OSError if that is refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()
     needs_user = bool(libc.unshare(_CLONE_NEWNET))
@@ -83,6 +89,7 @@ def _unshare() -> None:
 
 
 def _check(result: int) -> None:
+    """Raise OSError if a function of the C library has failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -90,14 +97,16 @@ def _check(result: int) -> None:
 
 # The network interface over which a node reaches rank 0.
 
+#: Port of the discard protocol.
+_DISCARD_PORT = 9
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def address_towards(host: str) -> str:
     """Return the IPv4 address of this node on its route to a host. Raises OSError if the name does not resolve."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # This sends no packet: connecting a datagram socket only looks up the route.
-        probe.connect((socket.gethostbyname(host), 9))
+        # This sends no packet: connecting a datagram socket only looks up the route. Any port will do.
+        probe.connect((socket.gethostbyname(host), _DISCARD_PORT))
         return str(probe.getsockname()[0])
 
 
@@ -105,9 +114,11 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that bind gloo, NCCL and TensorPipe to the interface that routes to the master.
 
     By default these libraries look up their own host name, which may be slow or resolve to an interface that other
-    nodes cannot reach. Variables that are already set are left out.
+    nodes cannot reach. Variables that are already set are left out. Raises TopologyError if the name of the master does
+    not resolve.
     """
-    if not (missing := [name for name in INTERFACE_VARIABLES if not env.get(name)]):
+    unset = [name for name in INTERFACE_VARIABLES if not env.get(name)]
+    if not unset:
         return {}
     try:
         address = address_towards(master_addr)
@@ -120,5 +131,5 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
-            return dict.fromkeys(missing, name)
+            return dict.fromkeys(unset, name)
     return {}

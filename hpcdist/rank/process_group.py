@@ -42,6 +42,7 @@ class Groups:
     store: Store  #: of the rendezvous, closed to other users
 
     def barrier(self) -> None:
+        """Wait until all ranks have made this call."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
@@ -50,6 +51,7 @@ class Groups:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over all ranks, in double precision, on every rank."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def _all_reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -59,6 +61,7 @@ class Groups:
         return [float(value) for value in tensor.tolist()]
 
     def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.control is None:
             return [value]
         content = _to_bytes(value)
@@ -110,6 +113,7 @@ class TimedGroups(Groups):
     """Time limit of a collective, longer than that after which the supervisor finds a hung rank."""
 
     def barrier(self) -> None:
+        """Wait until all ranks have made this call. A long wait is logged."""
         with self.waiting(), call_of_all_ranks("ctx.groups.barrier"):
             super().barrier()
 
@@ -153,6 +157,8 @@ def process_groups(
     `init_timeout_s` limits the rendezvous (see `deadline`), `timeout_s` one collective.
     """
     control: dist.ProcessGroup | int | None = None
+    # A GPU bound to a default group of gloo would make each NCCL group a split of it, which fails (torch 2.11).
+    device_id = None if backend == "gloo" else device
     with deadline(init_timeout_s, on_expiry):
         store = open_store(topology, key, init_timeout_s, folder)
         refuse_shared_gpu(device, topology, store, os.environ)
@@ -162,8 +168,7 @@ def process_groups(
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout_s),
-            # A GPU bound to a default group of gloo would make each NCCL group a split of it, which fails (torch 2.11).
-            device_id=None if backend == "gloo" else device,
+            device_id=device_id,
         )
         if topology.world_size > 1:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="control")
@@ -177,12 +182,15 @@ def gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | 
     # Before torch 2.15, ranks outside the group would split a default group of NCCL that is bound to a GPU, and wait
     # for its other ranks, which as members of a gloo group split nothing.
     world: Any = dist.group.WORLD
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
     try:
         group = dist.new_group([*ranks], timeout, "gloo")
     finally:
-        world.bound_device_id = bound
-    return group if isinstance(group, dist.ProcessGroup) else None
+        world.bound_device_id = bound_device
+    if not isinstance(group, dist.ProcessGroup):
+        return None  # a placeholder on the ranks outside the group
+    return group
 
 
 @contextmanager
@@ -213,19 +221,22 @@ def call_of_all_ranks(name: str) -> AbstractContextManager[None]:
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
     """Return the store of all ranks.
 
-    Ranks on one machine meet in `folder`, which only its user can enter: no port is open, and no key is needed. Others
-    need the attempt's key. Raises RendezvousError if the port is in use, no process listens on it, or the listener is
-    not rank 0 of this attempt.
+    Ranks on one machine meet in `folder`, which only its user can enter: no port is open, and no key is needed. Ranks
+    on several nodes, or on a file system without Unix sockets, need the attempt's key. Raises RendezvousError if the
+    port is in use, no process listens on it, or the listener is not rank 0 of this attempt.
     """
     if topology.world_size == 1:
         return HashStore()
     has_remote_ranks = topology.num_nodes > 1
+    keys = None
+    if has_remote_ranks or not has_unix_sockets(folder):
+        keys = CurveKeys(key, topology.token)
     meeting = Meeting(
         token=topology.token,
         folder=folder,
         host=topology.master_addr,
         port=topology.master_port,
-        keys=CurveKeys(key, topology.token) if has_remote_ranks or not has_unix_sockets(folder) else None,
+        keys=keys,
         has_remote_ranks=has_remote_ranks,
     )
     try:
@@ -238,5 +249,6 @@ def seed_everything(seed: int) -> None:
     """Seed torch (CPU and GPUs), Python's `random`, and NumPy if it is already imported."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)  # it refuses larger seeds

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import zmq
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them at run time
@@ -34,12 +34,18 @@ log = logging.getLogger(__name__)
 SOCKET_NAME = "store.sock"
 #: Longest time limit, in seconds: a poll lasts at most 2**31 ms.
 MAX_WAIT_S = 1e6
+#: Additional time for the answer of a request that waits for keys, in seconds.
+_ANSWER_S = 20.0
+#: First frame of an answer that is no error message.
 _OK = b"ok"
+#: Answers to a yes-or-no question, which the client converts by `bool`.
+_YES = b"1"
+_NO = b""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the ranks of one attempt meet: a Unix socket in `folder`, or a TCP port if `keys` is set."""
+    """The place at which the ranks of one attempt meet: a Unix socket in `folder`, or a TCP port if `keys` is set."""
 
     token: str
     folder: Path
@@ -49,23 +55,28 @@ class Meeting:
     has_remote_ranks: bool = True
 
     def __str__(self) -> str:
-        return str(self.folder / SOCKET_NAME) if self.keys is None else f"{self.host}:{self.port}"
+        if self.keys is None:
+            return str(self.folder / SOCKET_NAME)
+        return f"{self.host}:{self.port}"
 
     def endpoint(self, *, to_bind: bool = False) -> str:
         """Return the endpoint in ZeroMQ's notation. Raises OSError if the host name is not known."""
         if self.keys is None:
             # The path of a Unix socket is limited to 107 bytes. The descriptor stays open.
-            return f"ipc:///proc/self/fd/{os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)}/{SOCKET_NAME}"
-        _, *_, resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            return f"ipc:///proc/self/fd/{descriptor}/{SOCKET_NAME}"
+        *_, resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         address = str(resolved[0])
         if to_bind and self.has_remote_ranks and address.startswith("127."):
             # On Debian a host name resolves to loopback on its own host, and to an address elsewhere.
             address = "*"
-        return f"tcp://[{address}]:{self.port}" if ":" in address else f"tcp://{address}:{self.port}"
+        if ":" in address:  # IPv6
+            address = f"[{address}]"
+        return f"tcp://{address}:{self.port}"
 
 
 def has_unix_sockets(folder: Path) -> bool:
-    """Return whether the file system of a folder supports Unix sockets; some do not, such as FUSE and SMB."""
+    """Return whether the file system of a folder supports Unix sockets. FUSE and SMB may not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     path = f"/proc/self/fd/{descriptor}/{os.getpid()}-{time.monotonic_ns()}.sock"
     try:
@@ -79,14 +90,22 @@ def has_unix_sockets(folder: Path) -> bool:
     return True
 
 
+class _Waiting(NamedTuple):
+    """A request whose keys do not exist yet."""
+
+    client: bytes
+    keys: list[bytes]
+    until: float  #: time limit, on the monotonic clock
+    wants_values: bool
+
+
 class StoreServer(threading.Thread):
     """Serves the store in rank 0 until the process ends. Raises RendezvousError if it cannot listen."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> None:
         super().__init__(name="hpcdist-store", daemon=True)
         self._values: dict[bytes, bytes] = {}
-        #: Requests whose keys do not exist yet: client, keys, time limit, and whether it wants their values.
-        self._waiting: list[tuple[bytes, list[bytes], float, bool]] = []
+        self._waiting: list[_Waiting] = []
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -106,25 +125,38 @@ class StoreServer(threading.Thread):
             raise RendezvousError(f"rank 0 cannot listen on {meeting}: {os.strerror(error.errno or 0)}") from error
 
     def run(self) -> None:
+        """Serve requests; the thread calls it and never returns."""
         while True:
-            next_end = min((until for _, _, until, _ in self._waiting), default=math.inf) - time.monotonic()
-            ready = dict(self._poller.poll(None if next_end == math.inf else max(0, math.ceil(1000 * next_end))))
+            ready = dict(self._poller.poll(self._poll_ms()))
             if self._admission is not None and not ready.keys().isdisjoint(self._admission.sockets):
                 self._admission.process()
             if self._socket in ready:
                 self._serve_request()
-            now = time.monotonic()
-            waiting, self._waiting = self._waiting, []
-            for client, keys, until, wants_values in waiting:
-                missing = [key for key in keys if key not in self._values]
-                if not missing:
-                    values = [self._values[key] for key in keys] if wants_values else []
-                    self._answer(client, [_OK, *values])
-                elif now >= until:
-                    text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
-                    self._answer(client, [text.encode()])
-                else:
-                    self._waiting.append((client, keys, until, wants_values))
+            self._answer_waiting()
+
+    def _poll_ms(self) -> int | None:
+        """Return the time until the first time limit of a waiting request; None if no request waits."""
+        if not self._waiting:
+            return None
+        left_s = min(request.until for request in self._waiting) - time.monotonic()
+        return max(0, math.ceil(1000 * left_s))
+
+    def _answer_waiting(self) -> None:
+        """Answer the requests whose keys exist by now, and those whose time limit is over."""
+        now = time.monotonic()
+        waiting = self._waiting
+        self._waiting = []
+        for request in waiting:
+            missing = [key for key in request.keys if key not in self._values]
+            if missing and now < request.until:
+                self._waiting.append(request)
+            elif missing:
+                text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
+                self._answer(request.client, [text.encode()])
+            elif request.wants_values:
+                self._answer(request.client, [_OK, *(self._values[key] for key in request.keys)])
+            else:
+                self._answer(request.client, [_OK])
 
     def _serve_request(self) -> None:
         client, *parts = self._socket.recv_multipart()
@@ -151,22 +183,26 @@ class StoreServer(threading.Thread):
                 values.update(zip(pairs[::2], pairs[1::2], strict=True))
                 return [_OK]
             case (("get" | "wait"), [limit_s, *keys]):
-                self._waiting.append((client, keys, time.monotonic() + _time_limit(limit_s), operation == "get"))
+                until = time.monotonic() + _time_limit(limit_s)
+                self._waiting.append(_Waiting(client, keys, until, wants_values=operation == "get"))
                 return None
             case "add", [key, amount]:
-                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                total = int(values.get(key, b"0")) + int(amount)
+                values[key] = b"%d" % total
                 return [_OK, values[key]]
             case "append", [key, value]:
                 values[key] = values.get(key, b"") + value
                 return [_OK]
             case "check", keys:
-                return [_OK, b"1" * all(key in values for key in keys)]
+                have_all = all(key in values for key in keys)
+                return [_OK, _YES if have_all else _NO]
             case "compare_set", [key, expected, desired]:
                 if values.get(key, b"") == expected:
                     values[key] = desired
                 return [_OK, values.get(key, expected)]
             case "delete", [key]:
-                return [_OK, b"1" * (values.pop(key, None) is not None)]
+                has_existed = values.pop(key, None) is not None
+                return [_OK, _YES if has_existed else _NO]
             case "count", []:
                 return [_OK, b"%d" % len(values)]
         raise ValueError(f"the store has no operation {operation[:40]!r} with {len(arguments)} arguments")
@@ -181,6 +217,7 @@ def _parsed(parts: Sequence[bytes]) -> tuple[str, list[bytes]]:
 
 
 def _time_limit(text: bytes) -> float:
+    """Return the seconds of a request. Raises ValueError if they are no finite number."""
     limit_s = float(text)
     if not math.isfinite(limit_s):
         raise ValueError(f"a time limit of {limit_s} s")
@@ -196,12 +233,14 @@ class _Connection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)  # sending waits for ever once a connection was refused
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)  # ms until it tries to connect again, at last a multiple
+        # Milliseconds until it tries to connect again: first these, then more and more up to the maximum.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
         if meeting.keys is not None:
             meeting.keys.be_client(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | NO_PROOF)
-        self._was_connected = self._has_answered = False
+        self._was_connected = False
+        self._has_answered = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -210,10 +249,14 @@ class _Connection:
     def ask(self, request: Sequence[bytes], limit_s: float) -> list[bytes]:
         """Return the answer to a request. Raises OSError if rank 0 cannot be reached, RendezvousError if it refuses."""
         until = time.monotonic() + limit_s
-        with suppress(zmq.Again):  # the monitor tells why
+        with suppress(zmq.Again):  # the events of the monitor show the reason
             self._socket.send_multipart(split_all(request))
         foreign = f"the program at {self._meeting} is not rank 0 of this attempt ({self._meeting.token})"
-        while ready := dict(self._poller.poll(max(0, round(1000 * (until - time.monotonic()))))):
+        while True:
+            left_s = until - time.monotonic()
+            ready = dict(self._poller.poll(max(0, round(1000 * left_s))))
+            if not ready:
+                break
             if self._socket in ready:
                 self._has_answered = True
                 return join_all(self._socket.recv_multipart())
@@ -234,6 +277,7 @@ class _Connection:
         raise TimeoutError("timed out")
 
     def close(self) -> None:
+        """Close the connection; requests that are not answered are lost."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -242,7 +286,8 @@ class _Connection:
 class RendezvousStore(Store):
     """A client of rank 0's store. Any number of threads may use it, also those of torch.
 
-    torch's C++ code looks the methods up by name on the class, and `self.timeout` is its own.
+    The methods are those of `torch.distributed.Store`. torch's C++ code looks them up by name on the class, and
+    `self.timeout` belongs to it.
     """
 
     #: torch keeps only the C++ part of a store, and its threads may call it until the process ends.
@@ -268,16 +313,26 @@ class RendezvousStore(Store):
         self._all.append(self)
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
-        limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        return min(float(limit.total_seconds()), MAX_WAIT_S)
+        if timeout is None:
+            timeout = self.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+        return min(float(timeout.total_seconds()), MAX_WAIT_S)
 
     def _ask(self, operation: str, *arguments: str | bytes, wait_s: float | None = None) -> list[bytes]:
+        """Return the values of rank 0's answer. Raises DistStoreError if the answer is an error message.
+
+        Args:
+            wait_s: how long rank 0 waits for the keys of the request; None for a request that it answers at once.
+        """
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = _Connection(self._context, self._meeting, self._endpoint)
-        frames = [one.encode() if isinstance(one, str) else one for one in (operation, *arguments)]
-        limit_s = self._limit_s() if wait_s is None else wait_s + 20.0  # longer for the answer than for its keys
+        frames = [operation.encode()]
+        for argument in arguments:
+            frames.append(argument.encode() if isinstance(argument, str) else argument)
+        limit_s = self._limit_s()
+        if wait_s is not None:
+            limit_s = wait_s + _ANSWER_S
         try:
             status, *values = connection.ask(frames, limit_s)
         except BaseException:
@@ -298,26 +353,33 @@ class RendezvousStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all keys exist, and return their values. Raises DistStoreError after the store's time limit."""
         limit_s = self._limit_s()
         return self._ask("get", str(limit_s), *keys, wait_s=limit_s)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist. Raises DistStoreError after the time limit, by default that of the store."""
         limit_s = self._limit_s(timeout)
         self._ask("wait", str(limit_s), *keys, wait_s=limit_s)
 
     def add(self, key: str, amount: int) -> int:
+        """Add to the number of a key, which begins at 0, and return the sum."""
         return int(self._ask("add", key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a key's value, which begins empty."""
         self._ask("append", key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys exist now."""
         return bool(self._ask("check", *keys)[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if its value is `expected`, which is empty for a key that does not exist; return its new value."""
         return self._ask("compare_set", key, expected, desired)[0]
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it existed."""
         return bool(self._ask("delete", key)[0])
 
     def num_keys(self) -> int:

@@ -35,7 +35,13 @@ PULSE_INTERVAL_S = 1.0
 
 
 class RpcGroup:
-    """All ranks of a run by their RPC names, `role:index`."""
+    """All ranks of a run by their RPC names, `role:index`.
+
+    Attributes:
+        name: the name of this rank.
+        names: the names of all ranks, in rank order.
+        peers: the names of the other ranks.
+    """
 
     def __init__(
         self, ctx: Context, functions: Mapping[str, Callable[..., Any]], timeout_s: float, num_threads: int
@@ -47,11 +53,16 @@ class RpcGroup:
         self.name = self.names[ctx.rank]
         self.peers = [name for name in self.names if name != self.name]
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
-        own: dict[str, Callable[..., Any]] = {
+        own_functions: dict[str, Callable[..., Any]] = {
             "_command": self._receive_command,
-            "_pulse": lambda stop: ctx.roles.request_stop() if stop else None,
+            "_pulse": self._receive_pulse,
         }
-        self.transport = Transport(ctx, self.names, {**functions, **own}, num_threads)
+        self.transport = Transport(ctx, self.names, {**functions, **own_functions}, num_threads)
+
+    def _receive_pulse(self, stop: bool) -> None:
+        """Answer a rank that checks whether this one responds; `stop` is whether it has received a stop signal."""
+        if stop:
+            self._ctx.roles.request_stop()
 
     def _receive_command(self, command: str, arguments: tuple[Any, ...]) -> None:
         if not isinstance(command, str) or not isinstance(arguments, tuple):
@@ -59,6 +70,7 @@ class RpcGroup:
         self._commands.put((command, arguments))
 
     def of_role(self, role: str) -> list[str]:
+        """Return the RPC names of the ranks of a role."""
         return [name for name in self.names if name.partition(":")[0] == role]
 
     def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
@@ -71,7 +83,9 @@ class RpcGroup:
         rank = to if isinstance(to, int) else self._ranks.get(to, -1)
         if not 0 <= rank < len(self.names):
             raise HpcdistError(f"there is no rank {to!r}: the ranks are {', '.join(self.names)}")
-        return self.transport.call(rank, function, arguments, self._timeout_s if timeout_s is None else timeout_s)
+        if timeout_s is None:
+            timeout_s = self._timeout_s
+        return self.transport.call(rank, function, arguments, timeout_s)
 
     def call_all(
         self, role: str | Sequence[str], function: str, *arguments: Any, timeout_s: float | None = None
@@ -81,14 +95,23 @@ class RpcGroup:
         return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
 
     def send_command(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
-        """Send a command of the receivers' `serve` from rank 0, by default to all; do not wait for its execution."""
-        for future in self.call_all(self.peers if to is None else to, "_command", command, arguments):
+        """Send a command from rank 0, which the receivers execute in `serve`; do not wait for its execution.
+
+        Args:
+            command: a key of the mapping that the receivers passed to `serve`.
+            to: names of the receivers, by default all other ranks.
+        """
+        if to is None:
+            to = self.peers
+        for future in self.call_all(to, "_command", command, arguments):
             future.result()
 
     def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
         """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
 
-        `background` are futures of this rank's own threads; their exceptions are raised here.
+        Args:
+            commands: the functions that rank 0 may call by `send_command`, by name.
+            background: futures of this rank's own threads; their exceptions are raised here.
         """
         is_stop_sent = False
         while True:
@@ -99,7 +122,8 @@ class RpcGroup:
                 command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
                 self._ctx.timer.alive()
-                self.call(0, "_pulse", self._ctx.roles.is_stop_signalled and not is_stop_sent).result()
+                stop = self._ctx.roles.is_stop_signalled and not is_stop_sent
+                self.call(0, "_pulse", stop).result()
                 is_stop_sent = self._ctx.roles.is_stop_signalled
                 continue
             if command == LEAVE:
@@ -111,7 +135,7 @@ class RpcGroup:
 
         A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
         """
-        # Not those of `ctx.groups`: the timer belongs to another thread.
+        # Not `ctx.groups`, whose barrier uses the timer, since the timer belongs to another thread.
         all_ranks = Groups(self._ctx.groups.control, self._ctx.groups.store)
         with ThreadPoolExecutor(1, thread_name_prefix="hpcdist-rpc") as pool:
             arrived = pool.submit(all_ranks.barrier)
@@ -135,8 +159,8 @@ def rpc_group(
     worker then ends the process.
 
     Args:
-        functions: what other ranks may call, by name. A function that returns a `concurrent.futures.Future` is answered
-            when that completes.
+        functions: the functions that other ranks may call, by name. If a function returns a
+            `concurrent.futures.Future`, the caller gets the result of that future when it completes.
         timeout_s: default time limit of a call, in seconds.
         num_threads: number of calls that this rank answers at the same time.
     """

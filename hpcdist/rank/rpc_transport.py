@@ -71,7 +71,7 @@ class _Pending(NamedTuple):
 
 
 class _Peer:
-    """The socket over which this rank sends to another one, on this node or not."""
+    """The socket over which this rank sends to another one, and the state of its connection."""
 
     def __init__(self, sock: zmq.Socket[bytes], *, is_on_node: bool) -> None:
         self.sock = sock
@@ -86,7 +86,7 @@ class Transport:
 
     Args:
         names: RPC names of all ranks.
-        functions: what other ranks may call, by name.
+        functions: the functions that other ranks may call, by name.
     """
 
     def __init__(
@@ -119,7 +119,9 @@ class Transport:
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         for rank in range(len(names)):
             self._connect(rank, json.loads(store.get(f"address/{rank}")))
-        loops = [self._receive, self._watch, *[self._work] * num_threads]
+        loops = [self._receive, self._watch]
+        for _ in range(num_threads):
+            loops.append(self._work)
         self._threads = [threading.Thread(target=loop, name="hpcdist-rpc", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
@@ -179,7 +181,7 @@ class Transport:
         try:
             self._send(rank, _CALL, number, function, arguments)
         except BaseException as error:
-            if self._pending.pop(number, None) is None:  # the thread that watches has failed the call
+            if self._pending.pop(number, None) is None:  # the watching thread has given the call its error
                 return future
             if not isinstance(error, PeerLost):
                 raise
@@ -192,8 +194,11 @@ class Transport:
         descriptions, frames = to_frames(tensors)
         parts = split(json.dumps([kind, number, self._rank, function, content, descriptions]).encode())
         peer = self._peers[rank]
-        for frame in frames:
-            parts += [frame] if peer.is_on_node else cut(frame)
+        if peer.is_on_node:
+            parts += frames
+        else:
+            for frame in frames:
+                parts += cut(frame)
         with peer.lock:
             if peer.lost is not None:
                 raise peer.lost
@@ -283,8 +288,11 @@ class Transport:
         """Fail calls to ranks whose connection ends, and calls whose time is over; admit clients that know the key."""
         poller = zmq.Poller()
         admission = self._admission
-        for sock in (*self._monitors, *(admission.sockets if admission is not None else ())):
+        for sock in self._monitors:
             poller.register(sock, zmq.POLLIN)
+        if admission is not None:
+            for sock in admission.sockets:
+                poller.register(sock, zmq.POLLIN)
         while not self._is_closing:
             for sock, _ in poller.poll(_EXPIRY_CHECK_MS):
                 if sock in self._monitors:
@@ -330,8 +338,9 @@ class Transport:
             self._peers[self._rank].sock.send(b"")  # wakes the thread that receives
         for _ in range(self._num_threads):
             self._calls.put(None)
-        for thread in self._threads[:2]:
-            thread.join()
+        receiving, watching, *_ = self._threads
+        receiving.join()
+        watching.join()
         for peer, monitor in zip(self._peers, self._monitors, strict=True):
             with peer.lock:
                 peer.lost = peer.lost or PeerLost("RPC has been shut down")
@@ -352,4 +361,6 @@ def _own_address(master_addr: str) -> str:
         if entry.family == socket.AF_INET:
             return entry.address
     address = address_towards(master_addr)
-    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+    if address.startswith("127."):
+        return socket.gethostbyname(socket.gethostname())
+    return address

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from hpcdist.rank.frame_parts import Buffer
 
-_DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+#: The names of dtypes, such as `float32`, and their reverse.
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -35,7 +37,9 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         return {"tuple": [encode(item, tensors) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: encode(item, tensors) for key, item in value.items()}}
-    kind = "a dict with keys that are not strings" if isinstance(value, dict) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        kind = "a dict with keys that are not strings"
     raise TypeError(
         f"RPC cannot send {kind}: use None, bool, int, float, str, tensors, and lists, tuples, dicts of them"
     )
@@ -69,7 +73,7 @@ def to_frames(tensors: Sequence[Tensor]) -> tuple[list[Any], list[memoryview]]:
         order = list(range(tensor.dim()))
         if not tensor.is_contiguous():
             order.sort(key=tensor.stride, reverse=True)
-        descriptions.append([str(tensor.dtype)[6:], list(tensor.shape), order, not tensor.is_cpu])
+        descriptions.append([_NAMES[tensor.dtype], list(tensor.shape), order, not tensor.is_cpu])
         dense = tensor.permute(order).contiguous().resolve_conj().resolve_neg()
         if not tensor.is_cpu:
             # The copy is complete after the synchronization below.
@@ -94,7 +98,8 @@ def from_parts(description: Any, parts: deque[Buffer], device: torch.device) -> 
     while missing > 0 and parts:
         taken.append(parts.popleft())
         missing -= len(taken[-1])
-    if sorted(order) != list(range(len(shape))) or missing != 0:
+    is_permutation = sorted(order) == list(range(len(shape)))
+    if not is_permutation or missing != 0:
         raise ValueError(f"{sum(map(len, taken))} bytes for a tensor of shape {shape}")
     # A copy, because the parts are aligned differently, and kernels round differently then.
     tensor = torch.empty([shape[axis] for axis in order], dtype=kind)
@@ -103,7 +108,9 @@ def from_parts(description: Any, parts: deque[Buffer], device: torch.device) -> 
         _bytes_of(tensor)[start : start + len(part)] = part
         start += len(part)
     tensor = tensor.permute([order.index(axis) for axis in range(len(shape))])
-    return tensor.to(device) if on_gpu else tensor
+    if on_gpu:
+        return tensor.to(device)
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
