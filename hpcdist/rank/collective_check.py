@@ -31,12 +31,17 @@ from hpcdist.run.folder import Attempt
 # iterations follow each other without a barrier, whose skew would add to the time. Before one-way operations
 # (broadcast, reduce, scatter, gather), in which a rank could run ahead, there is a barrier that is not timed.
 
-MIN_ITERATIONS, MAX_ITERATIONS = 3, 1000
+MIN_ITERATIONS = 3
+MAX_ITERATIONS = 1000
 WARM_UP = 5  #: iterations, of fast operations
+#: Shortest time of an iteration in an estimate of their number: the clock may measure 0 s.
+_CLOCK_STEP_S = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
+    """Statistics of the duration of one operation, in seconds."""
+
     iterations: int
     median_s: float
     p99_s: float
@@ -44,10 +49,19 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], divided_by: int = 1) -> Self:
-        """Return the statistics; the quantiles are measured values."""
-        ordered = sorted(one / divided_by for one in seconds)
-        median_s, p99_s = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.99))
-        return cls(iterations=len(ordered), median_s=median_s, p99_s=p99_s, min_s=ordered[0])
+        """Return the statistics of calls that took `seconds`, with `divided_by` operations each."""
+        ordered = sorted(duration / divided_by for duration in seconds)
+        return cls(
+            iterations=len(ordered),
+            median_s=_quantile(ordered, 0.5),
+            p99_s=_quantile(ordered, 0.99),
+            min_s=ordered[0],
+        )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest measured value that at least this share of the values does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -61,11 +75,13 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self._device = device
+        #: Whether calls return before their work is done.
         self._queued = device.type != "cpu" and backend != "gloo"
 
     def time(self, run: Callable[[], object], iterations: int, before: Callable[[], None] | None = None) -> list[float]:
         """Return the seconds of each iteration; `before` is called before each iteration and not timed."""
-        seconds, events = [], []
+        seconds = []
+        events = []
         synchronize(self._device)
         for number in range(iterations):
             if before is not None:
@@ -73,7 +89,8 @@ class Stopwatch:
                     synchronize(self._device)
                 before()
             if self._queued:
-                began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+                began = torch.Event(self._device, enable_timing=True)
+                ended = torch.Event(self._device, enable_timing=True)
                 began.record()
                 run()
                 ended.record()
@@ -84,7 +101,9 @@ class Stopwatch:
                 synchronize(self._device)
                 seconds.append(time.perf_counter() - start)
         synchronize(self._device)
-        return seconds or [began.elapsed_time(ended) / 1e3 for began, ended in events]
+        if self._queued:
+            seconds = [began.elapsed_time(ended) / 1e3 for began, ended in events]
+        return seconds
 
 
 def measure(
@@ -99,24 +118,34 @@ def measure(
 ) -> Timing:
     """Time a call on the slowest rank. Every rank makes the same number of iterations and returns the same result.
 
-    The measurement takes about `budget_s`, but has at least three iterations, unless they take more than `longest_s`.
-    `divided_by` is the number of operations in one call.
+    Args:
+        budget_s: time of the measurement, roughly.
+        longest_s: time limit of the first MIN_ITERATIONS iterations, which are made even if they exceed the budget.
+        after_barrier: whether there is a barrier before each iteration, which is not timed.
+        divided_by: number of operations in one call.
     """
-    before = groups.barrier if after_barrier else None
+    before = None
+    if after_barrier:
+        before = groups.barrier
 
-    def seconds(iterations: int) -> list[float]:
+    def slowest(iterations: int) -> list[float]:
+        """Return the seconds of each iteration on the slowest rank."""
         groups.barrier()
         return groups.max(watch.time(run, iterations, before))
 
-    (first_s,) = seconds(1)  # connections and memory
+    (first_s,) = slowest(1)  # it also opens connections and allocates memory
     if first_s * WARM_UP < budget_s:
-        seconds(WARM_UP)
-    found = seconds(1)
+        slowest(WARM_UP)
+    seconds = slowest(1)
     # The number of iterations is re-estimated repeatedly, because a single iteration may have been disturbed.
-    while sum(found) < (longest_s if len(found) < MIN_ITERATIONS else budget_s) and len(found) < MAX_ITERATIONS:
-        left = int((budget_s - sum(found)) / max(Timing.of(found).median_s, 1e-7))
-        found += seconds(min(max(1, left), MAX_ITERATIONS - len(found)))
-    return Timing.of(found, divided_by)
+    while len(seconds) < MAX_ITERATIONS:
+        limit_s = longest_s if len(seconds) < MIN_ITERATIONS else budget_s
+        if sum(seconds) >= limit_s:
+            break
+        left_s = budget_s - sum(seconds)
+        num_affordable = int(left_s / max(Timing.of(seconds).median_s, _CLOCK_STEP_S))
+        seconds += slowest(min(max(1, num_affordable), MAX_ITERATIONS - len(seconds)))
+    return Timing.of(seconds, divided_by)
 
 
 # Check by NCCL's log that NCCL uses InfiniBand on nodes that have it.
@@ -136,12 +165,13 @@ def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs:
 
     RoCE devices do not count: not all sites use them.
     """
-    if topology.local_rank != 0 or topology.num_nodes < 2 or env.get("NCCL_DEBUG") or env.get("NCCL_DEBUG_FILE"):
+    is_set = env.get("NCCL_DEBUG") or env.get("NCCL_DEBUG_FILE")
+    if topology.local_rank != 0 or topology.num_nodes <= 1 or is_set:
         return {}
     for port in sysfs.glob("*/ports/*"):
         try:
-            active = "ACTIVE" in (port / "state").read_text()
-            if active and (port / "link_layer").read_text().strip() == "InfiniBand":
+            is_active = "ACTIVE" in (port / "state").read_text()
+            if is_active and (port / "link_layer").read_text().strip() == "InfiniBand":
                 file = str(_nccl_log(attempt, topology))
                 return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": file}
         except OSError:
@@ -150,13 +180,21 @@ def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs:
 
 
 def uses_tcp(nccl_log: str) -> bool:
-    """Return whether NCCL uses TCP between nodes: in its channels, or if its log has none, as the chosen network."""
-    # `Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0`, `Using network Socket`
-    return "Socket" in (re.findall(r"via NET/([A-Za-z]+)", nccl_log) or re.findall(r"Using network (\w+)", nccl_log))
+    """Return whether NCCL uses TCP between nodes.
+
+    Its channels decide, such as `Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0`. If the log has none, the
+    chosen network does: `Using network Socket`.
+    """
+    networks = re.findall(r"via NET/([A-Za-z]+)", nccl_log)
+    if not networks:
+        networks = re.findall(r"Using network (\w+)", nccl_log)
+    return "Socket" in networks
 
 
 log = logging.getLogger(__name__)
-#: Messages of the timing: the first that is slow counts, else the last.
+#: Message whose time is the latency: one element.
+_TINY_BYTES = 4
+#: Messages of the bandwidth, in increasing order: the first that is slow counts, else the last.
 MESSAGE_BYTES = (2**20, 2**23)
 #: A message that takes longer is slow, and no larger one is sent.
 _SLOW_S = 0.003
@@ -178,8 +216,8 @@ def check(
     """
     assert groups.control is not None
     began = time.monotonic()
-    # Gloo is checked on the CPU, because in a run with roles some ranks may have no GPU.
-    device = torch.device("cpu") if backend == "gloo" else device
+    if backend == "gloo":
+        device = torch.device("cpu")  # in a run with roles some ranks may have no GPU
     late = PreflightError(
         f"the ranks are connected, but an all-reduce over {backend} did not finish within {timeout_s:g} s:"
         " does a firewall block ports between the nodes, or do they have several networks?"
@@ -189,25 +227,26 @@ def check(
         check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups)
         check_sums(None, backend, device, topology, groups)
         measured = measure_all_reduce(Stopwatch(device, backend), device, groups)
-        nccl_log = _nccl_log(attempt, topology)
-        is_slow = topology.local_rank == 0 and nccl_log.exists() and uses_tcp(nccl_log.read_text(errors="replace"))
-        slow = list(filter(None, groups.gather(_node_name(topology) if is_slow else "")))
+        names = groups.gather(_node_with_tcp(attempt, topology))
     if topology.rank != 0:
         return
+    warnings = []
+    tcp_nodes = [name for name in names if name]
+    if tcp_nodes:
+        warnings.append(
+            f"NCCL uses TCP sockets on {', '.join(tcp_nodes)}, although InfiniBand is active there: check that"
+            " libibverbs is in the image, /dev/infiniband is in the container, `ulimit -l` is unlimited and"
+            " NCCL_IB_DISABLE is unset. NCCL's log is nccl.node-*.log in the attempt's folder"
+        )
     text = (
         f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is correct:"
         f" {1e3 * measured['latency_s']:.2f} ms, {measured['busbw_gb_per_s']:.3g} GB/s bus bandwidth at"
         f" {amount(measured['bytes'])} ({time.monotonic() - began:.1f} s)"
     )
     log.info("%s", text)
-    warnings = [
-        f"NCCL uses TCP sockets on {', '.join(slow)}, although InfiniBand is active there: check that libibverbs is in"
-        " the image, /dev/infiniband is in the container, `ulimit -l` is unlimited and NCCL_IB_DISABLE is unset."
-        " NCCL's log is nccl.node-*.log in the attempt's folder"
-    ] * bool(slow)
-    for line in warnings:
-        log.warning("%s", line)
-    found = {
+    for warning in warnings:
+        log.warning("%s", warning)
+    result = {
         "text": text,
         "warnings": warnings,
         "backend": backend,
@@ -217,14 +256,33 @@ def check(
         "all_reduce": measured,
     }
     try:
-        write_json(attempt.network, found)
+        write_json(attempt.network, result)
     except OSError as error:
         log.warning("%s cannot be written: %s", attempt.network, error.strerror)
 
 
+def _node_with_tcp(attempt: Attempt, topology: Topology) -> str:
+    """Return the name of this node if its first rank finds TCP in the log of NCCL, otherwise an empty string."""
+    if topology.local_rank != 0:
+        return ""
+    nccl_log = _nccl_log(attempt, topology)
+    if not nccl_log.exists() or not uses_tcp(nccl_log.read_text(errors="replace")):
+        return ""
+    return _node_name(topology)
+
+
 def largest_exact(dtype: torch.dtype) -> int:
     """Return the largest whole number up to which a dtype represents all whole numbers exactly."""
-    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max
+
+
+#: Largest contribution of a rank to a sum of all ranks.
+_LARGEST_TERM = 7
+#: Types of gradients, metrics and agreements, in the order of the check; gloo has no sums of bfloat16.
+_GLOO_DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
+_DTYPES = (*_GLOO_DTYPES, torch.bfloat16)
 
 
 def terms(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -235,29 +293,33 @@ def terms(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> tuple
     """
     index = torch.arange(elements)
     single = 1 + index // num_ranks % 100
-    joint = 1 + index % 7 if 7 * num_ranks <= largest_exact(dtype) else torch.zeros_like(index)
-    own = torch.stack([torch.where(index % num_ranks == rank, single, 0), joint])
-    return own.to(dtype), torch.stack([single, num_ranks * joint]).to(dtype)
+    joint = torch.zeros_like(index)
+    if _LARGEST_TERM * num_ranks <= largest_exact(dtype):
+        joint = 1 + index % _LARGEST_TERM
+    term = torch.stack([torch.where(index % num_ranks == rank, single, 0), joint])
+    sums = torch.stack([single, num_ranks * joint])
+    return term.to(dtype), sums.to(dtype)
 
 
 def check_sums(
     group: dist.ProcessGroup | None, backend: str, device: torch.device, topology: Topology, groups: Groups
 ) -> None:
     """Compare sums of a group, by default the default group, with the expected ones; name the faulty rank."""
-    rank, num_ranks = topology.rank, topology.world_size
+    rank = topology.rank
+    num_ranks = topology.world_size
     elements = max(2**13, 2 * num_ranks)  # of each sum: at least two for each rank
-    # Those of gradients, metrics and agreements.
-    dtypes = [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 4 if backend == "gloo" else 5]
+    dtypes = _GLOO_DTYPES if backend == "gloo" else _DTYPES
     # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
-    found = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
+    faults = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
     for number, dtype in enumerate(dtypes):
-        sums, want = (values.to(device) for values in terms(rank, num_ranks, elements, dtype))
+        term, expected = terms(rank, num_ranks, elements, dtype)
+        sums = term.to(device)
         dist.all_reduce(sums, group=group)
-        wrong = (sums != want).cpu()
-        found[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1
-        found[number, 1, rank] = int(wrong.any())
-    dist.all_reduce(found, group=groups.control)
-    for dtype, (culprits, finders) in zip(dtypes, found, strict=True):
+        wrong = (sums != expected.to(device)).cpu()
+        faults[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1
+        faults[number, 1, rank] = int(wrong.any())
+    dist.all_reduce(faults, group=groups.control)
+    for dtype, (culprits, finders) in zip(dtypes, faults, strict=True):
         if finders.any():
             names = groups.all_gather(f"rank {rank} on {_node_name(topology)}")
             kind = str(dtype).removeprefix("torch.")
@@ -265,12 +327,20 @@ def check_sums(
 
 
 def _node_name(topology: Topology) -> str:
-    """Return the name of this node; torchrun provides none."""
-    return topology.hosts[topology.node_rank] if topology.hosts else f"node {topology.node_rank}"
+    """Return the host name of this node, or its number, since torchrun provides no names."""
+    if topology.hosts:
+        return topology.hosts[topology.node_rank]
+    return f"node {topology.node_rank}"
 
 
 def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[int], names: Sequence[str]) -> str:
-    """Describe wrong sums: by rank, at how many ranks its contribution, and whether (1) its own sum is wrong."""
+    """Describe wrong sums in a message that names the faulty rank, if there is a single one.
+
+    Args:
+        culprits: by rank: the number of ranks at which its contribution is wrong.
+        finders: by rank: 1 if its own sum is wrong, else 0.
+        names: by rank: its number and node.
+    """
     start = f"an all-reduce of {dtype} over {backend} gives wrong sums"
     fix = "have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"
     blamed = [rank for rank, count in enumerate(culprits) if count]
@@ -284,12 +354,20 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
 
 
 def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups) -> dict[str, Any]:
-    """Time an all-reduce in the default group: `latency_s` of a tiny message, `time_s` of the largest that is fast."""
-    seconds = []
-    for num_bytes in (4, *MESSAGE_BYTES):
-        run = partial(dist.all_reduce, torch.zeros(num_bytes // 4, device=device))
-        seconds.append(measure(run, watch, groups, budget_s=0.02, longest_s=0.04).median_s)
-        if num_bytes > 4 and seconds[-1] > _SLOW_S:
+    """Time all-reduces in the default group.
+
+    Returns `latency_s` of a tiny message, and `bytes`, `time_s` and `busbw_gb_per_s` of the first slow message of
+    MESSAGE_BYTES, or of the last one.
+    """
+
+    def median_s(num_bytes: int) -> float:
+        run = partial(dist.all_reduce, torch.zeros(num_bytes // torch.float32.itemsize, device=device))
+        return measure(run, watch, groups, budget_s=0.02, longest_s=0.04).median_s
+
+    latency_s = median_s(_TINY_BYTES)
+    for num_bytes in MESSAGE_BYTES:
+        time_s = median_s(num_bytes)
+        if time_s > _SLOW_S:
             break
-    _, busbw = bandwidths("all_reduce", num_bytes, seconds[-1], dist.get_world_size())
-    return {"latency_s": seconds[0], "bytes": num_bytes, "time_s": seconds[-1], "busbw_gb_per_s": busbw / 1e9}
+    _, busbw = bandwidths("all_reduce", num_bytes, time_s, dist.get_world_size())
+    return {"latency_s": latency_s, "bytes": num_bytes, "time_s": time_s, "busbw_gb_per_s": busbw / 1e9}

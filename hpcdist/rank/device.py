@@ -52,41 +52,62 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device, backend: str) -> Self:
+        """Return a device with the properties that torch knows of it."""
         if device.type == "cpu":
             return cls(device=device, backend=backend)
-        found: Any = torch.get_device_module(device).get_device_properties(device)
-        address = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+        properties: Any = torch.get_device_module(device).get_device_properties(device)
+        uuid = None
+        if hasattr(properties, "uuid"):
+            uuid = f"GPU-{properties.uuid}"
         return cls(
             device=device,
             backend=backend,
-            name=found.name,
-            memory_bytes=found.total_memory,
-            uuid=f"GPU-{found.uuid}" if hasattr(found, "uuid") else None,
-            pci="" if -1 in address else "{:04x}:{:02x}:{:02x}.0".format(*address),
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            uuid=uuid,
+            pci=_pci_address(properties),
         )
 
     def __str__(self) -> str:
-        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**30:.0f} GiB"
+        memory = ""
+        if self.memory_bytes is not None:
+            memory = f", {self.memory_bytes / 2**30:.0f} GiB"
         return f"{self.device} ({self.name}{memory}), {self.backend}"
 
 
+def _pci_address(properties: Any) -> str:
+    """Return the PCI address in torch's properties of a GPU; empty if it is unknown."""
+    unknown = -1
+    address = [getattr(properties, f"pci_{part}_id", unknown) for part in ("domain", "bus", "device")]
+    if unknown in address:
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*address)
+
+
 def select_device(config: Config, topology: Topology, env: Mapping[str, str]) -> Device:
-    """Make this rank's device the current one, and return it."""
+    """Make this rank's device the current one, and return it.
+
+    Raises ConfigError if the config requires a GPU and none is visible.
+    """
     roles = Roles.of(config.roles, topology.world_size)
-    asked = {role: role_device(config, role) for role in roles.names}
+    requested = {role: role_device(config, role) for role in roles.names}
     role, _ = roles.of_rank(topology.rank)
-    mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
-    kind, index = config.launch.gpu_type if asked[role] == "auto" else asked[role], None
+    is_mixed = "cpu" in requested.values() and set(requested.values()) != {"cpu"}
+    kind = requested[role]
+    if kind == "auto":
+        kind = config.launch.gpu_type
+    index = None
     if kind != "cpu":
         position, num_ranks = topology.local_rank, topology.local_world_size
-        if mixed:
-            sharers = [rank for rank in ranks_on_node(topology, env) if asked[roles.of_rank(rank)[0]] != "cpu"]
-            position, num_ranks = sharers.index(topology.rank), len(sharers)
-        built_for = torch.accelerator.current_accelerator()
-        num_visible = torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
-        index = gpu_index(position, num_ranks, num_visible)
-    if asked[role] in GPU_BACKENDS and index is None:
-        key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
+        if is_mixed:
+            on_node = ranks_on_node(topology, env)
+            with_gpu = [rank for rank in on_node if requested[roles.of_rank(rank)[0]] != "cpu"]
+            position, num_ranks = with_gpu.index(topology.rank), len(with_gpu)
+        index = gpu_index(position, num_ranks, _num_visible_gpus(kind))
+    if requested[role] in GPU_BACKENDS and index is None:
+        key = "launch.device"
+        if role in config.launch.devices:
+            key = f"launch.devices.{role}"
         raise ConfigError(f"{key}={kind}, but no GPU is visible here: use {key}=auto or cpu")
     device = CPU if index is None else torch.device(kind, index)
     if config.model.compile and not config.trainer.script:
@@ -99,29 +120,42 @@ def select_device(config: Config, topology: Topology, env: Mapping[str, str]) ->
         torch.backends.cuda.matmul.allow_tf32 = ALLOW_TF32
         torch.backends.cudnn.allow_tf32 = ALLOW_TF32
     # A rank without a GPU cannot be a member of a group of GPUs.
-    backend = "gloo" if mixed else collective_backend(device)
-    found = Device.of(device, backend)
-    log.info("device: %s", found)
-    return found
+    backend = "gloo" if is_mixed else collective_backend(device)
+    selected = Device.of(device, backend)
+    log.info("device: %s", selected)
+    return selected
+
+
+def _num_visible_gpus(kind: str) -> int:
+    """Return the number of visible GPUs of a type; 0 if torch is built for another one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind:
+        return 0
+    return torch.accelerator.device_count()
 
 
 def collective_backend(device: torch.device) -> str:
     """Return torch's backend for tensors on a device; gloo if this torch is built without it."""
     backend = dist.get_default_backend_for_device(device)
-    return backend if dist.is_backend_available(backend) else "gloo"
+    if not dist.is_backend_available(backend):
+        return "gloo"
+    return backend
 
 
 def initialized_device() -> torch.device:
     """Return the type of GPU that a script uses in this process, or the CPU."""
-    built_for = torch.accelerator.current_accelerator() or CPU
-    module: Any = torch.get_device_module(built_for)
-    return built_for if getattr(module, "is_initialized", lambda: True)() else CPU
+    accelerator = torch.accelerator.current_accelerator() or CPU
+    module: Any = torch.get_device_module(accelerator)
+    is_initialized = getattr(module, "is_initialized", lambda: True)
+    return accelerator if is_initialized() else CPU
 
 
 def listed(names: Sequence[str]) -> str:
     """Return `2 × NVIDIA H100 80GB HBM3, 1 × CPU` of the devices of all ranks; `CPU` if none is a GPU."""
     counts = Counter(names)
-    return "CPU" if set(counts) == {"CPU"} else ", ".join(f"{number} × {name}" for name, number in counts.items())
+    if set(counts) == {"CPU"}:
+        return "CPU"
+    return ", ".join(f"{number} × {name}" for name, number in counts.items())
 
 
 # Which GPU: `docs/how-to/gpus.md` has the table of cases.
@@ -143,28 +177,40 @@ def _numbers(text: str) -> list[int]:
 
 
 def gpu_index(position: int, num_ranks: int, num_visible: int) -> int | None:
-    """Return the index of the GPU of the rank at `position` among those of its node that use GPUs; None without one.
+    """Return the index of a rank's GPU among the visible ones; None if no GPU is visible.
 
-    A rank that sees fewer GPUs than ranks sees GPUs of its own, or else `refuse_shared_gpu` finds it.
+    Args:
+        position: position of the rank among the ranks of its node that use GPUs.
+        num_ranks: number of these ranks.
+        num_visible: number of GPUs that this rank sees.
     """
-    return None if num_visible == 0 else position if num_visible >= num_ranks else 0
+    if num_visible == 0:
+        return None
+    if num_visible < num_ranks:
+        # Slurm has given each rank GPUs of its own. If not, `refuse_shared_gpu` finds the mistake.
+        return 0
+    return position
 
 
 def refuse_shared_gpu(device: torch.device, topology: Topology, store: Store, env: Mapping[str, str]) -> None:
     """Raise TopologyError if another rank has the same GPU: NCCL would end both, without the reason and the fix."""
-    if device.type != "cpu":
-        own = Device.of(device, "")
-        if store.add(f"gpu/{topology.node_rank}/{own.uuid or device}/{own.pci}", 1) > 1:
-            variables = Variables(
-                env,
-                "request a GPU for each rank (Slurm: --gpus-per-node and --gpu-bind=none), start fewer ranks"
-                " (launch.num_ranks), or leave CUDA_VISIBLE_DEVICES unset",
-            )
-            known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
-            raise variables.error(
-                f"rank {topology.rank} sees {torch.accelerator.device_count()} GPU(s) ({known}) and would use the same"
-                f" one as another of {topology.local_world_size} ranks on its node, {own.uuid or device}"
-            )
+    if device.type == "cpu":
+        return
+    gpu = Device.of(device, "")
+    name = gpu.uuid or device
+    num_users = store.add(f"gpu/{topology.node_rank}/{name}/{gpu.pci}", 1)
+    if num_users <= 1:
+        return
+    variables = Variables(
+        env,
+        "request a GPU for each rank (Slurm: --gpus-per-node and --gpu-bind=none), start fewer ranks"
+        " (launch.num_ranks), or leave CUDA_VISIBLE_DEVICES unset",
+    )
+    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+    raise variables.error(
+        f"rank {topology.rank} sees {torch.accelerator.device_count()} GPU(s) ({known}) and would use the same"
+        f" one as another of {topology.local_world_size} ranks on its node, {name}"
+    )
 
 
 def cpus_beside(device: Device, pci_devices: Path = PCI_DEVICES) -> str:
@@ -173,16 +219,25 @@ def cpus_beside(device: Device, pci_devices: Path = PCI_DEVICES) -> str:
 
 
 def bind_to_cpus(beside: str, num_ranks: int, env: Mapping[str, str]) -> None:
-    """Keep the threads of this rank on the CPUs beside its GPU, which `num_ranks` ranks of the node share.
+    """Keep the threads of this rank on the CPUs beside its GPU.
 
-    Nothing changes if Slurm has bound the task, or if these CPUs are fewer than the threads of those ranks: with the
-    GPUs of all ranks at one of two NUMA nodes, the CPUs of the other would be idle.
+    Nothing changes if Slurm has bound the task, or if these CPUs are fewer than the threads of the ranks that share
+    them: with the GPUs of all ranks at one of two NUMA nodes, the CPUs of the other would be idle.
+
+    Args:
+        beside: a result of `cpus_beside`.
+        num_ranks: number of ranks of the node with the same CPUs beside their GPUs.
     """
     if env.get("SLURM_CPU_BIND_TYPE", "none") not in ("", "none"):
         return
-    spans = [part.partition("-") for part in beside.split(",") if part]
-    near = {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
+    near = set()
+    for span in beside.split(","):
+        if span:
+            first, _, last = span.partition("-")
+            near |= set(range(int(first), int(last or first) + 1))
     usable = os.sched_getaffinity(0)
-    if num_ranks * torch.get_num_threads() <= len(near & usable) < len(usable):
-        os.sched_setaffinity(0, near & usable)
-        log.info("bound to %d of %d CPUs, those beside its GPU", len(near & usable), len(usable))
+    chosen = near & usable
+    num_threads = num_ranks * torch.get_num_threads()
+    if num_threads <= len(chosen) < len(usable):
+        os.sched_setaffinity(0, chosen)
+        log.info("bound to %d of %d CPUs, those beside its GPU", len(chosen), len(usable))
