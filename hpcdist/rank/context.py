@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from hpcdist.rank.micro_batches import (
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups, TimedGroups, call_of_all_ranks, gloo_group, seed_everything
+from hpcdist.rank.processes import COLLECTIVE_MARGIN_S
 from hpcdist.rank.rank_roles import RankRoles
 from hpcdist.rank.report_data import ReportData
 from hpcdist.rank.step_loop import Steps
@@ -72,7 +74,9 @@ class Restored:
             rank: a rank of the run that saved the checkpoint, 0 to `self.world_size` - 1.
         """
         path = self.folder / shard_name(rank)
-        return load_file(path) if retry.exists(path) else None
+        if not retry.exists(path):
+            return None
+        return load_file(path)
 
 
 class Context:
@@ -126,7 +130,7 @@ class Context:
         clock = HostClock() if device.type == "cpu" else EventClock(device)
         self.timer = StepTimer(clock, beat=lambda: heartbeat.beat(regular=True))
         self.end_reason = ""
-        timeout = timedelta(seconds=config.launch.hang_s + 60)
+        timeout = timedelta(seconds=config.launch.hang_s + COLLECTIVE_MARGIN_S)
         self.groups = TimedGroups(groups.control, groups.store, self.timer.waiting, timeout)
         self.elastic = Elastic(config, topology.rank, topology.world_size)
         self._records = records
@@ -234,14 +238,17 @@ class Context:
         save: Callable[[int, Mapping[str, float]], None],
         check: Callable[[], None] | None,
     ) -> Steps:
-        """Return the steps from that of the checkpoint on, which is not needed any more."""
-        step = self._restored.step if self._restored is not None else 0
+        """Return the steps from that of the restored checkpoint on, and free the checkpoint."""
+        step = 0
+        if self._restored is not None:
+            step = self._restored.step
         if total_steps < step:
             raise TrainerError(
                 f"ctx.steps: total_steps={total_steps}, but the checkpoint has {step} steps: pass {step} or more, or"
                 " start a new run"
             )
-        self._restored, self._rank_states = None, []  # frees the memory
+        self._restored = None
+        self._rank_states = []
         return Steps(
             self,
             step=step,
@@ -277,7 +284,8 @@ class Context:
         if step is None:
             if self._steps is None:
                 raise TrainerError("ctx.log: pass the step, ctx.log(metrics, step), except in a loop of ctx.steps")
-            metrics, step = self._steps.due(metrics), self._steps.number
+            metrics = self._steps.due(metrics)
+            step = self._steps.number
             if not metrics:
                 return
         if self.is_main:
@@ -323,7 +331,8 @@ class Context:
         asked = time.perf_counter()
         stop = self._stop.at_boundary()
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
-        if times := self._times.due(step):
+        times = self._times.due(step)
+        if times:
             self._records.journal.log(times, step)
         is_logged = self._is_first_step or step % self._config.tracking.log_every_steps == 0
         if self.elastic.is_on and self.is_main and is_logged:
@@ -338,7 +347,9 @@ class Context:
     def _agree_among(self, ranks: Sequence[int]) -> Groups:
         """See `RankRoles.agree_among`."""
         self._times.leave_to(ranks)
-        group = gloo_group(ranks, self.groups.timeout) if len(ranks) > 1 else None
+        group = None
+        if len(ranks) > 1:
+            group = gloo_group(ranks, self.groups.timeout)
         if self.rank not in ranks:
             self.timer.account.enter("idle")
         else:
@@ -355,17 +366,13 @@ class Context:
                 data-dependent branches. With `data.global_batch_size`, `static_graph` has no effect, because not every
                 backward pass exchanges gradients.
         """
-        self.report.log_model_size(
-            sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        )
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.report.log_model_size(sum(parameter.numel() for parameter in trained))
         if self.elastic.is_on:
             options["static_graph"] = False  # not every backward pass exchanges gradients
+        device_ids = None if self.device.type == "cpu" else [self.device]
         model = TimedDDP(
-            module.to(self.device),
-            self.timer,
-            device_ids=None if self.device.type == "cpu" else [self.device],
-            gradient_as_bucket_view=True,
-            **options,
+            module.to(self.device), self.timer, device_ids=device_ids, gradient_as_bucket_view=True, **options
         )
         if self.elastic.is_on:  # `micro_batches` exchanges buffers, and gradients in part
             model.broadcast_buffers = False
@@ -413,48 +420,66 @@ class Context:
         self._refuse_in_loop("save", "ctx.steps saves; for the metrics of an evaluation call steps.save(metrics)")
         step = int(step)  # a number of NumPy does not fit into the manifest
         with self.timer.account.phase("checkpoint"):
-            report_saved = self._commands.begin_save(step)
-            is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
-            state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
-            own = self._rank_state(local), is_owner, state.is_sharded
-            with call_of_all_ranks("ctx.save"):
-                gathered = self.groups.gather(own)
-            _require_equal_sharding([is_sharded for *_, is_sharded in gathered])
-            whole = state.gather(keep=self.is_main)
-            is_new, self._saved_step = step != self._saved_step, step
-            samples = self.report.take_samples(metrics or {})
-            staging = self._store.staging(step, self._attempt.number)
-            if shard is not None and is_owner and is_new:
-                self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
-            if self.is_main:
-                owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
-                snapshot = Snapshot(
-                    step=step,
-                    model=whole[0],
-                    trainer=whole[1],
-                    rank_states=[state for state, *_ in gathered],
-                    metrics={name: float(value) for name, value in (metrics or {}).items()},
-                    collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
-                    samples=samples,
-                )
-                self._saver.save(snapshot, on_written=report_saved)
-            if shard is not None:
-                # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
-                self._shard_writer.wait_for_copy()
-                self._saver.wait_for_copy()
-                self.groups.barrier()
+            self._save(step, model, trainer, local, metrics or {}, shard)
         self._heartbeat.beat()
         self.timer.skip()
 
+    def _save(
+        self,
+        step: int,
+        model: nn.Module | None,
+        trainer: Mapping[str, Any],
+        local: Mapping[str, Any] | None,
+        metrics: Mapping[str, float],
+        shard: Shard | None,
+    ) -> None:
+        """Start the save of a checkpoint; see `save`."""
+        report_saved = self._commands.begin_save(step)
+        is_owner = shard is not None and (bool(shard.model) or shard.trainer is not None)
+        weights: dict[str, Tensor] = {}
+        if model is not None:
+            weights = clean_state_dict(model)
+        state = MaybeSharded((weights, dict(trainer)))
+        rank_state = self._rank_state(local)
+        with call_of_all_ranks("ctx.save"):
+            gathered = self.groups.gather((rank_state, is_owner, state.is_sharded))
+        _require_equal_sharding([is_sharded for _, _, is_sharded in gathered])
+        whole = state.gather(keep=self.is_main)
+        is_new = step != self._saved_step
+        self._saved_step = step
+        samples = self.report.take_samples(metrics)
+        staging = self._store.staging(step, self._attempt.number)
+        if shard is not None and is_owner and is_new:
+            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+        if self.is_main:
+            owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
+            collect_shards = None
+            if owners:
+                collect_shards = partial(self._shards.collect, step, owners, staging)
+            whole_model, whole_trainer = whole
+            snapshot = Snapshot(
+                step=step,
+                model=whole_model,
+                trainer=whole_trainer,
+                rank_states=[rank_state for rank_state, _, _ in gathered],
+                metrics={name: float(value) for name, value in metrics.items()},
+                collect_shards=collect_shards,
+                samples=samples,
+            )
+            self._saver.save(snapshot, on_written=report_saved)
+        if shard is not None:
+            # A rank that continues may change another rank's shard or model (by RPC) before it is copied.
+            self._shard_writer.wait_for_copy()
+            self._saver.wait_for_copy()
+            self.groups.barrier()
+
     def _rank_state(self, local: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what a checkpoint holds of this rank, in host memory."""
+        """Return the state of this rank for a checkpoint, in host memory."""
+        if local:
+            local = {name: _on_host(value) for name, value in plain_state(local, "local").items()}
         return {
             "rng": rng_state(self.device),
-            "local": local
-            and {
-                key: value.cpu() if isinstance(value, torch.Tensor) else value
-                for key, value in plain_state(local, "local").items()
-            },
+            "local": local,
             "role": self.roles.name_of(self.rank),
             **self.elastic.saved_state(),
         }
@@ -485,42 +510,56 @@ class Context:
         if self.is_main:
             self._store.remove_leftovers()
             newest = self._store.latest()
-            path = str(newest.path) if newest is not None else ""
+            if newest is not None:
+                path = str(newest.path)
         with call_of_all_ranks("ctx.restore"):
             path = self.groups.broadcast(path)
         if not path:
             self._notes.begin(0)
             self._set_generators([])
             return None
-        # Rank 0 has verified the hashes; each rank reading all files twice would load the file system.
-        checkpoint = self._store.load(Path(path))
+        self._restored = self._load_checkpoint(Path(path))
+        return self._restored
+
+    def _load_checkpoint(self, folder: Path) -> Restored:
+        """Load a checkpoint of which rank 0 has verified the hashes, and restore the state of the context."""
+        # Each rank reading all files twice, to verify them as well, would load the file system.
+        checkpoint = self._store.load(folder)
         states = checkpoint.rank_states
         self._saved_step = checkpoint.step
         saved_division = SavedDivision.of(states[0])
         self.elastic.restore(saved_division)
-        is_elastic = self.elastic.is_on and saved_division is not None
-        own = self._own_state(states)
         self._rank_states = states
         self._set_generators(states)
-        before, now = len(states), self.world_size
-        if before != now and (self._config.roles or is_elastic):  # trainers with roles report its effect themselves
-            log.info("%d ranks instead of %d continue the run", now, before)
-        elif before != now:
-            text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
-            log.warning(text, before, now)
-        log.info("resumed at step %d from %s", checkpoint.step, path)
+        is_elastic = self.elastic.is_on and saved_division is not None
+        self._report_world_size(len(states), is_elastic=is_elastic)
+        log.info("resumed at step %d from %s", checkpoint.step, folder)
         self._heartbeat.step = checkpoint.step
         self._notes.begin(checkpoint.step)
-        self._restored = Restored(
+        local = None
+        rank_state = self._own_state(states)
+        if rank_state is not None:
+            local = rank_state["local"]
+        return Restored(
             step=checkpoint.step,
             model=checkpoint.model,
             trainer=checkpoint.trainer,
-            local=own["local"] if own is not None else None,
-            folder=Path(path),
-            world_size=before,
+            local=local,
+            folder=folder,
+            world_size=len(states),
             local_by_rank=[state["local"] for state in states],
         )
-        return self._restored
+
+    def _report_world_size(self, before: int, *, is_elastic: bool) -> None:
+        """Log that the number of ranks has changed, if so."""
+        now = self.world_size
+        if before == now:
+            return
+        if self._config.roles or is_elastic:  # trainers with roles report the effect themselves
+            log.info("%d ranks instead of %d continue the run", now, before)
+        else:
+            text = "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on"
+            log.warning(text, before, now)
 
     def _own_state(self, rank_states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the state of the rank with this rank's role and index; None if its role had other numbers of ranks."""
@@ -531,9 +570,9 @@ class Context:
 
     def _set_generators(self, rank_states: Sequence[dict[str, Any]]) -> None:
         """Set the random number generators to those of a checkpoint, or seed them differently on each rank."""
-        own = self._own_state(rank_states)
-        if own is not None:
-            set_rng_state(own["rng"], self.device)
+        rank_state = self._own_state(rank_states)
+        if rank_state is not None:
+            set_rng_state(rank_state["rng"], self.device)
         elif self.elastic.is_on and rank_states and SavedDivision.of(rank_states[0]) is not None:
             # After a step the generators are equal on all ranks, see `rank/micro_batches.py`.
             set_rng_state(rank_states[0]["rng"], self.device)
@@ -561,22 +600,32 @@ def close(ctx: Context) -> Literal["done", "stopped"]:
     ctx._records.journal.flush(durable=True)
     ctx.timer.account.is_closed = True
     ctx._heartbeat.close()
-    step, trainer = ctx._heartbeat.step, find_trainer(ctx._config.trainer.target)
+    step = ctx._heartbeat.step
+    trainer = find_trainer(ctx._config.trainer.target)
     saves_nothing = ctx._config.trainer.script or (trainer is not None and trainer.is_benchmark)
     if ctx._stop.agreed and ctx._saved_step < step and not saves_nothing:
         raise CheckpointError(
             f"the trainer stopped at step {step} without saving it:"
             " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
         )
-    return "stopped" if ctx._stop.agreed else "done"
+    if ctx._stop.agreed:
+        return "stopped"
+    return "done"
+
+
+def _on_host(value: Any) -> Any:
+    """Return a tensor in host memory, and any other value as it is."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    return value
 
 
 def _require_equal_sharding(is_sharded: Sequence[bool]) -> None:
     """Raise CheckpointError if the model or the optimizer is sharded on some ranks only."""
     if len(set(is_sharded)) > 1:
-        without = ", ".join(str(rank) for rank, sharded in enumerate(is_sharded) if not sharded)
+        ranks = ", ".join(str(rank) for rank, sharded in enumerate(is_sharded) if not sharded)
         raise CheckpointError(
-            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no"
+            f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {ranks} passes no"
             " shard: pass them on every rank, so that they can be saved whole"
         )
 

@@ -33,8 +33,10 @@ class Elastic:
         self._divisions.clear()
 
     def saved_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the division; empty if the run is not elastic."""
-        return asdict(self._saved) if self._saved is not None else {}
+        """Return the division as a checkpoint holds it; empty if the run is not elastic."""
+        if self._saved is None:
+            return {}
+        return asdict(self._saved)
 
     def division(self, num_samples: int) -> Division:
         """Return the division of a training set of `num_samples` for `data.global_batch_size`.
@@ -43,19 +45,25 @@ class Elastic:
         elastic, the global batch cannot be divided for this number of ranks, or the restored checkpoint was saved with
         another division.
         """
-        if num_samples not in self._divisions:
-            saved = self._saved
-            # A trainer may divide further training sets later.
-            if saved is not None and not self._divisions and (problems := saved.problems(self._config, num_samples)):
-                raise ConfigError(*problems)
-            division = divide(self._config, num_samples, self._rank, self._world_size, saved)
-            self._saved = SavedDivision(
-                num_micro_batches=division.num_micro_batches,
-                global_batch_size=division.global_batch_size,
-                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
-            )
-            self._divisions[num_samples] = division
-        return self._divisions[num_samples]
+        if num_samples in self._divisions:
+            return self._divisions[num_samples]
+        saved = self._saved
+        sizes = {num_samples}  # of all training sets
+        if saved is not None:
+            sizes.update(saved.num_samples)
+            # Only the first training set is compared: a trainer may divide further ones later.
+            if not self._divisions:
+                problems = saved.problems(self._config, num_samples)
+                if problems:
+                    raise ConfigError(*problems)
+        division = divide(self._config, num_samples, self._rank, self._world_size, saved)
+        self._saved = SavedDivision(
+            num_micro_batches=division.num_micro_batches,
+            global_batch_size=division.global_batch_size,
+            num_samples=tuple(sorted(sizes)),
+        )
+        self._divisions[num_samples] = division
+        return division
 
     def micro_batches(self, model: DistributedDataParallel, step: int, num_samples: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step of an elastic run. Call it on every rank.

@@ -1,4 +1,4 @@
-"""What `Context.steps` saves and loads for a loop, and the mistakes that would otherwise only show after a resume."""
+"""The state that `Context.steps` saves and loads for a loop, and checks for mistakes that only a resume would show."""
 
 import hashlib
 import logging
@@ -31,10 +31,16 @@ class Stateful(Protocol):
 
 
 class LoopState:
-    """The model of a loop, further objects by their names, and `local`, whose state differs between the ranks.
+    """The objects of a loop whose states a checkpoint holds.
 
-    `ranks` are those of the loop. Raises TrainerError if an object has no state, or if something that the training
-    changes is not among them.
+    Args:
+        ranks: the ranks that execute the loop.
+        model: the model, wrapped or bare.
+        states: further objects by their names, equal on all ranks.
+        local: an object whose state differs between the ranks.
+
+    Raises TrainerError if an object has no state, or if an optimizer changes parameters, or has a scheduler, that are
+    not passed.
     """
 
     def __init__(
@@ -53,10 +59,7 @@ class LoopState:
         self.local = local
         self._stepped: list[Optimizer] = []  #: optimizers that the loop has used so far
         for name, value in {**states, "local": local}.items():
-            has_state = callable(getattr(value, "state_dict", None)) and callable(
-                getattr(value, "load_state_dict", None)
-            )
-            if value is not None and not has_state:
+            if value is not None and not _has_state(value):
                 raise TrainerError(
                     f"ctx.steps: {name} is of type {type(value).__name__}, which has no state_dict and load_state_dict:"
                     " pass an object that has both"
@@ -75,9 +78,13 @@ class LoopState:
         return {name: value for name, value in self.states.items() if isinstance(value, Optimizer)}
 
     def _check_parameters(self, name: str, optimizer: Optimizer) -> None:
-        modules = [self.model, *(value for value in self.states.values() if isinstance(value, nn.Module))]
-        known = {id(parameter) for module in modules for parameter in module.parameters()}
-        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = {id(parameter) for parameter in self.model.parameters()}
+        for value in self.states.values():
+            if isinstance(value, nn.Module):
+                known |= {id(parameter) for parameter in value.parameters()}
+        updated: list[Tensor] = []
+        for group in optimizer.param_groups:
+            updated += group["params"]
         num_unknown = sum(id(parameter) not in known for parameter in updated)
         if num_unknown:
             raise TrainerError(
@@ -100,7 +107,7 @@ class LoopState:
             self._stepped.append(optimizer)
 
     def load(self, saved: "Restored") -> None:
-        """Load the state of a checkpoint, each object what was saved under its name."""
+        """Load the state that a checkpoint holds for each object under its name."""
         dropped = [name for name in saved.trainer if name not in self.states]
         if dropped:
             raise TrainerError(
@@ -119,17 +126,21 @@ class LoopState:
             self.local.load_state_dict(saved.local)
 
     def save(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Save a step, the first one after a check."""
+        """Save a checkpoint; before the first one, check the state."""
         if not self._is_saved:
             self.check()
             self._is_saved = True
             self._hook.remove()
             self._stepped.clear()
-        states = {
-            name: clean_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
-            for name, value in self.states.items()
-        }
-        local = self.local.state_dict() if self.local is not None else None
+        states = {}
+        for name, value in self.states.items():
+            if isinstance(value, nn.Module):
+                states[name] = clean_state_dict(value)
+            else:
+                states[name] = value.state_dict()
+        local = None
+        if self.local is not None:
+            local = self.local.state_dict()
         self._ctx.save(step, model=self.model, trainer=states, local=local, metrics=metrics)
 
     def check(self) -> None:
@@ -155,7 +166,7 @@ class LoopState:
             )
 
     def _digests(self) -> dict[str, str]:
-        """Return a digest of each state that the ranks must have alike."""
+        """Return a digest of each state that must be equal on all ranks."""
         # DDP keeps parameters equal, and with them the states of optimizers.
         digests = {
             name: _digest(value.state_dict())
@@ -166,6 +177,11 @@ class LoopState:
             # Without buffers: those of batch normalisation may differ.
             digests["model"] = _digest(list(self.model.parameters()))
         return digests
+
+
+def _has_state(value: object) -> bool:
+    """Return whether an object has the methods of `Stateful`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _holds(state: object, optimizer: Optimizer) -> bool:

@@ -42,6 +42,7 @@ class Division:
 
     @property
     def micro_batch_size(self) -> int:
+        """Number of samples of a micro-batch, except possibly of the last one of an epoch."""
         return self.global_batch_size // self.num_micro_batches
 
     @property
@@ -54,17 +55,23 @@ class Division:
         """Number of micro-batches with samples in an epoch."""
         size = self.micro_batch_size
         leaves_one = size > 1 and self.num_samples > 1 and self.num_samples % size == 1
-        return self.num_samples // size if leaves_one else math.ceil(self.num_samples / size)
+        if leaves_one:
+            return self.num_samples // size  # the last micro-batch takes the sample that is left
+        return math.ceil(self.num_samples / size)
 
     def _begin(self, step_in_epoch: int, number: int) -> int:
         """Return the place of a micro-batch's first sample in the order of the epoch."""
-        before = step_in_epoch * self.num_micro_batches + number
-        return before * self.micro_batch_size if before < self._num_in_epoch else self.num_samples
+        num_before = step_in_epoch * self.num_micro_batches + number
+        if num_before >= self._num_in_epoch:
+            return self.num_samples
+        return num_before * self.micro_batch_size
 
     def batch_size(self, step_in_epoch: int) -> int:
+        """Return the number of samples of a global batch, which is smaller in the last step of an epoch."""
         return self._begin(step_in_epoch + 1, 0) - self._begin(step_in_epoch, 0)
 
     def num_filled(self, step_in_epoch: int) -> int:
+        """Return the number of micro-batches of a step that have samples."""
         return min(self.num_micro_batches, self._num_in_epoch - step_in_epoch * self.num_micro_batches)
 
     def share(self, step_in_epoch: int, rank: int | None = None) -> range:
@@ -72,7 +79,8 @@ class Division:
 
         Shares are contiguous, and their sizes differ by at most one before empty micro-batches are left out.
         """
-        rank = self.rank if rank is None else rank
+        if rank is None:
+            rank = self.rank
         end = self.num_filled(step_in_epoch)
         share = share_of(rank, self.world_size, self.num_micro_batches)
         return range(min(share.start, end), min(share.stop, end))
@@ -117,19 +125,21 @@ class SavedDivision:
 
     def problems(self, config: Config, num_samples: int) -> list[str]:
         """Return the differences of a config and a training set from this division."""
-        number = self.num_micro_batches
-        problems = [
-            f"{key}={value}, but the checkpoint was saved with {saved}: set that, or start a new run"
-            for key, value, saved in (
-                ("data.global_batch_size", config.data.global_batch_size, self.global_batch_size),
-                ("elastic.micro_batches", config.elastic.micro_batches or number, number),
-            )
-            if value != saved
-        ]
+        problems = []
+        micro_batches = config.elastic.micro_batches or self.num_micro_batches
+        for key, value, saved in (
+            ("data.global_batch_size", config.data.global_batch_size, self.global_batch_size),
+            ("elastic.micro_batches", micro_batches, self.num_micro_batches),
+        ):
+            if value != saved:
+                problems.append(
+                    f"{key}={value}, but the checkpoint was saved with {saved}: set that, or start a new run"
+                )
         if num_samples not in self.num_samples:
+            saved_sizes = " and ".join(map(str, self.num_samples))
             problems.append(
                 f"the training set has {num_samples} samples, but the checkpoint was saved with"
-                f" {' and '.join(map(str, self.num_samples))}: use the same data, or start a new run"
+                f" {saved_sizes}: use the same data, or start a new run"
             )
         return problems
 
@@ -137,12 +147,20 @@ class SavedDivision:
 def divide(
     config: Config, num_samples: int, rank: int, world_size: int, saved: SavedDivision | None = None
 ) -> Division:
-    """Return the division of a training set. The number of micro-batches is that of the config, or that of `saved`."""
+    """Return the division of a training set.
+
+    The number of micro-batches is that of the config, else that of `saved`, else the largest number of ranks that the
+    config allows. Raises ConfigError if the global batch cannot be divided so.
+    """
     batch_size = config.data.global_batch_size
     if batch_size is None:
         raise ConfigError("data.global_batch_size is not set: micro-batches need it, such as 256")
-    default = saved.num_micro_batches if saved is not None else max(world_size, largest_world_size(config))
-    number = config.elastic.micro_batches or default
+    if config.elastic.micro_batches:
+        number = config.elastic.micro_batches
+    elif saved is not None:
+        number = saved.num_micro_batches
+    else:
+        number = max(world_size, largest_world_size(config))
     problems = division_problems(batch_size, number)
     if world_size > number:
         problems.append(
@@ -172,8 +190,8 @@ class BufferChanges:
 
     At the start of each micro-batch the buffers are reset to their values at the beginning of the step. After the step
     they have changed by the mean of the changes, weighted by the samples, as if there were one update with the mean
-    statistics. Values of type bool have changed if a micro-batch has changed them. So the buffers do not depend on
-    which rank computed which micro-batch.
+    statistics. A value of type bool changes if any micro-batch has changed it. So the buffers do not depend on which
+    rank computed which micro-batch.
 
     A forward pass may change the buffers in place, or assign tensors of the same shape to them.
     """
@@ -190,31 +208,39 @@ class BufferChanges:
         changes = []
         for name, buffer in self._buffers.items():
             before, after = self._before[name], self._module.get_buffer(name)
-            old, new = _real(before), _real(after)
-            # An infinite value that has not changed has no difference.
-            change = after ^ before if before.dtype == torch.bool else torch.where(new == old, 0, new - old)
+            if before.dtype == torch.bool:
+                change = after ^ before
+            else:
+                old, new = _real(before), _real(after)
+                # Not `new - old` alone: an infinite value that has not changed has no difference.
+                change = torch.where(new == old, 0, new - old)
             changes.append(change.flatten().to(dtype) * weight)
             buffer.copy_(before)
             if after is not buffer:
-                owner, _, own_name = name.rpartition(".")
-                setattr(self._module.get_submodule(owner), own_name, buffer)
+                owner, _, attribute = name.rpartition(".")
+                setattr(self._module.get_submodule(owner), attribute, buffer)
         return changes
 
     @torch.no_grad()
     def apply(self, changes: Tensor) -> None:
         """Change the buffers by the sum of all micro-batches' results of `take`, [size]."""
         buffers = [_real(buffer) for buffer in self._buffers.values()]
-        for buffer, part in zip(buffers, torch.split(changes, [each.numel() for each in buffers]), strict=True):
+        parts = torch.split(changes, [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
             change = part.view_as(buffer)
             if buffer.dtype == torch.bool:
                 buffer ^= change > 0
+            elif buffer.is_floating_point():
+                buffer += change.to(buffer.dtype)
             else:
-                buffer += change.to(buffer.dtype) if buffer.is_floating_point() else change.round().to(buffer.dtype)
+                buffer += change.round().to(buffer.dtype)
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Return a complex buffer as a view with real and imaginary parts."""
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    """Return a complex buffer as a view with real and imaginary parts, and any other buffer as it is."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer)
+    return buffer
 
 
 # Sums over micro-batches in a fixed order: a binary tree whose shape depends on the number of micro-batches alone.
@@ -236,14 +262,21 @@ class TreeSum:
         self.sums: list[Any] = []
 
     def add(self, begin: int, end: int, vector: Tensor | None = None) -> None:
-        """Add the node next to the last one. Its sum may be changed; without sums, only the nodes are found."""
+        """Add the leaves `begin` to `end` - 1, which follow the last node.
+
+        Args:
+            vector: the sum of these leaves; it may be changed later. None to find the nodes alone, without sums.
+        """
         while self.nodes:
             left, middle = self.nodes[-1]
-            if left % (2 * (middle - left)) or end != min(2 * middle - left, self.num_leaves):
-                break  # not a left sibling
+            size = middle - left
+            is_left_child = left % (2 * size) == 0 and end == min(middle + size, self.num_leaves)
+            if not is_left_child:
+                break
             begin, _ = self.nodes.pop()
             left_sum = self.sums.pop()
-            vector = None if vector is None else left_sum.add_(vector)
+            if vector is not None:
+                vector = left_sum.add_(vector)
         self.nodes.append((begin, end))
         self.sums.append(vector)
 
@@ -261,7 +294,7 @@ def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor],
         for leaf in share:
             tree.add(leaf, leaf + 1)
     nodes = [node for tree in trees for node in tree.nodes]
-    part = -(-len(like) // world_size)
+    part = -(-len(like) // world_size)  # the length of each rank's part of the vector, rounded up
     sent = like.new_zeros(world_size, len(own), part)
     for number, vector in enumerate(own):
         whole = len(vector) // part
@@ -334,8 +367,10 @@ def micro_batches(
     if by_ddp or (len(shares) == 1 and not exact):
         total = changed
     elif exact:
-        size = sum(parameter.numel() for parameter in parameters) + buffers.size
-        like = tree.sums[0] if tree.sums else changed.new_zeros(size)
+        if tree.sums:
+            like = tree.sums[0]
+        else:
+            like = changed.new_zeros(sum(parameter.numel() for parameter in parameters) + buffers.size)
         total = sum_of_tree(tree.num_leaves, shares, tree.sums, like)
     else:
         total = torch.cat([*_flat_gradients(parameters, dtype), changed])
@@ -344,9 +379,10 @@ def micro_batches(
     if len(total) > buffers.size:
         sizes = [*(parameter.numel() for parameter in parameters), buffers.size]
         for parameter, flat in zip(parameters, total.split(sizes), strict=False):
-            part = flat.view(parameter.shape)
-            is_plain = parameter.is_contiguous() and parameter.dtype == part.dtype
-            parameter.grad = part if is_plain else torch.empty_like(parameter).copy_(part)
+            gradient = flat.view(parameter.shape)
+            if not parameter.is_contiguous() or parameter.dtype != gradient.dtype:
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient
     buffers.apply(total[len(total) - buffers.size :])
     # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
     seed_everything(micro_batch_seed(division.seed, step, -1))
@@ -359,12 +395,13 @@ def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch's s
 
 def _flat_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
     """Return the gradients as vectors; zeros for parameters that have none."""
-    return [
-        torch.zeros(parameter.numel(), device=parameter.device, dtype=dtype)
-        if parameter.grad is None
-        else parameter.grad.flatten().to(dtype)
-        for parameter in parameters
-    ]
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            gradients.append(torch.zeros(parameter.numel(), device=parameter.device, dtype=dtype))
+        else:
+            gradients.append(parameter.grad.flatten().to(dtype))
+    return gradients
 
 
 class MicroBatchLoader:
@@ -385,12 +422,7 @@ class MicroBatchLoader:
         division = self._division()
         if step != self._next_step:
             # For this step and all later ones, so that workers read ahead and live on between epochs.
-            epoch, first_step = divmod(step, division.steps_per_epoch)
-            samples = (
-                [(each, index) for index in samples.tolist()]
-                for each in itertools.count(epoch)
-                for samples in division.rank_indices(each, first_step if each == epoch else 0)
-            )
+            samples = _samples_from(division, step)
             # A generator of its own: without it the loader draws a seed from the global one.
             options = {"generator": torch.Generator(), **self._options}
             dataset = _SeededSamples(self._dataset, division.seed)
@@ -401,6 +433,15 @@ class MicroBatchLoader:
             # Without workers, reading has seeded the generators of this process.
             seed_everything(micro_batch_seed(division.seed, step, micro.number))
             yield micro, batch
+
+
+def _samples_from(division: Division, step: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield epoch and index of each sample of this rank's micro-batches, from a step on and without end."""
+    first_epoch, first_step = divmod(step, division.steps_per_epoch)
+    for epoch in itertools.count(first_epoch):
+        for indices in division.rank_indices(epoch, first_step):
+            yield [(epoch, index) for index in indices.tolist()]
+        first_step = 0
 
 
 class _SeededSamples(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""`ctx.report`: what a trainer writes for the reviewers of a run besides metrics."""
+"""`ctx.report`: datasets, figures, artifacts and per-sample results that a trainer records for reviewers of a run."""
 
 import logging
 import math
@@ -94,16 +94,24 @@ class ReportData:
         """
         if metric != self._monitor:
             return
-        own = torch.as_tensor(indices).cpu().long(), torch.as_tensor(values).detach().cpu().float()
-        ends = [index.item() for index in own[0].aminmax()] if own[0].numel() else []
-        if own[0].ndim != 1 or own[0].shape != own[1].shape or any(end not in range(MAX_RESULTS) for end in ends):
+        positions = torch.as_tensor(indices).cpu().long()
+        results = torch.as_tensor(values).detach().cpu().float()
+        ends: list[int] = []  # the smallest and the largest position
+        if positions.numel():
+            ends = [int(position) for position in positions.aminmax()]
+        has_one_each = positions.ndim == 1 and positions.shape == results.shape
+        if not has_one_each or any(end not in range(MAX_RESULTS) for end in ends):
             raise TrainerError(
-                f"ctx.report.log_samples: {list(own[1].shape)} values and {list(own[0].shape)} indices from"
+                f"ctx.report.log_samples: {list(results.shape)} values and {list(positions.shape)} indices from"
                 f" {' to '.join(map(str, ends))}: pass a value and an index, 0 to {MAX_RESULTS - 1:,}, for each sample"
             )
         with self._waiting():
-            gathered = self._groups.gather(own)
-        self._samples = npy(results) if self._is_main and (results := _in_order(gathered)) else b""
+            gathered = self._groups.gather((positions, results))
+        self._samples = b""
+        if self._is_main:
+            of_dataset = _in_order(gathered)
+            if of_dataset:
+                self._samples = npy(of_dataset)
 
     def take_samples(self, metrics: Mapping[str, float]) -> bytes:
         """Return the per-sample results for a checkpoint with these metrics; empty without the monitored one."""
@@ -116,10 +124,14 @@ class ReportData:
 
 def _in_order(parts: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     """Return the per-sample results of all ranks in the order of the dataset; empty if a sample has none."""
-    indices, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    found = torch.full((int(indices.max()) + 1 if len(indices) else 0,), math.nan)
-    found[indices] = values
-    if not bool(found.isfinite().all()):
+    indices = torch.cat([rank_indices for rank_indices, _ in parts])
+    values = torch.cat([rank_values for _, rank_values in parts])
+    num_samples = 0
+    if len(indices):
+        num_samples = int(indices.max()) + 1
+    results = torch.full((num_samples,), math.nan)
+    results[indices] = values
+    if not bool(results.isfinite().all()):
         log.warning("results of ctx.report.log_samples are not kept: some samples have none, or none that is finite")
         return []
-    return found.tolist()
+    return results.tolist()

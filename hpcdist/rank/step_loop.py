@@ -56,7 +56,9 @@ class Steps:
     @property
     def number(self) -> int:
         """Number of the step that the body of the loop is doing, from 1; between parts, of the last one."""
-        return self.step + 1 if self.is_open else self.step
+        if self.is_open:
+            return self.step + 1
+        return self.step
 
     @property
     def log_is_due(self) -> bool:

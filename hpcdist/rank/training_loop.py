@@ -42,10 +42,12 @@ class Progress:
         self._cfg = cfg
         self._goal = goal
         self.steps_per_epoch: int = steps_per_epoch
-        self.load_state_dict({} if saved is None else saved)
+        self.load_state_dict(saved or {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        cfg, steps_per_epoch = self._cfg, self.steps_per_epoch
+        """Continue at a position that `state_dict` has returned; begin anew if it is empty."""
+        cfg = self._cfg
+        steps_per_epoch = self.steps_per_epoch
         self.step: int = saved.get("step", 0)  #: optimizer steps done in total
         self.epoch: int = saved.get("epoch", 0)  #: epochs done, counted by `end_epoch`
         self.step_in_epoch: int = saved.get("step_in_epoch", 0) * steps_per_epoch // saved.get("steps_per_epoch", 1)
@@ -61,6 +63,7 @@ class Progress:
             self.total_steps = max(self.step, min(self.total_steps, cfg.stop.max_steps))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position of the training for a checkpoint."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -95,38 +98,51 @@ class Progress:
         return self.samples
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation, and count the epoch if all of its steps are done."""
+        """Record an evaluation, and count the epoch if all of its steps are done.
+
+        Raises ConfigError if `checkpoint.monitor` is not among the metrics.
+        """
         checkpoint = self._cfg.checkpoint
         if checkpoint.monitor not in metrics:
             raise ConfigError(
                 f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"
             )
         value = metrics[checkpoint.monitor]
-        sign = 1 if checkpoint.monitor_mode == "max" else -1
-        is_better = self._best is None or sign * value > sign * self._best
-        self._best = value if is_better else self._best
-        self._num_evals_without_better = 0 if is_better else self._num_evals_without_better + 1
+        if self._best is None or self._sign * value > self._sign * self._best:
+            self._best = value
+            self._num_evals_without_better = 0
+        else:
+            self._num_evals_without_better += 1
         self._evaluated_step = self.step
         if self.step_in_epoch == self.steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+            self.epoch += 1
+            self.step_in_epoch = 0
+
+    @property
+    def _sign(self) -> int:
+        """Factor of the monitored metric with which larger values are better."""
+        return 1 if self._cfg.checkpoint.monitor_mode == "max" else -1
 
     @property
     def end_reason(self) -> str:
         """Why training is over, empty while it continues. Training ends after an evaluation only."""
         if self._evaluated_step != self.step or self._best is None:
             return ""
-        stop, checkpoint = self._cfg.stop, self._cfg.checkpoint
-        threshold, source = (
-            (stop.threshold, "stop.threshold") if stop.threshold is not None else self._goal or (None, "")
-        )
-        sign = 1 if checkpoint.monitor_mode == "max" else -1
-        if threshold is not None and sign * self._best >= sign * threshold:
-            return f"{checkpoint.monitor} reached {self._best:.6g} ({source}={threshold:g}) at step {self.step}"
+        stop = self._cfg.stop
+        monitor = self._cfg.checkpoint.monitor
+        goal = self._goal
+        if stop.threshold is not None:
+            goal = (stop.threshold, "stop.threshold")
+        if goal is not None:
+            threshold, source = goal
+            if self._sign * self._best >= self._sign * threshold:
+                return f"{monitor} reached {self._best:.6g} ({source}={threshold:g}) at step {self.step}"
         if stop.patience is not None and self._num_evals_without_better >= stop.patience:
-            return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
+            return f"no better {monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
         if self.step >= self.total_steps:
             epochs = f"{self.epochs:.4g}"
-            return f"trained {self.step} steps, {epochs} epoch{'s' * (epochs != '1')}"
+            unit = "epoch" if epochs == "1" else "epochs"
+            return f"trained {self.step} steps, {epochs} {unit}"
         return ""
 
 
@@ -139,12 +155,14 @@ class Meter:
     def __init__(self, saved: Mapping[str, Any] | None = None, device: torch.device | None = None) -> None:
         self._device = device
         self._paused_at: float | None = None
-        self.load_state_dict({} if saved is None else saved)
+        self.load_state_dict(saved or {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.sums: dict[str, Any] = {
-            name: value.to(self._device) if isinstance(value, Tensor) else value for name, value in saved.items()
-        }
+        """Continue with the sums that `state_dict` has returned; begin anew if it is empty."""
+        self.sums: dict[str, Any] = dict(saved)
+        for name, value in saved.items():
+            if isinstance(value, Tensor):
+                self.sums[name] = value.to(self._device)
         self._since: float = time.perf_counter() - self.sums.pop("elapsed_s", 0.0)
 
     @classmethod
@@ -153,26 +171,36 @@ class Meter:
 
         If the number of ranks has changed, rank 0 has the sums of all ranks and the longest of their times.
         """
-        sums = saved.local if saved is not None else None
-        if saved is not None and sums is None and ctx.is_main:
-            sums, elapsed_s = {}, 0.0
-            for one in saved.local_by_rank:
-                sums |= {name: sums.get(name, 0.0) + value for name, value in (one or {}).items()}
-                elapsed_s = max(elapsed_s, (one or {}).get("elapsed_s", 0.0))
-            sums["elapsed_s"] = elapsed_s
+        if saved is None:
+            return cls(None, ctx.device)
+        if saved.local is not None or not ctx.is_main:
+            return cls(saved.local, ctx.device)
+        sums: dict[str, Any] = {}
+        elapsed_s = 0.0
+        for local in saved.local_by_rank:
+            rank_sums = local or {}
+            for name, value in rank_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            elapsed_s = max(elapsed_s, rank_sums.get("elapsed_s", 0.0))
+        sums["elapsed_s"] = elapsed_s
         return cls(sums, ctx.device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.sums, "elapsed_s": self.elapsed_s} if self.sums else {}
+        """Return the sums and the time for a checkpoint; empty right after a logged step."""
+        if not self.sums:
+            return {}
+        return {**self.sums, "elapsed_s": self.elapsed_s}
 
     def add(self, **values: float | Tensor) -> None:
+        """Add values to the sums of these names."""
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     @property
     def elapsed_s(self) -> float:
         """Seconds of training since the last logged step."""
-        return (time.perf_counter() if self._paused_at is None else self._paused_at) - self._since
+        now = time.perf_counter() if self._paused_at is None else self._paused_at
+        return now - self._since
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -183,6 +211,7 @@ class Meter:
         self._paused_at = None
 
     def reset(self) -> None:
+        """Begin new sums after a logged step."""
         self.sums.clear()
         self._since = time.perf_counter()
 
@@ -190,7 +219,7 @@ class Meter:
 def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
     """Return the fused implementation of the configured optimizer.
 
-    It loads what a saved state has of each parameter; options such as weight decay stay those of the config.
+    From a saved state it loads the state of each parameter; options such as weight decay stay those of the config.
     """
     optimizer: torch.optim.Optimizer
     if cfg.name == "sgd":
@@ -222,6 +251,7 @@ def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -235,12 +265,15 @@ def fill_rows(out: Tensor, rows: range, *, table: str, scale: float, seed: int) 
 
     They depend on (seed, table, row) only, so that they are equal for every number of servers.
     """
-    for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
+    first_block = rows.start // BLOCK_ROWS
+    end_block = math.ceil(rows.stop / BLOCK_ROWS)
+    for block in range(first_block, end_block):
         digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         drawn = torch.empty(BLOCK_ROWS, out.shape[1]).uniform_(-scale, scale, generator=generator)
         first = block * BLOCK_ROWS
-        begin, end = max(rows.start, first), min(rows.stop, first + BLOCK_ROWS)
+        begin = max(rows.start, first)
+        end = min(rows.stop, first + BLOCK_ROWS)
         out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
 
 
