@@ -37,11 +37,13 @@ class Totals(NamedTuple):
     def means_since(self, before: "Totals") -> dict[str, float]:
         """Return the mean seconds per step since `before`, without unknown ones."""
         means = {}
-        if steps := self.steps - before.steps:
-            means["step_s"] = (self.step_s - before.step_s) / steps
-        if own := self.own_steps - before.own_steps:
-            means["data_s"] = (self.data_s - before.data_s) / own
-            means["compute_s"] = (self.compute_s - before.compute_s) / own
+        num_steps = self.steps - before.steps
+        if num_steps:
+            means["step_s"] = (self.step_s - before.step_s) / num_steps
+        num_known = self.own_steps - before.own_steps
+        if num_known:
+            means["data_s"] = (self.data_s - before.data_s) / num_known
+            means["compute_s"] = (self.compute_s - before.compute_s) / num_known
         return means
 
 
@@ -66,6 +68,7 @@ class EventClock:
         self._free: list[torch.Event] = []
 
     def mark(self) -> torch.Event:
+        """Return an event that is recorded on the current stream."""
         event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
         event.record()
         return event
@@ -73,7 +76,11 @@ class EventClock:
     def measure(self, *parts: list[torch.Event]) -> tuple[float, ...] | None:
         """Return the seconds of each part of a step; None if the device has not passed all marks."""
         # Each event only once: the end of one pair may be the begin of the next.
-        events = {id(event): event for part in parts for event in part}.values()
+        by_id: dict[int, torch.Event] = {}
+        for part in parts:
+            for event in part:
+                by_id[id(event)] = event
+        events = by_id.values()
         if not all(event.query() for event in events):
             return None
         pairs = [zip(part[::2], part[1::2], strict=True) for part in parts]
@@ -117,8 +124,11 @@ class StepTimer:
         self._waited_s = 0.0  #: waiting for other ranks within the data time
 
     def report(self) -> dict[str, float]:
+        """Return the fields of `totals`, rounded to microseconds; empty before the first step."""
         totals = self.totals
-        return {key: round(value, 6) for key, value in totals._asdict().items()} if any(totals) else {}
+        if not any(totals):
+            return {}
+        return {key: round(value, 6) for key, value in totals._asdict().items()}
 
     def watch(self, gradients: "LastGradient") -> None:
         """Time the passes of a model, which calls `before_forward` and `on_gradient`, and the following updates."""
@@ -127,11 +137,17 @@ class StepTimer:
         self._models.append(gradients)
 
     def close(self) -> None:
+        """Stop timing updates of optimizers."""
         if self._hook is not None:
             self._hook.remove()
 
     def step_done(self, step: int = 0, *, agreement_s: float = 0.0) -> None:
-        """Record the end of a step, of which `agreement_s` were spent in the agreement on a stop."""
+        """Record the end of a step.
+
+        Args:
+            step: number of steps done.
+            agreement_s: the part of the step that was spent in the agreement on a stop.
+        """
         now = self._now()
         is_redone = self.account.cause == "redone"
         self.account.step_done(step, now)
@@ -142,12 +158,7 @@ class StepTimer:
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
-                while self._pending and (seconds := self._clock.measure(*self._pending[0][:3])) is not None:
-                    *_, waited_s, was_redone = self._pending.popleft()
-                    data_s = max(0.0, seconds[0] - waited_s)
-                    self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
-                    if not was_redone:
-                        self.account.move(data_s, seconds[2])
+                self._count_pending()
             elif self._is_computing:
                 for model in self._models:
                     model.search()
@@ -156,9 +167,25 @@ class StepTimer:
                 model.settle()
         self._begin_step(now)
 
+    def _count_pending(self) -> None:
+        """Count data and compute time of the steps that the device has finished."""
+        while self._pending:
+            data, compute, exchange, waited_s, was_redone = self._pending[0]
+            seconds = self._clock.measure(data, compute, exchange)
+            if seconds is None:
+                return
+            self._pending.popleft()
+            data_s, compute_s, exchange_s = seconds
+            data_s = max(0.0, data_s - waited_s)
+            self._add(own_steps=1, data_s=data_s, compute_s=compute_s)
+            if not was_redone:
+                self.account.move(data_s, exchange_s)
+
     def _begin_step(self, now: float) -> None:
         self.began = now
-        self._data, self._compute, self._exchange = [self._mark()], [], []
+        self._data = [self._mark()]
+        self._compute = []
+        self._exchange = []
         self._is_computing = False
         self._graded = None
         self._waited_s = 0.0
@@ -201,10 +228,12 @@ class StepTimer:
         self.account.work(compute_s)
 
     def _add(self, **amounts: float) -> None:
+        """Add amounts to the totals of these names."""
         before = self.totals
         self.totals = before._replace(**{name: getattr(before, name) + amount for name, amount in amounts.items()})
 
     def before_forward(self, model: DistributedDataParallel) -> None:
+        """Record the begin of a forward pass: the first one of a step ends its data time."""
         if self.began is None:
             if model.training:
                 self.account.training_begins()
@@ -248,7 +277,7 @@ class StepTimer:
 
 
 class NodeTimes:
-    """The step times that a node logs to MLflow: those of its first rank with steps.
+    """The step times that a node logs to MLflow: the times of its first rank with steps.
 
     The metrics are `time/step_s`, `time/data_s` and `time/compute_s`, means since the last point, in seconds. In a run
     on several nodes the names are `time/<node>/…`, as those of system metrics.
@@ -256,9 +285,12 @@ class NodeTimes:
 
     def __init__(self, timer: StepTimer, topology: Topology, log_every: int) -> None:
         self._timer = timer
-        self._rank, self._local_rank = topology.rank, topology.local_rank
+        self._rank = topology.rank
+        self._local_rank = topology.local_rank
         self._log_every = log_every
-        self._prefix = f"time/{socket.gethostname()}/" if topology.num_nodes > 1 else "time/"
+        self._prefix = "time/"
+        if topology.num_nodes > 1:
+            self._prefix = f"time/{socket.gethostname()}/"
         self._interval_s = times_interval_s(topology.num_nodes)
         self._is_first = topology.local_rank == 0
         self._before = Totals()
@@ -266,16 +298,21 @@ class NodeTimes:
 
     def leave_to(self, ranks: Sequence[int]) -> None:
         """Log only the times of these ranks, because the others have no steps."""
-        own_node = range(self._rank - self._local_rank, self._rank)
-        self._is_first = self._rank in ranks and not any(rank in own_node for rank in ranks)
+        ranks_before_on_node = range(self._rank - self._local_rank, self._rank)
+        self._is_first = self._rank in ranks and not any(rank in ranks_before_on_node for rank in ranks)
 
     def due(self, step: int) -> dict[str, float]:
         """Return the metrics to log after this step; empty if none are due."""
-        if step % self._log_every or not self._is_first or (now := time.monotonic()) < self._next:
+        if step % self._log_every or not self._is_first:
+            return {}
+        now = time.monotonic()
+        if now < self._next:
             return {}
         self._next = now + self._interval_s
-        before, self._before = self._before, self._timer.totals
-        return {self._prefix + key: value for key, value in self._before.means_since(before).items()}
+        totals = self._timer.totals
+        means = totals.means_since(self._before)
+        self._before = totals
+        return {self._prefix + key: value for key, value in means.items()}
 
 
 #: Maximum number of searches for the parameter whose gradient comes last.
@@ -333,7 +370,8 @@ class LastGradient:
         """Add hooks to all parameters until `settle`."""
         if self._num_searches < MAX_SEARCHES:
             self._num_searches += 1
-            self._set_hooks({index: functools.partial(self._found, index) for index in range(len(self._parameters))})
+            hooks = {index: functools.partial(self._note, index) for index in range(len(self._parameters))}
+            self._set_hooks(hooks)
 
     def settle(self) -> None:
         """Keep only the hooks of the last parameters."""
@@ -343,12 +381,13 @@ class LastGradient:
         self._set_hooks(dict.fromkeys(self._kept, self._report))
 
     def _set_hooks(self, hooks: Mapping[int, Callable[[Any], None]]) -> None:
+        """Replace all hooks by these, by the indices of their parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = [
             self._parameters[index].register_post_accumulate_grad_hook(hook) for index, hook in hooks.items()
         ]
 
-    def _found(self, index: int, parameter: Any) -> None:
+    def _note(self, index: int, parameter: Any) -> None:
         self.last = index
         self._report(parameter)

@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,14 +49,18 @@ class LossWatch:
     """Reports the first loss that is NaN or infinite at several logged steps in a row, or ends the training.
 
     A loss is a metric whose name contains `loss`, unless it is the best value so far.
+
+    Args:
+        limit: number of logged steps after which the training ends; None to report such a loss only.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _Row] = {}  #: by metric, of losses whose last value was not finite
         self.finding = ""  #: the report
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step. Raises TrainerError after `limit` logged steps without a finite loss."""
         for key, value in metrics.items():
             if not _is_loss(key) or math.isfinite(value):
                 self._rows.pop(key, None)
@@ -79,6 +84,8 @@ class LossWatch:
 
 #: Maximum number of metrics in a heartbeat, which is written every second and only displays them.
 MAX_METRICS = 1000
+#: Initial size of the file, in which most heartbeats fit.
+_MIN_BYTES = 1024
 
 
 class Heartbeat:
@@ -95,24 +102,26 @@ class Heartbeat:
         self._path = attempt.beat(rank)
         self._file: int | None = None
         self._host = socket.gethostname()
-        self._noted = 0.0
-        #: Whether this rank reports each step, or calls `alive`: then it hangs if it does so no more.
+        self._noted = 0.0  #: Unix time of the last beat
+        #: Whether this rank reports each step, or calls `alive`: it counts as hung if it then stops doing so.
         self.is_regular = False
         self.step = 0
         self._written = (self._noted, self.step)
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
-        self.metric_steps: dict[str, int] = {}  #: of those that were logged with a step
+        self.metric_steps: dict[str, int] = {}  #: of the metrics that were logged with a step
         self._losses = LossWatch(nan_losses)
-        #: What this rank does beside steps, for the user who watches the run.
+        #: The work of this rank beside steps, for the user who watches the run.
         self.doing = ""
         self.timing: Callable[[], dict[str, float]] = dict  #: `StepTimer.report`
         self.energy: Callable[[], dict[str, float]] = dict  #: `EnergyMeter.joules`
         #: The time account of this rank. Rank 0 appends its phases to `phases.jsonl`.
         self.account: TimeAccount | None = None
-        self._phases_file = attempt.phases if rank == 0 else None
-        self._num_phases = 0
-        self._size = 1024
+        self._phases_file = None
+        if rank == 0:
+            self._phases_file = attempt.phases
+        self._num_phases = 0  #: number of phases in that file
+        self._size = _MIN_BYTES
         self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
         # Ranks that start at the same time must not write at the same time.
         self._first_s = self._interval_s * (rank + 1) / num_ranks
@@ -130,7 +139,9 @@ class Heartbeat:
 
     def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Record at most MAX_METRICS metrics, of each the first value at its largest step, as MLflow shows it."""
-        new = {key: it for key, it in metrics.items() if step is None or step > self.metric_steps.get(key, -1)}
+        new = metrics
+        if step is not None:
+            new = {key: value for key, value in metrics.items() if step > self.metric_steps.get(key, -1)}
         for key, value in new.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
@@ -141,6 +152,7 @@ class Heartbeat:
         self.step = max(self.step, step)
 
     def close(self) -> None:
+        """End the thread, and write the last beat."""
         self._ended.set()
         self._thread.join()
         self.beat()
@@ -154,28 +166,39 @@ class Heartbeat:
             if (self._noted, self.step) != self._written:
                 self._write()
 
-    def _write(self) -> None:
-        noted, step = self._noted, self.step
+    def _content(self, noted: float, step: int) -> dict[str, Any]:
+        """Return the content of the file, at the time `noted` and after `step` steps."""
         # Numbers may be NumPy or torch scalars, which JSON does not support.
-        text = json.dumps(
-            {
-                "time": noted,
-                "host": self._host,
-                "regular": self.is_regular,
-                "step": int(step),
-                "total_steps": None if self.total_steps is None else int(self.total_steps),
-                "doing": self.doing,
-                "metrics": {key: float(value) for key, value in self.metrics.copy().items()},
-                "metric_steps": {key: int(step) for key, step in self.metric_steps.copy().items()},
-                "diverged": self._losses.finding,
-                "timing": self.timing(),
-                "account": {} if self.account is None else self.account.report(),
-                "energy_j": self.energy(),
-            }
-        )
+        total_steps = self.total_steps
+        if total_steps is not None:
+            total_steps = int(total_steps)
+        account = {}
+        if self.account is not None:
+            account = self.account.report()
+        # Another thread may add metrics meanwhile.
+        return {
+            "time": noted,
+            "host": self._host,
+            "regular": self.is_regular,
+            "step": int(step),
+            "total_steps": total_steps,
+            "doing": self.doing,
+            "metrics": {key: float(value) for key, value in self.metrics.copy().items()},
+            "metric_steps": {key: int(step) for key, step in self.metric_steps.copy().items()},
+            "diverged": self._losses.finding,
+            "timing": self.timing(),
+            "account": account,
+            "energy_j": self.energy(),
+        }
+
+    def _write(self) -> None:
+        noted = self._noted
+        step = self.step
+        text = json.dumps(self._content(noted, step))
         # A shorter text must overwrite the longer previous one completely.
         self._size = max(self._size, len(text))
-        data, offset = text.encode().ljust(self._size), 0
+        data = text.encode().ljust(self._size)
+        offset = 0
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -194,12 +217,21 @@ class Heartbeat:
             log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
         self._written = (noted, step)
-        phases = [] if self.account is None else self.account.phases[self._num_phases :]
-        if phases and self._phases_file is not None:
-            lines = [json.dumps({"cause": cause, "began": began, "ended": ended}) for cause, began, ended in phases]
-            with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
-                file.write("".join(line + "\n" for line in lines))
-                self._num_phases += len(phases)
+        self._append_phases()
+
+    def _append_phases(self) -> None:
+        """Write the phases that have ended since the last call, on rank 0."""
+        if self.account is None or self._phases_file is None:
+            return
+        phases = self.account.phases[self._num_phases :]
+        if not phases:
+            return
+        text = ""
+        for cause, began, ended in phases:
+            text += json.dumps({"cause": cause, "began": began, "ended": ended}) + "\n"
+        with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
+            file.write(text)
+            self._num_phases += len(phases)
 
 
 # The causes of the time account are those of the ledger of a run (`review/ledger.py`), which sums the accounts of all
@@ -232,14 +264,16 @@ class TimeAccount:
         self.phases: list[tuple[Cause, float, float]] = []
 
     def training_begins(self) -> None:
+        """End `start`, unless it has ended already: the first step is `compile`."""
         if self.cause == "start":
             self._switch("compile", self._now())
 
     def step_done(self, step: int, now: float) -> None:
         """Record the end of a step; `step` is the number of steps done."""
         before = self.cause
-        if before in ("start", "compile") or (before == "redone") != (step < self.reached):
-            self._switch("redone" if step < self.reached else "compute", now)
+        is_next_redone = step < self.reached
+        if before in ("start", "compile") or (before == "redone") != is_next_redone:
+            self._switch("redone" if is_next_redone else "compute", now)
         else:
             self._seconds[before] += now - self._since
             self._since = now
@@ -250,7 +284,9 @@ class TimeAccount:
         left = booked["compute"] - data_s - communication_s
         if left < 0:  # parts of a step that are measured on a device may be longer than the step on the host
             scale = booked["compute"] / (data_s + communication_s)
-            left, data_s, communication_s = 0.0, data_s * scale, communication_s * scale
+            data_s *= scale
+            communication_s *= scale
+            left = 0.0
         booked["compute"] = left
         booked["data"] += data_s
         booked["communication"] += communication_s
@@ -271,7 +307,7 @@ class TimeAccount:
             self._switch(before, self._now())
 
     def enter(self, cause: Cause) -> None:
-        """Book the time from now on to `finish`, after the steps, or to `idle`, of a rank without steps."""
+        """Book the time from now on to a cause: `finish` after the steps, or `idle` on a rank without steps."""
         self._switch(cause, self._now())
 
     def work(self, seconds: float) -> None:
@@ -335,7 +371,10 @@ def dump_on_signal(attempt: Attempt, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
     def write_at_signals() -> None:
-        while numbers := os.read(wake, 64):
+        while True:
+            numbers = os.read(wake, 64)
+            if not numbers:
+                return
             if signal.SIGUSR1 in numbers:
                 try:
                     write_records(attempt, rank)
@@ -358,7 +397,7 @@ def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> 
 def write_records(attempt: Attempt, rank: int) -> None:
     """Write the last collectives of each process group as JSON."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    found: dict[str, dict[str, Any]] = {}
+    recorders: dict[str, dict[str, Any]] = {}
     # NCCL has a recorder of its own, from torch 2.15 on one named "nccl2" (unless TORCH_DIST_USE_NCCL2=0).
     for backend, name, options in (
         ("gloo", "_dump_fr_trace_json", {}),
@@ -369,13 +408,20 @@ def write_records(attempt: Attempt, rank: int) -> None:
             recorded = json.loads(getattr(c10d, name)(**options))
         except (AttributeError, TypeError):  # not in this torch
             continue
-        kept = []
-        counts: dict[str, int] = {}
-        for entry in reversed(recorded.get("entries", [])):
-            group = str(entry["process_group"][0])
-            counts[group] = counts.get(group, 0) + 1
-            if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
-                kept.append(entry)
-        if kept:
-            found[backend] = {**recorded, "entries": kept[::-1]}
-    write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": found})
+        entries = _last_entries(recorded.get("entries", []))
+        if entries:
+            recorders[backend] = {**recorded, "entries": entries}
+    write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": recorders})
+
+
+def _last_entries(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last entries of each process group, and more of its unfinished ones."""
+    last = []
+    num_seen: Counter[str] = Counter()  # by process group
+    for entry in reversed(entries):
+        group = str(entry["process_group"][0])
+        num_seen[group] += 1
+        is_unfinished = not entry["retired"] and num_seen[group] <= _NUM_UNFINISHED
+        if num_seen[group] <= _NUM_LAST or is_unfinished:
+            last.append(entry)
+    return last[::-1]
