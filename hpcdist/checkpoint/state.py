@@ -59,7 +59,7 @@ def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> Non
 
 
 class MaybeSharded:
-    """A state that may contain tensors sharded over ranks (DTensor), as those of FSDP2 and tensor parallelism.
+    """A state that may contain tensors sharded over ranks (DTensor), such as a model of FSDP2 or tensor parallelism.
 
     Attributes:
         is_sharded: whether it contains such tensors.
@@ -122,7 +122,7 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
 #
 #     {"model": {name: tensor}, "rows": {name: [first row, total rows]}, "trainer": further state of the owner}
 #
-# Names are those of the whole model. A tensor with `rows` is a slice of a table, so that no rank has to hold the whole
+# Names belong to the whole model. A tensor with `rows` is a slice of a table, so that no rank has to hold the whole
 # table. Owners report to rank 0 through the store: both sides write in background threads, which must not call
 # collectives.
 
@@ -233,7 +233,7 @@ def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]
 def load_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the model's state dict from one checkpoint folder, in host memory, for use in a single process.
 
-    Keys are those of the bare model, whichever trainer saved it; shards of several ranks are merged.
+    Keys are the names in the bare model, whichever trainer saved it; shards of several ranks are merged.
 
     Args:
         path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`, or a copy of one.

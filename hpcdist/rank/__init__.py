@@ -1,1 +1,1 @@
-"""The processes of ranks: their start, process group, checkpoints and stopping, and what a trainer sees of them."""
+"""The processes of ranks: their start, process group, checkpoints and stopping, and the API for trainers."""

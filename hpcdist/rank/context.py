@@ -152,7 +152,8 @@ class Context:
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
-        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account
+        heartbeat.timing = self.timer.report
+        heartbeat.account = self.timer.account
         self._store = CheckpointStore(run.checkpoints, config.checkpoint)
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
@@ -160,9 +161,9 @@ class Context:
         self._loop_ranks = groups  #: the ranks that count steps
         self._steps: Steps | None = None
         self._has_restored = False
-        self._restored: Restored | None = None  #: until `steps` has loaded it
-        self._rank_states: list[dict[str, Any]] = []  #: of the restored checkpoint
-        self._saved_step = -1  #: of the checkpoint that was saved or restored last
+        self._restored: Restored | None = None  #: the restored checkpoint, until `steps` has loaded it
+        self._rank_states: list[dict[str, Any]] = []  #: states of all ranks in the restored checkpoint
+        self._saved_step = -1  #: step of the checkpoint that was saved or restored last
 
     @property
     def rank(self) -> int:
@@ -225,7 +226,8 @@ class Context:
         if model is not None:
             state = LoopState(self, self._loop_ranks, model, states, local)
             self._load_loop(state)
-            save, check = state.save, state.check
+            save = state.save
+            check = state.check
         elif not self._has_restored:
             raise TrainerError("ctx.steps: with save=… call ctx.restore() before, and load what it returns")
         assert save is not None
@@ -569,7 +571,7 @@ class Context:
         return rank_states[roles.index(self.roles.own) + self.roles.own_index]
 
     def _set_generators(self, rank_states: Sequence[dict[str, Any]]) -> None:
-        """Set the random number generators to those of a checkpoint, or seed them differently on each rank."""
+        """Restore the random number generators from a checkpoint, or seed them differently on each rank."""
         rank_state = self._own_state(rank_states)
         if rank_state is not None:
             set_rng_state(rank_state["rng"], self.device)

@@ -297,10 +297,11 @@ def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor],
     part = -(-len(like) // world_size)  # the length of each rank's part of the vector, rounded up
     sent = like.new_zeros(world_size, len(own), part)
     for number, vector in enumerate(own):
-        whole = len(vector) // part
-        sent[:whole, number] = vector[: whole * part].view(whole, part)
-        if whole < world_size:
-            sent[whole, number, : len(vector) - whole * part] = vector[whole * part :]
+        num_full = len(vector) // part  # parts; the next one is shorter, and further ones are empty
+        full, rest = vector[: num_full * part], vector[num_full * part :]
+        sent[:num_full, number] = full.view(num_full, part)
+        if num_full < world_size:
+            sent[num_full, number, : len(rest)] = rest
     received = like.new_empty(len(nodes), part)
     dist.all_to_all_single(
         received,
@@ -445,7 +446,7 @@ def _samples_from(division: Division, step: int) -> Iterator[list[tuple[int, int
 
 
 class _SeededSamples(Dataset[Any]):
-    """A dataset whose random numbers, such as those of augmentation, follow from (seed, epoch, sample)."""
+    """A dataset whose random numbers, for example for augmentation, follow from (seed, epoch, sample)."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset = dataset

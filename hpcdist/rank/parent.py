@@ -80,8 +80,8 @@ _MAX_OOM_SCORE = 1000  #: of Linux
 _MAX_TEXT = 500
 #: prctl(2): orphaned descendants become children of this process.
 _PR_SET_CHILD_SUBREAPER = 36
-#: Signals that a task of srun does not pass on to its rank: those of its own faults, pipes and children, and those of
-#: job control, which Slurm sends to all processes of a job. SIGTERM, which it sends to tasks, is passed on.
+#: Signals that a task of srun does not pass on to its rank: signals about its own faults, pipes and children, and
+#: signals of job control, which Slurm sends to all processes of a job. SIGTERM, which it sends to tasks, is passed on.
 _NOT_PASSED_ON = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
@@ -267,11 +267,11 @@ class Parent:
         number = request.get("rank", self.own_rank)
         attempt = self.run.attempt(request["start"])
         place = {"rank": number, "attempt": attempt.number}
-        left = next((rank for rank in self._ranks.values() if rank.attempt != attempt.number), None)
-        if left is not None:
-            error = f"process {left.pid} of attempt {left.attempt} survives SIGKILL on this node"
-            self._report(**place, error=error)
-            return None
+        for rank in self._ranks.values():
+            if rank.attempt != attempt.number:
+                error = f"process {rank.pid} of attempt {rank.attempt} survives SIGKILL on this node"
+                self._report(**place, error=error)
+                return None
         # Slurm sends SIGUSR2 ahead of the time limit: a rank without a handler must not die of it.
         ignored = []
         if self.own_rank is not None:

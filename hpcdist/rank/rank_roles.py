@@ -1,4 +1,4 @@
-"""`ctx.roles`: the roles of a run, that of this rank, and what ranks with different roles agree on."""
+"""`ctx.roles`: the roles of a run, the role of this rank, and the agreement between ranks with different roles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

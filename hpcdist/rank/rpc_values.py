@@ -91,9 +91,9 @@ def from_parts(description: Any, parts: deque[Buffer], device: torch.device) -> 
 
     Raises ValueError, TypeError, LookupError or RuntimeError for a description that does not fit the parts.
     """
-    dtype, shape, order, on_gpu = description
-    kind = _DTYPES[dtype]
-    missing = math.prod(shape) * kind.itemsize
+    dtype_name, shape, order, on_gpu = description
+    dtype = _DTYPES[dtype_name]
+    missing = math.prod(shape) * dtype.itemsize
     taken = []
     while missing > 0 and parts:
         taken.append(parts.popleft())
@@ -102,7 +102,7 @@ def from_parts(description: Any, parts: deque[Buffer], device: torch.device) -> 
     if not is_permutation or missing != 0:
         raise ValueError(f"{sum(map(len, taken))} bytes for a tensor of shape {shape}")
     # A copy, because the parts are aligned differently, and kernels round differently then.
-    tensor = torch.empty([shape[axis] for axis in order], dtype=kind)
+    tensor = torch.empty([shape[axis] for axis in order], dtype=dtype)
     start = 0
     for part in taken:
         _bytes_of(tensor)[start : start + len(part)] = part

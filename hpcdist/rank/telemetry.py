@@ -1,4 +1,4 @@
-"""Reports of a rank on itself: heartbeat, time account, losses that are not finite, and what it does when it hangs."""
+"""Reports of a rank on itself: heartbeat, time account, losses that are not finite, and its stacks when it hangs."""
 
 import faulthandler
 import json
@@ -234,8 +234,8 @@ class Heartbeat:
             self._num_phases += len(phases)
 
 
-# The causes of the time account are those of the ledger of a run (`review/ledger.py`), which sums the accounts of all
-# ranks. The heartbeat contains the account, so it costs no further file operations.
+# The time account and the ledger of a run (`review/ledger.py`), which sums the accounts of all ranks, have the same
+# causes. The heartbeat contains the account, so it costs no further file operations.
 
 #: Maximum number of phases of an attempt that are recorded with begin and end, for the timeline of a run.
 MAX_PHASES = 1000

@@ -219,7 +219,7 @@ class Meter:
 def build_optimizer(parameters: Iterable[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
     """Return the fused implementation of the configured optimizer.
 
-    From a saved state it loads the state of each parameter; options such as weight decay stay those of the config.
+    From a saved state it loads the state of each parameter only: options such as weight decay come from the config.
     """
     optimizer: torch.optim.Optimizer
     if cfg.name == "sgd":

@@ -170,7 +170,7 @@ def _run_trainer(
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context, close
-    from hpcdist.rank.device import bind_to_cpus, cpus_beside, listed, select_device
+    from hpcdist.rank.device import listed, select_device
     from hpcdist.rank.process_group import seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter, monitored_node
@@ -192,10 +192,7 @@ def _run_trainer(
         _connected_groups(config, attempt, topology, device, outcome) as groups,
         monitored_node(config, run, topology, records.journal),
     ):
-        cpus = cpus_beside(device)
-        place = (topology.node_rank, cpus)  # ranks with the same place share these CPUs
-        names, places = zip(*groups.all_gather((device.name, place)), strict=True)
-        bind_to_cpus(cpus, places.count(place), os.environ)
+        names = _exchange_devices(device, topology, groups)
         requests = None
         if topology.rank == 0:
             requests = RequestReader(attempt)
@@ -230,6 +227,18 @@ def _set_variables_of_torch(config: Config, topology: Topology, role: str) -> No
         from hpcdist.rank.private_network import interface_env
 
         os.environ.update(interface_env(topology.master_addr, os.environ))
+
+
+def _exchange_devices(device: "Device", topology: Topology, groups: "Groups") -> list[str]:
+    """Return the names of the devices of all ranks, and bind this rank to the CPUs beside its GPU."""
+    from hpcdist.rank.device import bind_to_cpus, cpus_beside
+
+    cpus = cpus_beside(device)
+    place = (topology.node_rank, cpus)  # equal for ranks that share these CPUs
+    devices = groups.all_gather((device.name, place))
+    places = [other_place for _, other_place in devices]
+    bind_to_cpus(cpus, places.count(place), os.environ)
+    return [name for name, _ in devices]
 
 
 def at_step(step: int | None, total_steps: int | None) -> str:
@@ -305,7 +314,7 @@ def load_trainer(target: str) -> Callable[..., None]:
 
 
 def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[str, str]:
-    """Return the variables of a script: those that torchrun sets, and those of hpcdist.
+    """Return the environment variables of a script: the ones that torchrun sets, and further ones of hpcdist.
 
     Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
