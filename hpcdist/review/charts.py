@@ -20,17 +20,27 @@ from hpcdist.run.figures import Curves, Figure, Histogram, Matrix
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, WIDTH - 12, 10, HEIGHT - 36
+_LEFT = 62
+_RIGHT = WIDTH - 12
+_TOP = 10
+_BOTTOM = HEIGHT - 36
 #: Left end of the bars of a row, after its name.
 _ROW_LEFT = 110
-#: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of the cells of a matrix (`.h0`, …).
-NUM_COLOURS, NUM_SHADES = 12, 9
+#: Number of colours in the style sheet (`--c0`, `--c1`, …).
+NUM_COLOURS = 12
+#: Number of shades of the cells of a matrix (`.h0`, …).
+NUM_SHADES = 9
+#: Whole numbers from here on have an exponent, because an axis has no space for more digits.
+_LARGE = 1e6
+#: A logarithmic axis of fewer powers of ten also has ticks at 2 and 5 times a power.
+_FEW_POWERS = 3
 
 
 def number(value: float) -> str:
+    """Return a number with all digits if it is whole and below a million, else with four significant digits."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < 1e6:
+    if value == int(value) and abs(value) < _LARGE:
         return f"{int(value):,}"
     return f"{value:.4g}"
 
@@ -42,25 +52,34 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
         return [low]
     power: float = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), rough)
-    return [index * step for index in range(math.ceil(low / step), math.floor(high / step * (1 + 1e-12)) + 1)]
+    first = math.ceil(low / step)
+    last = math.floor(high / step * (1 + 1e-12))  # the quotient may be a little below a whole number
+    return [index * step for index in range(first, last + 1)]
 
 
 def powers(low: float, high: float) -> list[float]:
     """Return round numbers between two powers of ten, given by their exponents."""
     step = max(1, math.ceil((high - low) / 6))
-    exponents = range(math.floor(low / step) * step, math.ceil(high) + 1, step)
-    found = [factor * 10.0**one for one in exponents for factor in ((1, 2, 5) if high - low < 3 else (1,))]
-    return [one for one in found if low <= math.log10(one) <= high]
+    factors = (1, 2, 5) if high - low < _FEW_POWERS else (1,)
+    numbers = []
+    for exponent in range(math.floor(low / step) * step, math.ceil(high) + 1, step):
+        for factor in factors:
+            value = factor * 10.0**exponent
+            if low <= math.log10(value) <= high:
+                numbers.append(value)
+    return numbers
 
 
 def _tag(name: str, content: str = "", **attributes: object) -> Markup:
-    """Return an element; names of attributes have `_` instead of `-`, and at the end after a keyword of Python."""
-    words = [
-        Markup(' {}="{}"').format(
-            key.rstrip("_").replace("_", "-"), f"{value:.1f}" if isinstance(value, float) else value
-        )
-        for key, value in attributes.items()
-    ]
+    """Return an element.
+
+    Names of attributes have `_` instead of `-`, and end with `_` if they are a keyword of Python.
+    """
+    words = []
+    for key, value in attributes.items():
+        if isinstance(value, float):
+            value = f"{value:.1f}"
+        words.append(Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value))
     return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(words), content)
 
 
@@ -88,7 +107,9 @@ class _Frame:
         return _LEFT + _share(x, self.x) * (_RIGHT - _LEFT)
 
     def top(self, y: float) -> float:
-        return _BOTTOM - _share(math.log10(y) if self.is_log else y, self.y) * (_BOTTOM - _TOP)
+        if self.is_log:
+            y = math.log10(y)
+        return _BOTTOM - _share(y, self.y) * (_BOTTOM - _TOP)
 
     def axes(self, x_label: str, y_label: str) -> list[Markup]:
         y_ticks = powers(*self.y) if self.is_log else ticks(*self.y)
@@ -105,7 +126,11 @@ class _Frame:
 
 
 def _share(value: float, ends: Point) -> float:
-    return (value - ends[0]) / (ends[1] - ends[0]) if ends[1] > ends[0] else 0.5
+    """Return the place of a value between two ends as a number from 0 to 1; the middle if they are equal."""
+    low, high = ends
+    if high > low:
+        return (value - low) / (high - low)
+    return 0.5
 
 
 def _svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
@@ -113,8 +138,15 @@ def _svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
 
 
 def legend(colours: Mapping[str, str], dot: str = "") -> Markup:
+    """Return the names of lines with their colours.
+
+    Args:
+        colours: colour by name.
+        dot: the name of the marked point; empty without one.
+    """
     items = [_tag("span", swatch(colour) + name) for name, colour in colours.items()]
-    items += [_tag("span", _tag("i", class_="dot") + dot)] if dot else []
+    if dot:
+        items.append(_tag("span", _tag("i", class_="dot") + dot))
     return _tag("div", Markup("").join(items), class_="legend")
 
 
@@ -139,43 +171,72 @@ def line_chart(
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
-    shown = [point for points in lines.values() for point in points] + ([dot[0]] if dot else [])
-    xs, ys = zip(*shown, strict=True)
-    if is_log := all("loss" in name.lower() for name in lines) and 0 < 10 * min(ys) <= max(ys):
-        ys = tuple(map(math.log10, ys))
-    margin = 0.04 * (max(ys) - min(ys))
-    frame = _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin), is_log)
+    shown = [point for points in lines.values() for point in points]
+    if dot:
+        shown.append(dot[0])
+    frame = _frame_of(shown, are_losses=all("loss" in name.lower() for name in lines))
     parts = _bands(frame, starts or {}) + frame.axes(x_label, y_label)
     colours = {name: _colour(index) for index, name in enumerate(lines)}
     for name, points in lines.items():
-        if len(points) == 1:
-            x, y = points[0]
-            title, style = _tag("title", f"{name}: {number(y)}"), f"fill:{colours[name]}"
-            parts.append(_tag("circle", title, style=style, cx=frame.left(x), cy=frame.top(y), r=3))
-        else:
-            places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
-            title, style = _tag("title", name), f"stroke:{colours[name]}"
-            parts.append(_tag("polyline", title, class_="line", style=style, points=places))
+        parts.append(_line(frame, name, points, colours[name]))
+    dot_title = ""
     if dot:
-        (x, y), text = dot
-        parts.append(_tag("circle", _tag("title", text), class_="dot", cx=frame.left(x), cy=frame.top(y), r=4.5))
+        (x, y), dot_title = dot
+        title = _tag("title", dot_title)
+        parts.append(_tag("circle", title, class_="dot", cx=frame.left(x), cy=frame.top(y), r=4.5))
     chart = _svg(HEIGHT, parts, ", ".join(lines))
-    return chart + legend(colours, dot[1] if dot else "") if len(lines) > 1 or dot else chart
+    if len(lines) > 1 or dot:
+        return chart + legend(colours, dot_title)
+    return chart
+
+
+def _frame_of(points: Sequence[Point], *, are_losses: bool) -> _Frame:
+    """Return a frame around all points, with a margin above and below."""
+    xs, ys = zip(*points, strict=True)
+    is_log = are_losses and 0 < 10 * min(ys) <= max(ys)
+    if is_log:
+        ys = tuple(map(math.log10, ys))
+    margin = 0.04 * (max(ys) - min(ys))
+    return _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin), is_log)
+
+
+def _line(frame: _Frame, name: str, points: Sequence[Point], colour: str) -> Markup:
+    """Return a line through points, or a dot for a single one."""
+    if len(points) == 1:
+        x, y = points[0]
+        title = _tag("title", f"{name}: {number(y)}")
+        return _tag("circle", title, style=f"fill:{colour}", cx=frame.left(x), cy=frame.top(y), r=3)
+    places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
+    return _tag("polyline", _tag("title", name), class_="line", style=f"stroke:{colour}", points=places)
+
+
+_FIRST_ATTEMPT = "attempt 1"
+#: Width from which a band contains its name, such as `attempt 12`.
+_NAMED_WIDTH = 80
 
 
 def _bands(frame: _Frame, starts: Mapping[float, str]) -> list[Markup]:
     """Return the attempts as bands between dashed lines, with the names of those that are wide enough."""
-    shown = {x: name for x, name in starts.items() if frame.x[0] < x <= frame.x[1]}
-    first = max(((x, name) for x, name in starts.items() if x <= frame.x[0]), default=(0, "attempt 1"))[1]
-    ends = [*map(frame.left, shown), _RIGHT] if shown or first != "attempt 1" else []
-    bands = list(zip((first, *shown.values()), [_LEFT, *ends], ends, strict=False))
-    shaded = "".join(f"M{a:.1f} {_TOP}H{b:.1f}V{_BOTTOM}H{a:.1f}Z" for _, a, b in bands[1::2])
-    names = [_text("tick mid", name, (a + b) / 2, _TOP - 2) for name, a, b in bands if b - a > 80]
-    lines = "".join(f"M{a:.1f} {_TOP}V{_BOTTOM}" for _, a, _ in bands[1:])
-    return [_tag("path", class_="band", d=shaded), _tag("path", class_="mark", d=lines), *names] if bands else []
+    low, high = frame.x
+    inside = {x: name for x, name in starts.items() if low < x <= high}
+    earlier = [(x, name) for x, name in starts.items() if x <= low]
+    _, first = max(earlier, default=(0, _FIRST_ATTEMPT))
+    if not inside and first == _FIRST_ATTEMPT:
+        return []
+    names = [first, *inside.values()]
+    edges = [_LEFT, *map(frame.left, inside), _RIGHT]
+    bands = list(pairwise(edges))
+    shaded = "".join(f"M{left:.1f} {_TOP}H{right:.1f}V{_BOTTOM}H{left:.1f}Z" for left, right in bands[1::2])
+    lines = "".join(f"M{left:.1f} {_TOP}V{_BOTTOM}" for left, _ in bands[1:])
+    parts = [_tag("path", class_="band", d=shaded), _tag("path", class_="mark", d=lines)]
+    for name, (left, right) in zip(names, bands, strict=True):
+        if right - left > _NAMED_WIDTH:
+            parts.append(_text("tick mid", name, (left + right) / 2, _TOP - 2))
+    return parts
 
 
 def shade(share: float) -> str:
+    """Return the class of a cell by a number from 0 (lightest) to 1 (darkest)."""
     return f"h{min(NUM_SHADES - 1, int(share * NUM_SHADES))}"
 
 
@@ -183,75 +244,101 @@ def shade(share: float) -> str:
 MAX_ATTEMPTS = 40
 #: Intervals of an attempt that are drawn; of more, those of the same cause with a short gap are joined.
 MAX_INTERVALS = 300
+#: Height of a row of the timeline, and of the bars in it.
+_ROW_HEIGHT = 22
+_BAR_HEIGHT = 16
+#: Units of the time axis: name, seconds, and the duration above which it is used, so that ticks have few digits.
+_TIME_UNITS = (("hours", 3600.0, 7200.0), ("minutes", 60.0, 180.0), ("seconds", 1.0, -math.inf))
 
 
 def timeline(ledger: Ledger) -> Markup:
     """Return a row of bars for each attempt over a common time axis, in the colours of the causes."""
     began = min(interval.began for interval in ledger.intervals)
     seconds = max(interval.ended for interval in ledger.intervals) - began
-    unit, unit_s = ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
+    unit, unit_s = next((name, unit_s) for name, unit_s, above_s in _TIME_UNITS if seconds > above_s)
     attempts = sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]
-    shown = sorted((one for one in ledger.intervals if one.attempt in attempts), key=lambda one: one.began)
-    low, high = shown[0].began - began, max(one.ended for one in shown) - began
+    shown = [interval for interval in ledger.intervals if interval.attempt in attempts]
+    # Seconds since the beginning of the run, between which the axis extends.
+    low = min(interval.began for interval in shown) - began
+    high = max(interval.ended for interval in shown) - began
     scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
-    bottom, label = 22 * len(attempts) + 4, f"{unit} since the beginning"
+    bottom = _ROW_HEIGHT * len(attempts) + 4
+    label = f"{unit} since the beginning"
     parts = [_text("label mid", label, (_ROW_LEFT + _RIGHT) / 2, bottom + 28)]
     for tick in ticks(low / unit_s, high / unit_s, 8):
         x = _ROW_LEFT + (tick * unit_s - low) * scale
         grid = _tag("path", class_="grid", d=f"M{x:.1f} 0V{bottom}")
         parts += [grid, _text("tick mid", number(tick), x, bottom + 13)]
     for index, attempt in enumerate(attempts):
-        top = index * 22 + 4
-        parts.append(_text("row", f"attempt {attempt}" if attempt else "between attempts", 0, top + 12))
-        for one in joined([one for one in shown if one.attempt == attempt], seconds / MAX_INTERVALS):
-            left, spent_s = _ROW_LEFT + (one.began - began - low) * scale, one.ended - one.began
-            title = f"{one.cause}: {duration(spent_s)}"
-            parts.append(_rect(f"var(--{one.cause})", title, left, top, max(0.75, spent_s * scale), 16))
+        top = index * _ROW_HEIGHT + 4
+        row_name = f"attempt {attempt}" if attempt else "between attempts"
+        parts.append(_text("row", row_name, 0, top + 12))
+        intervals = [interval for interval in shown if interval.attempt == attempt]
+        intervals.sort(key=lambda interval: interval.began)
+        for interval in joined(intervals, seconds / MAX_INTERVALS):
+            left = _ROW_LEFT + (interval.began - began - low) * scale
+            spent_s = interval.ended - interval.began
+            width = max(0.75, spent_s * scale)
+            title = f"{interval.cause}: {duration(spent_s)}"
+            parts.append(_rect(f"var(--{interval.cause})", title, left, top, width, _BAR_HEIGHT))
     return _svg(bottom + 34, parts, label)
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
-    """Join intervals of the same cause that follow each other within `gap_s`, if there are too many to draw."""
+    """Join intervals of the same cause that follow each other within `gap_s`, if there are too many to draw.
+
+    Returns the longest ones first, so that short ones are drawn over them, if it joins.
+    """
     if len(intervals) <= MAX_INTERVALS:
         return list(intervals)
-    found: dict[str, list[Interval]] = {}
+    by_cause: dict[str, list[Interval]] = {}
     for interval in intervals:
-        own = found.setdefault(interval.cause, [])
-        if own and interval.began - own[-1].ended <= gap_s:
-            interval = replace(own[-1], ended=max(own.pop().ended, interval.ended))
-        own.append(interval)
-    # Long ones first, so that short ones are drawn over them.
-    flat = [interval for own in found.values() for interval in own]
+        same_cause = by_cause.setdefault(interval.cause, [])
+        if same_cause and interval.began - same_cause[-1].ended <= gap_s:
+            previous = same_cause.pop()
+            interval = replace(previous, ended=max(previous.ended, interval.ended))
+        same_cause.append(interval)
+    flat = [interval for same_cause in by_cause.values() for interval in same_cause]
     return sorted(flat, key=lambda interval: interval.began - interval.ended)
 
 
 def draw(figure: Figure) -> Markup:
+    """Return a figure of a trainer as SVG or as an HTML table."""
     match figure:
         case Matrix():
             return _matrix(figure)
         case Curves(lines=lines):
             drawn = {name: [(x, y) for x, y in points] for name, points in lines.items()}
             return line_chart(drawn, x_label=figure.x_label, y_label=figure.y_label)
-        case Histogram(edges=edges, counts=counts):
-            frame = _Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
-            parts = frame.axes(figure.x_label, figure.y_label)
-            for (begin, end), count in zip(pairwise(edges), counts, strict=True):
-                left, top = frame.left(begin), frame.top(count)
-                title = f"{number(begin)} to {number(end)}: {number(count)}"
-                width = max(0.5, frame.left(end) - left - 1)
-                parts.append(_rect(_colour(0), title, left + 0.5, top, width, _BOTTOM - top))
-            return _svg(HEIGHT, parts, figure.y_label)
+        case Histogram():
+            return _histogram(figure)
+
+
+def _histogram(figure: Histogram) -> Markup:
+    edges = figure.edges
+    counts = figure.counts
+    frame = _Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
+    parts = frame.axes(figure.x_label, figure.y_label)
+    for (begin, end), count in zip(pairwise(edges), counts, strict=True):
+        left = frame.left(begin)
+        top = frame.top(count)
+        width = max(0.5, frame.left(end) - left - 1)
+        title = f"{number(begin)} to {number(end)}: {number(count)}"
+        parts.append(_rect(_colour(0), title, left + 0.5, top, width, _BOTTOM - top))
+    return _svg(HEIGHT, parts, figure.y_label)
 
 
 def _matrix(matrix: Matrix) -> Markup:
     """Return a table whose cells are shaded by their share of the row."""
-    rows = [_tag("tr", Markup("<th></th>") + Markup("").join(_tag("th", name) for name in matrix.names))]
+    head = Markup("").join(_tag("th", name) for name in matrix.names)
+    rows = [_tag("tr", Markup("<th></th>") + head)]
     for name, values in zip(matrix.names, matrix.values, strict=True):
         total = sum(map(abs, values)) or 1.0
         cells = [_tag("td", number(value), class_=f"n {shade(abs(value) / total)}") for value in values]
         rows.append(_tag("tr", _tag("th", name) + Markup("").join(cells)))
     caption = _tag("caption", f"rows: {matrix.row_label}, columns: {matrix.column_label}")
-    return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
+    table = _tag("table", caption + Markup("").join(rows), class_="matrix")
+    return _tag("div", table, class_="scroll")
 
 
 MAX_CHARTS = 24
@@ -273,20 +360,29 @@ def metric_charts(
     monitor: str = "",
     facts: RunFacts | None = None,
 ) -> tuple[list[Chart], list[Chart]]:
-    """Return the charts that a trainer declares, and those of the other metrics, one for training and evaluation."""
-    draw = partial(_chart, series=series, facts=facts)
-    own = {
-        title: sorted(key for key in series if any(fnmatchcase(key, pattern) for pattern in patterns))
-        for title, patterns in declared.items()
-    }
-    shown = {key for key in series if not is_hidden(key)} - {key for keys in own.values() for key in keys}
+    """Return the charts that a trainer declares, and those of the other metrics, one for training and evaluation.
+
+    Args:
+        series: the logged points by metric.
+        declared: the patterns of metrics of each declared chart, by its title.
+        monitor: the primary metric. It has no chart here if it would be alone in it: see `primary_chart`.
+        facts: of the run; with them, charts show where attempts begin.
+    """
+    keys_by_title = {title: _matching(series, patterns) for title, patterns in declared.items()}
+    in_declared = {key for keys in keys_by_title.values() for key in keys}
+    others = [key for key in series if not is_hidden(key) and key not in in_declared]
     groups: dict[str, list[str]] = {}
-    for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
+    for key in sorted(others, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(group_of(key), []).append(key)
-    charts = [draw(title, keys) for title, keys in own.items() if keys]
-    titles = [one for one in ranked(groups, group_of(monitor)) if groups[one] != [monitor]]  # it has its own place
-    others = [draw(title, groups[title]) for title in titles[:MAX_CHARTS]]
-    return [one for one in charts if one], [one for one in others if one]
+    titles = [title for title in ranked(groups, group_of(monitor)) if groups[title] != [monitor]]
+    draw = partial(_chart, series=series, facts=facts)
+    declared_charts = [draw(title, keys) for title, keys in keys_by_title.items() if keys]
+    other_charts = [draw(title, groups[title]) for title in titles[:MAX_CHARTS]]
+    return list(filter(None, declared_charts)), list(filter(None, other_charts))
+
+
+def _matching(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return sorted(key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns))
 
 
 def _chart(
@@ -300,23 +396,34 @@ def _chart(
     for key in keys[:MAX_LINES]:
         points = series[key].points
         lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
-    marks = {number: step for step, number in series[ATTEMPT].points} if ATTEMPT in series else {}
-    if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
-        marks |= {one.number: one.first_step for one in facts.attempts if one.first_step is not None}
-    starts: dict[float, str] = {step: f"attempt {number:.0f}" for number, step in marks.items()}
-    figure = line_chart(lines, x_label="step", starts=starts, dot=dot)
-    notes = [
-        f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
-        f" {found.first_not_finite}"
-        for key in keys
-        if (found := series[key]).num_not_finite
-    ]
+    figure = line_chart(lines, x_label="step", starts=_starts(series, facts), dot=dot)
+    notes = []
+    for key in keys:
+        logged = series[key]
+        if logged.num_not_finite:
+            notes.append(
+                f"{key}: {logged.num_not_finite} of {logged.num_points} values are not finite,"
+                f" first at step {logged.first_not_finite}"
+            )
     if len(keys) > MAX_LINES:
         notes.append(f"{len(keys) - MAX_LINES} more metrics are not shown")
     if not figure and not notes:
         return None
-    title = title if len(keys) > 1 else keys[0]
+    if len(keys) == 1:
+        title = keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
+
+
+def _starts(series: Mapping[str, Series], facts: RunFacts | None) -> dict[float, str]:
+    """Return the names of the attempts by the step at which each begins."""
+    first_steps: dict[float, int] = {}
+    if ATTEMPT in series:
+        first_steps = {number: step for step, number in series[ATTEMPT].points}
+    if facts is not None and not facts.is_script:  # a trainer's attempt begins before it first logs
+        for attempt in facts.attempts:
+            if attempt.first_step is not None:
+                first_steps[attempt.number] = attempt.first_step
+    return {step: f"attempt {number:.0f}" for number, step in first_steps.items()}
 
 
 def primary_chart(facts: RunFacts, series: Mapping[str, Series]) -> Chart | None:

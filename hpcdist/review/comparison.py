@@ -3,11 +3,11 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from hpcdist.errors import duration
+from hpcdist.errors import duration, few
 from hpcdist.host.retry import retry
 from hpcdist.review.charts import number
 from hpcdist.review.description import setup_rows
@@ -29,22 +29,31 @@ def compare(
     facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]
 ) -> dict[str, dict[str, tuple[str, ...]]]:
     """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs."""
-    compared = [_sections(RunDir(one.folder), one, series[label]) for label, one in facts.items()]
+    compared = [_sections(RunDir(run.folder), run, series[label]) for label, run in facts.items()]
     # A key that one run has set is compared with the default of the other.
-    keys = dict.fromkeys(key for one in facts.values() for key in one.parameters if key != "name")
-    found = {}
+    parameters = dict.fromkeys(key for run in facts.values() for key in run.parameters if key != "name")
+    sections = {}
     for title in compared[0]:
-        names = keys if title == "config" else dict.fromkeys(name for one in compared for name in one[title])
-        rows = {name: tuple(one[title].get(name, MISSING) for one in compared) for name in names}
-        differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+        names = parameters
+        if title != "config":
+            names = dict.fromkeys(name for run_sections in compared for name in run_sections[title])
+        differing = {}
+        for name in names:
+            values = tuple(run_sections[title].get(name, MISSING) for run_sections in compared)
+            if len(set(values)) > 1:
+                differing[name] = values
         # `roles {}` beside `roles.trainer` would be one change in two rows.
-        if shown := {
-            name: pair for name, pair in differing.items() if not any(one.startswith(f"{name}.") for one in differing)
-        }:
-            found[title] = shown
-    return found
+        shown = {name: values for name, values in differing.items() if not _has_subkey(name, differing)}
+        if shown:
+            sections[title] = shown
+    return sections
 
 
+def _has_subkey(name: str, names: Iterable[str]) -> bool:
+    return any(other.startswith(f"{name}.") for other in names)
+
+
+#: Metrics that count something per second, whose medians are compared.
 _SPEED = re.compile(r"(?!system/|comm/).*(^|_|/)per_(s|sec|second)(?=, median|$)")
 
 
@@ -75,26 +84,37 @@ class ComparedValue:
 
 def compare_results(facts: Mapping[str, RunFacts], series: Mapping[str, Mapping[str, Series]]) -> list[ComparedValue]:
     """Return the best values of the first run's monitored metric, and the median speeds."""
-    base, first = next(iter(facts.items()))
-    found = []
-    for label, one in facts.items():
-        if one.best is None or one.monitor != first.monitor:
+    return [*_compare_best(facts), *_compare_speeds(series, base=next(iter(facts)))]
+
+
+def _compare_best(facts: Mapping[str, RunFacts]) -> Iterator[ComparedValue]:
+    first = next(iter(facts.values()))
+    for label, run in facts.items():
+        if run.best is None or run.monitor != first.monitor:
             continue
-        text = one.best_text(number(one.best_value))
-        value = ComparedValue(run=label, metric=f"best {one.monitor}", value=one.best_value, text=text)
-        if one is not first and first.best is not None:
-            value = _judged(value, judge(first.measured(), one.measured()))
-        found.append(value)
-    speeds = dict.fromkeys(key for one in series.values() for key in sorted(one) if _SPEED.fullmatch(key))
-    for key in speeds:
-        known = {label: one[key].median for label, one in series.items() if key in one}
-        medians = {label: median for label, median in known.items() if median is not None}
+        text = run.best_text(number(run.best_value))
+        value = ComparedValue(run=label, metric=f"best {run.monitor}", value=run.best_value, text=text)
+        if run is not first and first.best is not None:
+            value = _judged(value, judge(first.measured(), run.measured()))
+        yield value
+
+
+def _compare_speeds(series: Mapping[str, Mapping[str, Series]], base: str) -> Iterator[ComparedValue]:
+    """Yield the median speeds of all runs, with their differences from the run `base`."""
+    keys = dict.fromkeys(key for by_key in series.values() for key in sorted(by_key) if _SPEED.fullmatch(key))
+    for key in keys:
+        medians = {}
+        for label, by_key in series.items():
+            median = by_key[key].median if key in by_key else None
+            if median is not None:
+                medians[label] = median
         before = medians.get(base)
         for label, median in medians.items():
-            delta = None if before is None or label == base else median - before
-            value = ComparedValue(run=label, metric=f"{key}, median", value=median, text=number(median), delta=delta)
-            found.append(value)
-    return found
+            delta = None
+            if before is not None and label != base:
+                delta = median - before
+            metric = f"{key}, median"
+            yield ComparedValue(run=label, metric=metric, value=median, text=number(median), delta=delta)
 
 
 def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
@@ -103,78 +123,106 @@ def compare_settings(facts: SweepFacts) -> list[ComparedValue]:
     If it is unknown whether higher or lower values are better, the means are not compared.
     """
     verdicts = facts.minus_best
-    found = []
-    for one in facts.settings:
-        if one.mean is None:
+    values = []
+    for setting in facts.settings:
+        if setting.mean is None:
             continue
-        value = ComparedValue(run=one.label, metric=f"mean {facts.monitor}", value=one.mean, text=one.text)
-        if one.label in verdicts:
-            value = _judged(value, verdicts[one.label])
-        found.append(value)
-    return found
+        metric = f"mean {facts.monitor}"
+        value = ComparedValue(run=setting.label, metric=metric, value=setting.mean, text=setting.text)
+        if setting.label in verdicts:
+            value = _judged(value, verdicts[setting.label])
+        values.append(value)
+    return values
 
 
-def _judged(value: ComparedValue, found: Verdict) -> ComparedValue:
-    return replace(value, delta=found.delta, interval=found.interval, verdict=found.word, method=found.method)
+def _judged(value: ComparedValue, verdict: Verdict) -> ComparedValue:
+    return replace(
+        value,
+        delta=verdict.delta,
+        interval=verdict.interval,
+        verdict=verdict.word,
+        method=verdict.method,
+    )
 
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
+    """Return what is compared of a run: title of a section → name of a row → value."""
     try:
         changes = retry(run.patch.read_bytes, run.patch)
     except FileNotFoundError:
         changes = b""
+    patch = "none"
+    if changes:
+        patch = f"code.patch {hashlib.sha256(changes).hexdigest()[:12]}"
     environment = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
     nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    environment["nodes"] = text_of(", ".join(nodes))
+    environment["ranks"] = str(facts.state.world_size)
+    data = {}
+    datasets = dict(setup_rows(facts)).get("Data")
+    if datasets:
+        data["datasets"] = "\n".join(datasets)
+    config = {**facts.stored.values, **facts.parameters}
     return {
-        "config": {key: text_of(value) for key, value in {**facts.stored.values, **facts.parameters}.items()},
+        "config": {key: text_of(value) for key, value in config.items()},
         "code": {
             "commit": facts.git_commit or "none",
-            "uncommitted changes": f"code.patch {hashlib.sha256(changes).hexdigest()[:12]}" if changes else "none",
+            "uncommitted changes": patch,
             "folder": facts.cwd,
             "command": facts.command,
         },
-        "data": {"datasets": "\n".join(lines)} if (lines := dict(setup_rows(facts)).get("Data")) else {},
-        "environment": {**environment, "nodes": text_of(", ".join(nodes)), "ranks": str(facts.state.world_size)},
+        "data": data,
+        "environment": environment,
         "outcome": _outcome(run, facts),
         "metrics": _metrics(facts, series),
     }
 
 
 def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
-    ledger, state = read_ledger(run), facts.state
-    lost = [attempt.steps_lost for attempt in facts.attempts]
-    found = {
+    ledger = read_ledger(run)
+    state = facts.state
+    rows = {
         "state": state.status,
         "reason": text_of(state.reason),
         "created": clock(state.created),
         "attempts": str(state.attempt),
-        "steps lost": "not measured" if None in lost else str(sum(one or 0 for one in lost)),
+        "steps lost": _steps_lost(facts),
     }
     if ledger.running_s:
-        found["running"] = duration(ledger.running_s)
+        rows["running"] = duration(ledger.running_s)
     if facts.best is not None:
-        found[f"best {facts.monitor}"] = f"{facts.best_text(number(facts.best_value))} at step {facts.best.step}"
+        value = facts.best_text(number(facts.best_value))
+        rows[f"best {facts.monitor}"] = f"{value} at step {facts.best.step}"
     if ledger.allocated_s:
-        found[f"{ledger.unit}-hours"] = hours_text(ledger.allocated_s)
-        found["goodput"] = ledger.goodput_text
-        found["in the queue"] = duration(ledger.queue_s)
+        rows[f"{ledger.unit}-hours"] = hours_text(ledger.allocated_s)
+        rows["goodput"] = ledger.goodput_text
+        rows["in the queue"] = duration(ledger.queue_s)
     if ledger.energy_text:
-        found["energy"] = ledger.energy_text
-    return found
+        rows["energy"] = ledger.energy_text
+    return rows
+
+
+def _steps_lost(facts: RunFacts) -> str:
+    total = 0
+    for attempt in facts.attempts:
+        if attempt.steps_lost is None:
+            return "not measured"
+        total += attempt.steps_lost
+    return str(total)
 
 
 def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
-    found = {}
-    for key, one in sorted(series.items()):
-        if is_hidden(key) or one.last is None or one.lowest is None or one.highest is None:
+    rows = {}
+    for key, points in sorted(series.items()):
+        if is_hidden(key) or points.last is None or points.lowest is None or points.highest is None:
             continue
-        found[f"{key}, last"] = number(one.last)
+        rows[f"{key}, last"] = number(points.last)
         is_monitored = key == facts.monitor
         if "loss" in key.lower() or (is_monitored and facts.monitor_mode == "min"):
-            found[f"{key}, lowest"] = number(one.lowest)
+            rows[f"{key}, lowest"] = number(points.lowest)
         elif is_monitored:
-            found[f"{key}, highest"] = number(one.highest)
-    return found
+            rows[f"{key}, highest"] = number(points.highest)
+    return rows
 
 
 #: Logged values of one run: metric → step → value.
@@ -196,8 +244,7 @@ class Difference:
     after: float | None
 
     def __str__(self) -> str:
-        texts = ["not logged" if value is None else repr(value) for value in (self.before, self.after)]
-        return f"step {self.step}: {self.key} was {texts[0]}, is {texts[1]}"
+        return f"step {self.step}: {self.key} was {_value_text(self.before)}, is {_value_text(self.after)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +263,19 @@ class ValueComparison:
 
     @property
     def sentence(self) -> str:
+        """The result of the comparison, with the first difference."""
         if not self.num_values:
             return "nothing was compared: the runs have no common values"
         compared = f"{self.num_values:,} values of {self.num_metrics} metrics at {self.num_steps:,} steps"
         if self.differences:
             return f"the first difference is at {self.differences[0]}; {self.num_differing:,} of {compared} differ"
         if self.unshared:
-            names, left_out = ", ".join(self.unshared[:_SHOWN]), len(self.unshared) - _SHOWN
-            return f"only one of the runs has logged {names}" + (f" and {left_out} more" if left_out > 0 else "")
+            return f"only one of the runs has logged {few(self.unshared, _SHOWN)}"
         return f"no value differs: {compared}"
+
+
+def _value_text(value: float | None) -> str:
+    return "not logged" if value is None else repr(value)
 
 
 def is_measured(key: str) -> bool:
@@ -237,33 +288,37 @@ def compare_values(before: Values, after: Values) -> ValueComparison:
 
     A value that only one of the runs has is a difference.
     """
-    measured = sorted(key for key in {*before, *after} if is_measured(key))
-    first = {key: points for key, points in before.items() if key not in measured}
-    second = {key: points for key, points in after.items() if key not in measured}
-    num_values, num_differing = 0, 0
-    steps: set[int] = set()
-    found = []
+    first = {key: points for key, points in before.items() if not is_measured(key)}
+    second = {key: points for key, points in after.items() if not is_measured(key)}
+    num_values = 0
+    num_differing = 0
+    compared_steps: set[int] = set()
+    differences = []
     common = sorted(first.keys() & second.keys())
     for key in common:
-        one, other = first[key], second[key]
-        shared = one.keys() & other.keys()
-        unshared = one.keys() ^ other.keys()
-        differing = {step for step in shared if not _equal(one[step], other[step])} | unshared
+        first_points = first[key]
+        second_points = second[key]
+        shared = first_points.keys() & second_points.keys()
+        unshared = first_points.keys() ^ second_points.keys()
+        differing = {step for step in shared if not _equal(first_points[step], second_points[step])} | unshared
         num_values += len(shared)
         num_differing += len(differing)
-        steps |= shared
+        compared_steps |= shared
         if differing:
             step = min(differing)
-            found.append(Difference(step=step, key=key, before=one.get(step), after=other.get(step)))
+            differences.append(
+                Difference(step=step, key=key, before=first_points.get(step), after=second_points.get(step))
+            )
+    differences.sort(key=lambda difference: (difference.step, difference.key))
     return ValueComparison(
         num_values=num_values,
-        num_steps=len(steps),
+        num_steps=len(compared_steps),
         num_metrics=len(common),
         num_differing=num_differing,
-        differences=tuple(sorted(found, key=lambda one: (one.step, one.key))),
+        differences=tuple(differences),
         unshared=tuple(sorted(first.keys() ^ second.keys())),
     )
 
 
-def _equal(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _equal(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))

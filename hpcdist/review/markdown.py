@@ -32,7 +32,9 @@ class Markdown(str):
 def one_line(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text as one line, without passwords."""
     line = " ".join(redact_text(text).split())
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    if len(line) <= limit:
+        return line
+    return f"{line[: limit - 1]}…"
 
 
 def text_of(value: Any) -> str:
@@ -40,8 +42,11 @@ def text_of(value: Any) -> str:
     if value is None:
         return "null"
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    # Lone surrogates cannot be written to a file.
     text = redact_text(text.encode(errors="replace").decode())
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+    if len(text) <= MAX_TEXT:
+        return text
+    return text[:MAX_TEXT] + "…"
 
 
 def escaped(text: str, limit: int = 300) -> Markdown:
@@ -54,9 +59,10 @@ def with_code(text: str, limit: int) -> Markdown:
     line = one_line(text, limit)
     if line.endswith("…") and line.count("`") % 2:  # the end of the code is cut off
         line = f"{line[:-1]}`…"
-    # In a table, a vertical bar in code would end the cell.
+    # In a table, a vertical bar in code would end the cell. Each second part is code.
     parts = re.split(r"(`[^`|]+`)", line)
-    return Markdown("".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts)))
+    parts[::2] = map(_escaped, parts[::2])
+    return Markdown("".join(parts))
 
 
 def _escaped(line: str) -> Markdown:
@@ -65,16 +71,25 @@ def _escaped(line: str) -> Markdown:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [[cell if isinstance(cell, Markdown) else escaped(cell) for cell in row] for row in (head, *rows)]
+    """Return a table, whose cells are escaped unless they are Markdown."""
     # MLflow shows tables without space between the columns, and removes simple spaces.
-    texts = ["&nbsp;&nbsp;| ".join(cells) for cells in lines]
-    return "\n".join(f"| {line} |" for line in (texts[0], " | ".join(["---"] * len(head)), *texts[1:]))
+    first, *others = ["&nbsp;&nbsp;| ".join(map(_cell, cells)) for cells in (head, *rows)]
+    rule = " | ".join(["---"] * len(head))
+    return "\n".join(f"| {line} |" for line in (first, rule, *others))
+
+
+def _cell(text: str) -> Markdown:
+    if isinstance(text, Markdown):
+        return text
+    return escaped(text)
 
 
 def link(text: str, target: str) -> Markdown:
     """Return a link; only its text without a target."""
-    shown = text if isinstance(text, Markdown) else escaped(text)
-    return Markdown(f"[{shown}]({target})" if target else shown)
+    shown = _cell(text)
+    if not target:
+        return Markdown(shown)
+    return Markdown(f"[{shown}]({target})")
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
@@ -82,7 +97,9 @@ def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
     if not experiment_id or not run_id:
         return ""
     page = f"#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
-    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + f"?{TRAINING_PAGES}"
+    if artifact:
+        page += f"/artifacts/{quote(artifact)}"
+    return f"{page}?{TRAINING_PAGES}"
 
 
 def clock(seconds: float) -> str:

@@ -41,16 +41,22 @@ T = TypeVar("T")
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    # The page needs no network and no scripts, for MLflow's artifact viewer and for mail.
-    found = jinja2.Environment(
+    """Return the environment of the templates. Pages need no network and no scripts, for MLflow's viewer and mail."""
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hpcdist.review"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters.update(command=redact_text, duration=duration, number=charts.number, marked=marked_code, text=text_of)
-    found.globals.update(
+    templates.filters.update(
+        command=redact_text,
+        duration=duration,
+        number=charts.number,
+        marked=marked_code,
+        text=text_of,
+    )
+    templates.globals.update(
         charts=charts,
         description=description,
         setting_of=setting_of,
@@ -58,17 +64,20 @@ def environment() -> jinja2.Environment:
         legend=LEGEND,
         verdict_legend=VERDICT_LEGEND,
         ends=ends,
+        environment_rows=environment_rows,
+        environment_names=_ENVIRONMENT,
     )
-    found.globals.update(environment_rows=environment_rows, environment_names=_ENVIRONMENT)
-    return found
+    return templates
 
 
 def marked_code(text: str) -> Markup:
+    """Return a text as HTML, with the parts between backticks as code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick without its end
         return escape(text)
-    tags = (Markup("{}"), Markup("<code>{}</code>"))
-    return Markup("").join(tags[index % 2].format(part) for index, part in enumerate(parts))
+    marked = [escape(part) for part in parts]
+    marked[1::2] = [Markup("<code>{}</code>").format(part) for part in parts[1::2]]
+    return Markup("").join(marked)
 
 
 #: Rows of `setup_rows` that are shown as environment.
@@ -76,15 +85,21 @@ _ENVIRONMENT = ("Ranks", "CPU", "Versions", "Image")
 
 
 def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Return what the run used, in words, for a reader who does not know the keys of `read_environment`."""
+    """Return what the run used, in words, for a reader who does not know the keys of `read_environment`.
+
+    Args:
+        recorded: the values of `read_environment`.
+    """
     rows = [row for row in description.setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
-    times = [found for attempt in run.attempts() if (found := read_times(attempt)) is not None]
-    if times and (shares := times[-1].shares.values()):
+    times = list(filter(None, map(read_times, run.attempts())))
+    if times and times[-1].shares:
+        shares = times[-1].shares.values()
         total = sum(share.allocated for share in shares)
         rows.append(("Allocated", [f"{times[-1].unit}s: {charts.number(total)}, nodes: {len(shares)}"]))
     cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
-    about = facts.host, recorded.get("platform"), recorded.get("cpu", cores)
-    return [*rows, ("Created on", [", ".join(filter(None, about))])]
+    machine = (facts.host, recorded.get("platform"), recorded.get("cpu", cores))
+    rows.append(("Created on", [", ".join(filter(None, machine))]))
+    return rows
 
 
 def write_report(run: RunDir, read: ReadSeries) -> bool:
@@ -100,29 +115,63 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
 
 
 def render_sweep(sweep: SweepDir, facts: SweepFacts | None = None, *, with_links: bool = True) -> str:
-    facts, runs = facts or read_sweep_facts(sweep, sweep.read_state()), sweep.cells()
+    """Return the report of a sweep as HTML.
+
+    Args:
+        facts: of the sweep, if they are read already.
+        with_links: link the reports of the cells that have one, with paths relative to the sweep's folder.
+    """
+    if facts is None:
+        facts = read_sweep_facts(sweep, sweep.read_state())
+    runs = sweep.cells()
     spent = {run.name: readable(partial(read_ledger, run)) or Ledger() for run in runs}
-    pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if with_links and run.report.is_file()}
+    pages = {}
+    if with_links:
+        pages = {run.name: f"../{quote(run.name)}/report.html" for run in runs if run.report.is_file()}
 
     def cost(setting: str = "") -> str:
-        return cost_of(spent[one.name] for one in facts.cells if setting in ("", setting_of(one.values)))
+        """Return the cost of the cells of a setting, by default of all."""
+        return cost_of(spent[cell.name] for cell in facts.cells if setting in ("", setting_of(cell.values)))
 
-    content = {"facts": facts, "spent": spent, "pages": pages, "cost": cost, "verdicts": facts.minus_best}
-    content |= {"ledger": together(spent.values()), "setup": sweep_setup(facts, sweep)}
-    page = environment().get_template("sweep.html")
-    return page.render(content, run=sweep, heat_map=heat_map(facts), repetition=REPETITION)
+    content = {
+        "run": sweep,
+        "facts": facts,
+        "spent": spent,
+        "pages": pages,
+        "cost": cost,
+        "verdicts": facts.minus_best,
+        "ledger": together(spent.values()),
+        "setup": sweep_setup(facts, sweep),
+        "heat_map": heat_map(facts),
+        "repetition": REPETITION,
+    }
+    return environment().get_template("sweep.html").render(content)
+
+
+#: A heat map has rows and columns.
+_NUM_AXES = 2
 
 
 def heat_map(facts: SweepFacts) -> dict[str, dict[str, tuple[SettingFacts, str]]]:
     """Return the settings of a sweep over two keys with their shades, by their values; empty for other sweeps."""
-    keys, settings = [key for key in facts.keys if key != REPETITION], facts.by_setting
-    known = [one.mean for one in settings.values() if one.mean is not None]
-    found: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
-    for cell in facts.cells if len(keys) == 2 and known else ():
-        one, (row, column) = settings[setting_of(cell.values)], [config_text(cell.values.get(key)) for key in keys]
-        share = 0.0 if one.mean is None else (one.mean - min(known)) / (max(known) - min(known) or 1.0)
-        found.setdefault(row, {})[column] = one, charts.shade(1 - share if facts.sign > 0 else share)
-    return found
+    keys = [key for key in facts.keys if key != REPETITION]
+    settings = facts.by_setting
+    means = [setting.mean for setting in settings.values() if setting.mean is not None]
+    if len(keys) != _NUM_AXES or not means:
+        return {}
+    lowest = min(means)
+    width = max(means) - lowest or 1.0
+    rows: dict[str, dict[str, tuple[SettingFacts, str]]] = {}
+    for cell in facts.cells:
+        setting = settings[setting_of(cell.values)]
+        row, column = [config_text(cell.values.get(key)) for key in keys]
+        share = 0.0
+        if setting.mean is not None:
+            share = (setting.mean - lowest) / width
+        if facts.sign > 0:  # lower values are better, and the best one is the darkest
+            share = 1 - share
+        rows.setdefault(row, {})[column] = setting, charts.shade(share)
+    return rows
 
 
 def render_report(run: RunDir, read: ReadSeries) -> str:
@@ -137,28 +186,35 @@ def render_report(run: RunDir, read: ReadSeries) -> str:
             return None
 
     stored = part(lambda run: read_stored(run.config)) or StoredConfig()
-    problems += [text_of(stored.problem)] if stored.problem else []
+    if stored.problem:
+        problems.append(text_of(stored.problem))
     declared = stored.trainer.charts if stored.trainer else {}
-    facts, series = part(read_facts), part(read) or {}
+    facts = part(read_facts)
+    series = part(read) or {}
     monitor = stored.config.checkpoint.monitor
     trainer_charts, other_charts = charts.metric_charts(series, declared, monitor, facts)
-    figures, no_figures = read_figures(run.artifacts)
+    figures, figure_problems = read_figures(run.artifacts)
     content: dict[str, Any] = {
         "run": run,
         "facts": facts,
         "ledger": part(read_ledger) or Ledger(),
-        "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
+        "series": {key: points for key, points in sorted(series.items()) if not is_hidden(key)},
         "other_charts": other_charts,
         "trainer_charts": trainer_charts,
         "figures": figures,
-        "stragglers": part(
-            lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
-        ),
+        "stragglers": part(_straggler_events),
         "faults": part(read_faults),
         "finding": part(lambda run: explain_failure(run, facts.state)) if facts else None,
         "environment": part(read_environment),
         "config": flat_texts(stored.values),
         "curve": charts.primary_chart(facts, series) if facts else None,
     }
-    problems += no_figures
-    return environment().get_template("report.html").render(content, problems=list(dict.fromkeys(problems)))
+    problems += figure_problems
+    content["problems"] = list(dict.fromkeys(problems))
+    return environment().get_template("report.html").render(content)
+
+
+def _straggler_events(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
+    """Return the newest events of stragglers, each with the number of its attempt."""
+    events = [(attempt.number, event) for attempt in run.attempts() for event in attempt.straggler_events()]
+    return events[-MAX_ROWS:]

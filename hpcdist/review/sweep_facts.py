@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from hpcdist.config.record_schema import CheckpointConfig
 from hpcdist.host.json_files import read_json
 from hpcdist.review.description import cost_text, fitted, setup_rows, setup_table, status_line
 from hpcdist.review.facts import (
@@ -54,10 +55,14 @@ class SettingFacts:
 
     @property
     def mean(self) -> float | None:
-        return statistics.fmean(self.values) if self.values else None
+        """The mean of the values; None without any."""
+        if not self.values:
+            return None
+        return statistics.fmean(self.values)
 
     @property
     def text(self) -> str:
+        """The mean with the standard deviation, see `mean_text`."""
         return mean_text(self.values)
 
 
@@ -76,32 +81,38 @@ class SweepFacts:
     @property
     def by_setting(self) -> dict[str, SettingFacts]:
         """The settings by label; without seeds, each cell is a setting."""
-        groups: dict[str, list[float | None]] = {}
+        metrics: dict[str, list[float | None]] = {}
         for cell in self.cells:
-            groups.setdefault(setting_of(cell.values), []).append(cell.metric)
-        return {
-            label: SettingFacts(label=label, values=tuple(filter(_is_usable, own)), num_cells=len(own))
-            for label, own in groups.items()
-        }
+            metrics.setdefault(setting_of(cell.values), []).append(cell.metric)
+        settings = {}
+        for label, values in metrics.items():
+            usable = tuple(filter(_is_usable, values))
+            settings[label] = SettingFacts(label=label, values=usable, num_cells=len(values))
+        return settings
 
     @property
     def settings(self) -> tuple[SettingFacts, ...]:
         """The settings, the best one first; empty without seeds."""
         if REPETITION not in self.keys:
             return ()
-        found = self.by_setting.values()
-        return tuple(sorted(found, key=lambda one: (one.mean is None, self.sign * (one.mean or 0.0))))
+        return tuple(sorted(self.by_setting.values(), key=lambda setting: self._rank(setting.mean)))
 
     @property
     def ranked_cells(self) -> list[CellFacts]:
         """The cells from the best to the worst if that is known, those without a value last."""
-        return sorted(self.cells, key=lambda cell: (cell.metric is None, self.sign * (cell.metric or 0.0)))
+        return sorted(self.cells, key=lambda cell: self._rank(cell.metric))
+
+    def _rank(self, value: float | None) -> tuple[bool, float]:
+        """Return the key by which to sort values: better ones first, missing ones last."""
+        return value is None, self.sign * (value or 0.0)
 
     @property
     def best(self) -> SettingFacts | None:
         """The best setting, without seeds the best cell; None if it is unknown."""
-        known = [one for one in self.by_setting.values() if one.mean is not None]
-        return min(known, key=lambda one: self.sign * (one.mean or 0.0)) if known and self.sign else None
+        known = [setting for setting in self.by_setting.values() if setting.values]
+        if not known or not self.sign:
+            return None
+        return min(known, key=lambda setting: self._rank(setting.mean))
 
     @property
     def minus_best(self) -> dict[str, Verdict]:
@@ -109,9 +120,9 @@ class SweepFacts:
         best = self.best
         if best is None:
             return {}
-        others = [one for one in self.by_setting.values() if one.values and one != best]
+        others = [setting for setting in self.by_setting.values() if setting.values and setting != best]
         measured = self._measured(best)
-        return {one.label: self._judge(measured, self._measured(one)) for one in others}
+        return {setting.label: self._judge(measured, self._measured(setting)) for setting in others}
 
     def _judge(self, first: Measured, second: Measured) -> Verdict:
         if not _DATA_KEYS.isdisjoint(self.keys):
@@ -121,7 +132,7 @@ class SweepFacts:
     def _measured(self, setting: SettingFacts) -> Measured:
         """Return the values of a setting; of a cell of a sweep without seeds with its per-sample results."""
         if REPETITION not in self.keys and self.is_best and self.folder is not None:
-            cell = next(one for one in self.cells if setting_of(one.values) == setting.label)
+            cell = next(cell for cell in self.cells if setting_of(cell.values) == setting.label)
             facts = readable(partial(read_facts, RunDir(self.folder / cell.name)))
             if facts is not None and facts.best is not None:
                 return facts.measured()
@@ -130,12 +141,10 @@ class SweepFacts:
     @property
     def beside_next(self) -> str:
         """`within noise of lr=0.2`: the best setting or cell against the next one; empty if there is none."""
-        known = sorted(
-            (one for one in self.by_setting.values() if one.values), key=lambda one: self.sign * (one.mean or 0.0)
-        )
-        if not self.sign or len(known) < 2:
+        known = [setting for setting in self.by_setting.values() if setting.values]
+        if not self.sign or len(known) <= 1:
             return ""
-        best, following = known[:2]
+        best, following = sorted(known, key=lambda setting: self._rank(setting.mean))[:2]
         return self._judge(self._measured(following), self._measured(best)).beside(following.label)
 
     @property
@@ -153,32 +162,16 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
     monitor = checkpoint_config(runs)
-    cells = []
-    for run, cell in zip(runs, content["cells"], strict=True):
-        best = best_checkpoint(read_checkpoints(run), monitor)
-        ids, own_state = readable(lambda run=run: read_json(run.mlflow)) or {}, readable(run.read_state)  # type: ignore[misc]
-        known = "unreadable" if (run.path / "state.json").exists() else "missing"
-        cells.append(
-            CellFacts(
-                name=run.name,
-                values=cell["values"],
-                label=cell["label"],
-                status=known if own_state is None else own_state.status,
-                metric=None if best is None else best.metrics[monitor.monitor],
-                step=None if best is None else best.step,
-                page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
-            )
-        )
-    metric, mode = monitor.monitor, str(monitor.monitor_mode)
+    cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
+    metric = monitor.monitor
+    mode = str(monitor.monitor_mode)
     is_best = any(cell.metric is not None for cell in cells)
     if not is_best:  # no evaluated checkpoints, as in runs of scripts
         beats = [last_beat(run) for run in runs]
         metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.monitor)
-        mode = mode if metric == monitor.monitor else "min" if "loss" in metric else ""
-        cells = [
-            replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
-            for cell, beat in zip(cells, beats, strict=True)
-        ]
+        if metric != monitor.monitor:
+            mode = "min" if "loss" in metric else ""
+        cells = [_with_last_value(cell, beat, metric) for cell, beat in zip(cells, beats, strict=True)]
     return SweepFacts(
         state=state,
         keys=tuple(content["keys"]),
@@ -190,11 +183,46 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     )
 
 
+def _read_cell(run: RunDir, cell: Mapping[str, Any], monitor: CheckpointConfig) -> CellFacts:
+    """Return the facts of a cell with its best checkpoint.
+
+    Args:
+        cell: its entry in `sweep.json`.
+    """
+    best = best_checkpoint(read_checkpoints(run), monitor)
+    ids = readable(lambda: read_json(run.mlflow)) or {}
+    state = readable(run.read_state)
+    if state is not None:
+        status: str = state.status
+    elif (run.path / "state.json").exists():
+        status = "unreadable"
+    else:
+        status = "missing"
+    return CellFacts(
+        name=run.name,
+        values=cell["values"],
+        label=cell["label"],
+        status=status,
+        metric=None if best is None else best.metrics[monitor.monitor],
+        step=None if best is None else best.step,
+        page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
+    )
+
+
+def _with_last_value(cell: CellFacts, beat: Mapping[str, Any], metric: str) -> CellFacts:
+    """Return a cell with the last value of a metric that rank 0 has sent with its heartbeat."""
+    value = beat.get("metrics", {}).get(metric)
+    step = beat.get("metric_steps", {}).get(metric)
+    return replace(cell, metric=value, step=step)
+
+
 def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
     """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged."""
     counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
+    if monitor in counts:
+        return monitor
     most = [key for key, count in counts.items() if count == max(counts.values())]
-    return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
+    return next(iter(ranked(most, monitor)), "")
 
 
 #: Rows of `setup_rows` that a sweep shows of its first cell.
@@ -204,7 +232,9 @@ _OF_SWEEP = ("Config", "Trainer", "Model", "Data", "Code", "Image", "CPU", "Vers
 def sweep_setup(facts: SweepFacts, sweep: SweepDir) -> list[tuple[str, list[str]]]:
     """Return the setup of the first cell without its name, folder and ranks; empty if it cannot be read."""
     cell = readable(lambda: read_facts(RunDir(sweep.path.parent / facts.cells[0].name)))
-    return [row for row in setup_rows(cell) if row[0] in _OF_SWEEP] if cell is not None else []
+    if cell is None:
+        return []
+    return [(name, lines) for name, lines in setup_rows(cell) if name in _OF_SWEEP]
 
 
 def describe_sweep(
@@ -235,28 +265,56 @@ def describe_sweep(
 
 def _sweep_sections(facts: SweepFacts, cost: str, report: str, num_kept: int) -> Iterator[str]:
     yield status_line(facts.state)
-    cells = facts.ranked_cells
-    titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
     settings = facts.settings if facts.monitor else ()
     if facts.best is not None:
-        kind, text = "setting" if settings else "cell", facts.best.text.removesuffix("" if settings else " (n=1)")
-        page = next((cell.page for cell in cells if cell.label == facts.best.label), "")
-        direction = "lowest" if facts.monitor_mode == "min" else "highest"
-        yield (
-            f"Best {kind}: {link(escaped(facts.best.label, 100), page)} with **{escaped(facts.monitor)} = {text}**"
-            f" ({direction} is best)" + (f", {escaped(facts.beside_next)}" if facts.beside_next else "")
-        )
-    parts = [f"Cost: {with_code(cost, 300)}"] if cost else []
-    if parts := [*parts, *([link("report.html", report)] if report else [])]:
+        yield _best_line(facts, facts.best, has_settings=bool(settings))
+    parts = []
+    if cost:
+        parts.append(f"Cost: {with_code(cost, 300)}")
+    if report:
+        parts.append(link("report.html", report))
+    if parts:
         yield " · ".join(parts)
     if settings and settings[0].values:
         columns = ("Setting", f"{facts.monitor}: mean ± s.d. (n seeds)", "Cells")
-        yield table(columns, [(one.label, one.text, str(one.num_cells)) for one in settings[:num_kept]])
+        yield table(columns, [(setting.label, setting.text, str(setting.num_cells)) for setting in settings[:num_kept]])
+    yield _cell_table(facts, num_kept)
+
+
+def _best_line(facts: SweepFacts, best: SettingFacts, *, has_settings: bool) -> str:
+    kind = "setting"
+    text = best.text
+    if not has_settings:
+        kind = "cell"
+        text = text.removesuffix(" (n=1)")
+    page = next((cell.page for cell in facts.ranked_cells if cell.label == best.label), "")
+    direction = "lowest" if facts.monitor_mode == "min" else "highest"
+    title = link(escaped(best.label, 100), page)
+    line = f"Best {kind}: {title} with **{escaped(facts.monitor)} = {text}** ({direction} is best)"
+    beside_next = facts.beside_next
+    if beside_next:
+        line += f", {escaped(beside_next)}"
+    return line
+
+
+def _cell_table(facts: SweepFacts, num_kept: int) -> str:
+    """Return a row for each cell, the best first."""
+    cells = facts.ranked_cells
+    head = ["Run", *facts.keys]
+    if facts.monitor:
+        head += [facts.monitor, "Step"]
+    head.append("State")
     rows = []
-    for cell, title in list(zip(cells, titles, strict=True))[:num_kept]:
-        numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
-        values = [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
-        rows.append([title, *values, *(numbers if facts.monitor else []), cell.status])
-    head = ("Run", *facts.keys, *([facts.monitor, "Step"] if facts.monitor else []), "State")
+    for cell in cells[:num_kept]:
+        row: list[str] = [link(escaped(cell.label, 100), cell.page)]
+        row += [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
+        if facts.monitor:
+            row.append("" if cell.metric is None else f"{cell.metric:.6g}")
+            row.append("" if cell.step is None else f"{cell.step:,}")
+        row.append(cell.status)
+        rows.append(row)
+    text = table(head, rows)
     left_out = len(cells) - num_kept
-    yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
+    if left_out > 0:
+        text += f"\n\n{left_out} more cells"
+    return text

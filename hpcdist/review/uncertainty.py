@@ -12,29 +12,39 @@ _PROPORTION = re.compile(r"((eval|evaluation|test|val|valid|validation|dev)[/_.]
 _TRAINING = ("train", "training")
 #: Names of a split that mean the same data; `eval` may mean either.
 _SPLITS = (("test",), ("val", "valid", "validation", "dev"))
+#: Larger numbers of samples are not plausible.
 MAX_SAMPLES = 10**15
 #: Larger values, of diverged runs, have no useful mean.
 LARGEST_VALUE = 1e75
+#: Errors from here on are shown with exponents, because the value would have no decimals.
+_LARGE_ERROR = 1e5
 LEGEND = "± alone: standard error, from the number of test samples; ± with s.d.: standard deviation over n seeds"
 
 
 def evaluated_on(metric: str, datasets: Iterable[DatasetRecord]) -> DatasetRecord | None:
-    """Return the dataset of an evaluation: of the split that the metric names, else the only one besides training."""
-    others = [one for one in datasets if one.split not in _TRAINING]
-    word = re.split(r"[/_.]", metric)[0]
-    names = next((group for group in _SPLITS if word in group), ())
-    opposite = [name for group in _SPLITS for name in group if names and group != names]
-    named = [one for one in others if one.split in (word, *names)]
-    found = named or [one for one in others if one.split not in opposite]
-    return found[0] if len(found) == 1 else None
+    """Return the dataset of an evaluation: of the split that the metric names, else the only one besides training.
+
+    None if there is no such dataset, or more than one.
+    """
+    others = [data for data in datasets if data.split not in _TRAINING]
+    split = re.split(r"[/_.]", metric)[0]
+    same_data = next((names for names in _SPLITS if split in names), ())
+    candidates = [data for data in others if data.split == split or data.split in same_data]
+    if not candidates:
+        other_data: list[str] = []
+        if same_data:
+            other_data = [name for names in _SPLITS if names != same_data for name in names]
+        candidates = [data for data in others if data.split not in other_data]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def num_evaluated(metric: str, value: float, datasets: Iterable[DatasetRecord]) -> int | None:
     """Return the number of samples that a value is a proportion of; None if it is none, or the number is unknown."""
-    data = evaluated_on(metric, datasets)
     is_proportion = _PROPORTION.fullmatch(metric) is not None and 0 <= value <= 1
-    num = data.num_samples if data is not None and is_proportion else None
-    return num if num is not None and 0 < num < MAX_SAMPLES else None
+    data = evaluated_on(metric, datasets)
+    if data is None or data.num_samples is None or not is_proportion:
+        return None
+    return data.num_samples if 0 < data.num_samples < MAX_SAMPLES else None
 
 
 def share_error(share: float, num: int | None) -> float | None:
@@ -52,7 +62,7 @@ def with_error(value: float, error: float | None, without: str) -> str:
     """Return `0.978 ± 0.008`, rounded to the first digit of the error; the text `without` if the error is unknown."""
     if not error:
         return without
-    if error >= 1e5:
+    if error >= _LARGE_ERROR:
         return f"{value:.6g} ± {error:.1g}"
     digits = num_digits(error)
     return f"{value:.{digits}f} ± {error:.{digits}f}"
@@ -63,7 +73,8 @@ def mean_text(values: Sequence[float]) -> str:
     if not values:
         return ""
     mean = statistics.fmean(values)
-    if len(values) > 1 and (deviation := statistics.stdev(values)):
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    if deviation:
         return f"{with_error(mean, deviation, '')} s.d. (n={len(values)})"
     return f"{mean:.4g} (n={len(values)})"
 
@@ -73,8 +84,15 @@ def signed(delta: float, interval: Sequence[float] | None) -> str:
 
     It has at least one digit that is not zero: a difference of 0.01 is often 0.00999….
     """
-    width = interval[1] - interval[0] if interval else abs(delta)
-    return f"{delta:+.{max(num_digits(width) + 1, num_digits(abs(delta) * (1 + 1e-9)))}f}" if delta else "0"
+    if not delta:
+        return "0"
+    width = abs(delta)
+    if interval:
+        low, high = interval
+        width = high - low
+    first_digit = num_digits(abs(delta) * (1 + 1e-9))
+    digits = max(num_digits(width) + 1, first_digit)
+    return f"{delta:+.{digits}f}"
 
 
 def ends(interval: Sequence[float] | None) -> str:

@@ -44,6 +44,7 @@ class Measured:
 
     @property
     def mean(self) -> float:
+        """The mean of the values."""
         return statistics.fmean(self.values)
 
 
@@ -99,6 +100,7 @@ def _word(interval: tuple[float, float], mode: str) -> str:
 
 
 def _have_same_samples(first: Measured, second: Measured) -> bool:
+    """Return whether both results have per-sample results of the same split of the same data."""
     if first.data is None or second.data is None or not first.data.digest:
         return False
     is_same_data = (first.data.digest, first.data.split) == (second.data.digest, second.data.split)
@@ -113,8 +115,8 @@ def _paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[f
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of differences without variance
-        found = stats.ttest_rel(_floats(second), _floats(first))
-    return _finite(found.confidence_interval(CONFIDENCE))
+        test = stats.ttest_rel(_floats(second), _floats(first))
+    return _finite(test.confidence_interval(CONFIDENCE))
 
 
 def _interval_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
@@ -123,8 +125,8 @@ def _interval_of_means(first: Sequence[float], second: Sequence[float]) -> tuple
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of values without variance
-        found = stats.ttest_ind(_floats(second), _floats(first), equal_var=False)
-    return _finite(found.confidence_interval(CONFIDENCE))
+        test = stats.ttest_ind(_floats(second), _floats(first), equal_var=False)
+    return _finite(test.confidence_interval(CONFIDENCE))
 
 
 def _floats(values: Sequence[float]) -> list[float]:
@@ -133,6 +135,7 @@ def _floats(values: Sequence[float]) -> list[float]:
 
 
 def _finite(interval: Sequence[float]) -> tuple[float, float] | None:
+    """Return an interval; None if an end is not finite, or it has no width."""
     low, high = map(float, interval)
     if not (math.isfinite(low) and math.isfinite(high)) or low == high:
         return None
