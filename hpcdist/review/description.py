@@ -11,7 +11,7 @@ from urllib.parse import quote
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.config.training_schema import script_name
 from hpcdist.errors import duration, few, plural
-from hpcdist.review.facts import Progress, RunFacts
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import SHORT_RUN, Ledger, cost_of, hours_text, percent
 from hpcdist.review.markdown import (
     PATCH,
@@ -50,55 +50,99 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
     if facts.config_name:
         profile = f", cluster profile {facts.cluster_name}" if facts.cluster_name else ""
         yield "Config", [facts.config_name + profile]
-        changed = []
-        for key, item in facts.overrides.items():
-            after, before = text_of(item.after), text_of(item.before)
-            if not in_full:
-                after, before = one_line(after, _MAX_VALUE), one_line(before, _MAX_VALUE)
-            changed.append(f"{key} = {after} (config: {before})")
-        num_shown = len(changed) if in_full else _MAX_OVERRIDES
-        yield "Overrides", [*changed[:num_shown], *more(len(changed) - num_shown)] or ["none"]
+        yield "Overrides", _overrides(facts, in_full=in_full) or ["none"]
     if facts.like:
         known_as = f" (MLflow run {facts.like_run_id})" if facts.like_run_id else ""
         yield "Config and code of", [facts.like + known_as]
     if facts.sweep:
         yield "Sweep", [facts.sweep]
     yield "Trainer", [facts.trainer]
-    size = "" if facts.num_parameters is None else f"{facts.num_parameters:,} trainable parameters"
-    if facts.model or size:
-        yield "Model", [", ".join(filter(None, (facts.model, size)))]
+    model = _model(facts)
+    if model:
+        yield "Model", [model]
     if facts.datasets:
-        yield "Data", [dataset_text(one) for one in facts.datasets]
-    if code := _code(facts):
+        yield "Data", [dataset_text(data) for data in facts.datasets]
+    code = _code(facts)
+    if code:
         yield "Code", [code]
-    if image := _image(facts):
+    image = _image(facts)
+    if image:
         yield "Image", [image]
-    device = " on the CPU" if facts.devices == "CPU" else f" on {facts.devices}" if facts.devices else ""
-    if facts.is_script and facts.attempts and facts.devices != "CPU":
-        device = f" with {facts.devices} visible to rank 0" if facts.devices else " on devices that are not recorded"
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    where = f" on {_nodes(nodes)}" if nodes else ""
-    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
-    others = f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})" if earlier else ""
-    job = f", Slurm job {facts.job_id}" if facts.job_id else ""
-    yield "Ranks", [f"{facts.state.world_size}{device}{where}{others}{job}"]
+    yield "Ranks", [_ranks(facts)]
     if facts.cpu:
         yield "CPU", [facts.cpu]
-    if versions := _versions(facts):
+    versions = _versions(facts)
+    if versions:
         yield "Versions", [versions]
-    started = facts.attempts[0].started if facts.attempts else None
     by = f" by {facts.user}" if facts.user else ""
-    yield "Created" if started is None else "Started", [clock(started or facts.state.created) + by]
+    if facts.attempts:
+        yield "Started", [clock(facts.attempts[0].started or facts.state.created) + by]
+    else:
+        yield "Created", [clock(facts.state.created) + by]
     yield "Folder", [f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder)]
 
 
+def _overrides(facts: RunFacts, *, in_full: bool) -> list[str]:
+    lines = []
+    for key, override in facts.overrides.items():
+        after = text_of(override.after)
+        before = text_of(override.before)
+        if not in_full:
+            after = one_line(after, _MAX_VALUE)
+            before = one_line(before, _MAX_VALUE)
+        lines.append(f"{key} = {after} (config: {before})")
+    if in_full:
+        return lines
+    return [*lines[:_MAX_OVERRIDES], *more(len(lines) - _MAX_OVERRIDES)]
+
+
+def _model(facts: RunFacts) -> str:
+    parts = [facts.model]
+    if facts.num_parameters is not None:
+        parts.append(f"{facts.num_parameters:,} trainable parameters")
+    return ", ".join(filter(None, parts))
+
+
+def _ranks(facts: RunFacts) -> str:
+    """Return the number of ranks and where they ran: devices, nodes and job."""
+    text = f"{facts.state.world_size}{_devices(facts)}"
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    if nodes:
+        text += f" on {_nodes(nodes)}"
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    if earlier:
+        text += f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})"
+    if facts.job_id:
+        text += f", Slurm job {facts.job_id}"
+    return text
+
+
+def _devices(facts: RunFacts) -> str:
+    if facts.devices == "CPU":
+        return " on the CPU"
+    if facts.is_script and facts.attempts:
+        # Only the script knows which of the visible devices it uses.
+        if facts.devices:
+            return f" with {facts.devices} visible to rank 0"
+        return " on devices that are not recorded"
+    return f" on {facts.devices}" if facts.devices else ""
+
+
 def dataset_text(data: DatasetRecord) -> str:
-    number = "" if data.num_samples is None else f", {data.num_samples:,} samples"
-    return f"{data.name} ({data.split}){number}" + (f", digest {data.digest}" if data.digest else "")
+    """Return a dataset as `digits (test), 360 samples, digest 1a2b3c`."""
+    text = f"{data.name} ({data.split})"
+    if data.num_samples is not None:
+        text += f", {data.num_samples:,} samples"
+    if data.digest:
+        text += f", digest {data.digest}"
+    return text
 
 
 def more(number: int) -> list[str]:
-    return [f"{number} more"] if number > 0 else []
+    """Return the last item of a shortened list, `3 more`; none if nothing is left out."""
+    if number <= 0:
+        return []
+    return [f"{number} more"]
 
 
 def _nodes(nodes: Sequence[str]) -> str:
@@ -106,22 +150,27 @@ def _nodes(nodes: Sequence[str]) -> str:
 
 
 def _code(facts: RunFacts) -> str:
-    # The commit of a shipped trainer is that of hpcdist's own work tree.
-    parts = [f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip()] if facts.stored.trainer is not None else []
+    parts = []
+    if facts.stored.trainer is not None:
+        parts.append(f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip())
     if facts.git_commit:
         commit = f"commit {facts.git_commit}"
         if facts.git_dirty:
             commit += " with uncommitted changes"
         if facts.changed_files:
             commit += f" of {few(facts.changed_files, _MAX_CHANGED)}"
-        parts = [", ".join([*(f"{shipped} from a git work tree" for shipped in parts), commit])]
+        # The commit of a shipped trainer is that of hpcdist's own work tree.
+        shipped = [f"{version} from a git work tree" for version in parts]
+        parts = [", ".join([*shipped, commit])]
     elif facts.code_copied:
         why = f", since {facts.no_commit}" if facts.no_commit else ""
         parts.append(f"no commit{why}; the run folder has a copy in code/")
     if facts.code_digest:
         parts.append(f"digest {facts.code_digest} of the copied files")
-    if facts.git_commit and (number := facts.num_untracked):
-        parts.append(f"{number} file{'s' * (number > 1)} of the copy {'are' if number > 1 else 'is'} not in git")
+    if facts.git_commit and facts.num_untracked == 1:
+        parts.append("1 file of the copy is not in git")
+    elif facts.git_commit and facts.num_untracked:
+        parts.append(f"{facts.num_untracked} files of the copy are not in git")
     if facts.live_code:
         parts.append(f"imported without a copy, so later edits change the run: {_nodes(facts.live_code)}")
     return "; ".join(parts)
@@ -137,20 +186,35 @@ def _image(facts: RunFacts) -> str:
         words.append(f"build {facts.image_build[:12]}")
     if facts.image or len(words) > 1:
         return ", ".join(words)
-    return "none, without a container" if facts.stored.values.get("container.runtime") == "none" else ""
+    if facts.stored.values.get("container.runtime") == "none":
+        return "none, without a container"
+    return ""
+
+
+#: Names of the packages in `versions`, in the order in which they are shown.
+_VERSION_NAMES = {
+    "hpcdist": "hpcdist",
+    "torch": "torch",
+    "python": "Python",
+    "cuda": "CUDA",
+    "driver": "NVIDIA driver",
+}
 
 
 def _versions(facts: RunFacts) -> str:
-    def listed(versions: Mapping[str, str]) -> str:
-        names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA", "driver": "NVIDIA driver"}
-        return ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
-
-    own, inside = listed(facts.versions), listed(facts.rank_versions)
+    on_host = _listed_versions(facts.versions)
+    of_ranks = _listed_versions(facts.rank_versions)
     if not facts.rank_python:
-        return own
+        return on_host
     place = "in the container" if facts.rank_python == "container" else "in the environment of the ranks"
-    texts = [f"{inside} {place}" if inside else f"those {place} are recorded when the job starts"]
-    return "; ".join([*texts, *([f"{own} on {facts.host}"] if own else [])])
+    text = f"{of_ranks} {place}" if of_ranks else f"those {place} are recorded when the job starts"
+    if on_host:
+        text += f"; {on_host} on {facts.host}"
+    return text
+
+
+def _listed_versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions[key]}" for key, name in _VERSION_NAMES.items() if versions.get(key))
 
 
 #: Columns of `attempt_rows`.
@@ -159,23 +223,34 @@ ATTEMPT_COLUMNS = ("Attempt", "Start (UTC)", "Duration", "Nodes", "Steps", "Step
 
 def attempt_rows(facts: RunFacts, *, in_full: bool = False) -> list[tuple[str, ...]]:
     """Return a row for each attempt, not escaped; the nodes shortened unless `in_full`."""
-    return [
-        (
-            str(one.number),
-            clock(one.started).removesuffix(" UTC"),
-            "" if one.ended is None else duration(max(0.0, one.ended - one.started)),
-            ", ".join(one.nodes) if in_full else _nodes(one.nodes),
-            ("not reported" if facts.is_script else "")
-            if one.last_step is None
-            else f"{(one.first_step or 0) + 1:,} to {one.last_step:,}"
-            if one.last_step > (one.first_step or 0)
-            else "none",
-            "" if one.steps_lost is None else f"{one.steps_lost:,}",
-            one.status,
-            one.cause,
+    rows: list[tuple[str, ...]] = []
+    for attempt in facts.attempts:
+        spent = "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started))
+        nodes = ", ".join(attempt.nodes) if in_full else _nodes(attempt.nodes)
+        steps_lost = "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}"
+        rows.append(
+            (
+                str(attempt.number),
+                clock(attempt.started).removesuffix(" UTC"),
+                spent,
+                nodes,
+                _steps(attempt, is_script=facts.is_script),
+                steps_lost,
+                attempt.status,
+                attempt.cause,
+            )
         )
-        for one in facts.attempts
-    ]
+    return rows
+
+
+def _steps(attempt: AttemptFacts, *, is_script: bool) -> str:
+    """Return the steps of an attempt as `101 to 200`."""
+    if attempt.last_step is None:
+        return "not reported" if is_script else ""
+    num_before = attempt.first_step or 0
+    if attempt.last_step <= num_before:
+        return "none"
+    return f"{num_before + 1:,} to {attempt.last_step:,}"
 
 
 #: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
@@ -188,18 +263,20 @@ _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 def run_again_command(facts: RunFacts) -> str:
     """Return the command that starts the same config in the same store, with `***` for secrets; empty if unknown."""
     if not facts.config_name or not facts.overrides_known:
-        words = facts.command
+        return _in_folder(facts, facts.command)
+    words = ["hpcdist", "submit" if facts.launcher == "slurm" else "run"]
+    overrides = [f"{key}={text_of(override.after)}" for key, override in facts.overrides.items()]
+    script: list[str] = []
+    if facts.config_name == PLAIN_SCRIPT:
+        script = facts.stored.config.trainer.script
+        if script_name(script).removesuffix(".py") != facts.experiment:
+            overrides.insert(0, f"experiment={facts.experiment}")
     else:
-        verb = "submit" if facts.launcher == "slurm" else "run"
-        profile = ["--cluster", facts.cluster_name] if facts.cluster_name else []
-        changed = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
-        named, script = [facts.config_name], []
-        if facts.config_name == PLAIN_SCRIPT:
-            named, script = [], facts.stored.config.trainer.script
-            if script_name(script).removesuffix(".py") != facts.experiment:
-                changed.insert(0, f"experiment={facts.experiment}")
-        words = shlex.join(["hpcdist", verb, *named, *profile, *changed, *_location(facts), *script])
-    return _in_folder(facts, words)
+        words.append(facts.config_name)
+    if facts.cluster_name:
+        words += ["--cluster", facts.cluster_name]
+    words += [*overrides, *_location(facts), *script]
+    return _in_folder(facts, shlex.join(words))
 
 
 def rerun_command(facts: RunFacts) -> str:
@@ -209,7 +286,9 @@ def rerun_command(facts: RunFacts) -> str:
 
 def resume_command(facts: RunFacts) -> str:
     """Return the command that continues a run that was stopped, from any folder; empty for other runs."""
-    return _resume_command(facts) if facts.state.status in ("stopped", "cancelled") else ""
+    if facts.state.status not in ("stopped", "cancelled"):
+        return ""
+    return _resume_command(facts)
 
 
 def _resume_command(facts: RunFacts) -> str:
@@ -217,32 +296,40 @@ def _resume_command(facts: RunFacts) -> str:
 
 
 def wrapped(command: str) -> str:
+    """Return a shell command divided into lines of at most MAX_LINE characters, as far as its words are so short."""
     if len(command) <= MAX_LINE:
         return command
     lines = [""]
     for word in _WORD.findall(command):
-        if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
+        if not lines[-1]:
+            lines[-1] = word
+        elif lines[-1].endswith(" &&"):  # the shell reads on without a backslash
             lines.append(word)
-        elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
+        elif len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
             lines[-1] += " \\"
             lines.append(f"    {word}")
         else:
-            lines[-1] += f" {word}" if lines[-1] else word
+            lines[-1] += f" {word}"
     return "\n".join(lines)
 
 
 def _location(facts: RunFacts) -> list[str]:
     """Return the overrides for the folder and the store of the run, if they are not the default ones of its folder."""
+    overrides = []
     runs_dir = facts.folder.parent.parent.absolute()
-    words = [f"runs_dir={runs_dir}"] if Path(facts.cwd, "runs") != runs_dir else []
-    # A redacted password makes the URI useless.
+    if Path(facts.cwd, "runs") != runs_dir:
+        overrides.append(f"runs_dir={runs_dir}")
     default = f"sqlite:///{own_place(runs_dir) / DATABASE}"
-    is_default = facts.tracking_uri in ("", default) or is_redacted(facts.tracking_uri)
-    return words if is_default else [*words, f"tracking.uri={facts.tracking_uri}"]
+    # A redacted password makes the URI useless.
+    if facts.tracking_uri not in ("", default) and not is_redacted(facts.tracking_uri):
+        overrides.append(f"tracking.uri={facts.tracking_uri}")
+    return overrides
 
 
 def _in_folder(facts: RunFacts, command: str) -> str:
-    return f"cd {shlex.quote(facts.cwd)} && {command}" if command and facts.cwd else command
+    if not command or not facts.cwd:
+        return command
+    return f"cd {shlex.quote(facts.cwd)} && {command}"
 
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
@@ -264,9 +351,13 @@ def describe(
 def fitted(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
     """Return the sections with the first number of rows in `kept` that fits into `max_chars`, else cut off."""
     for num_kept in kept:
-        if len(text := "\n\n".join(sections(num_kept))) <= max_chars:
+        text = "\n\n".join(sections(num_kept))
+        if len(text) <= max_chars:
             return text
-    return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
+    ending = "\n…"
+    if max_chars <= len(ending):
+        return ""
+    return text[: max_chars - len(ending)].rpartition("\n")[0] + ending
 
 
 def headline(facts: RunFacts, ledger: Ledger) -> str:
@@ -274,77 +365,102 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
 
     Facts that a run does not have are left out; without any the line is empty.
     """
-    words = []
+    parts = []
     if facts.best is not None:
-        value = f"{facts.monitor} {facts.best_text(f'{facts.best_value:.6g}')}"
-        words.append(f"{value} so far" if facts.is_live else value)
+        value = facts.best_text(f"{facts.best_value:.6g}")
+        so_far = " so far" if facts.is_live else ""
+        parts.append(f"{facts.monitor} {value}{so_far}")
     if ledger.entries:
-        words.append(cost_of([ledger]))
-    early = [one for one in facts.attempts if one.status not in ("running", "finished")]
-    num_killed = sum(one.failure == "killed" for one in early)
-    num_others = len(early) - num_killed
-    num_lost = sum(one.steps_lost or 0 for one in facts.attempts)
-    losses = []
+        parts.append(cost_of([ledger]))
+    interruptions = _interruptions(facts)
+    if interruptions:
+        parts.append(interruptions)
+    return " · ".join(parts)
+
+
+def _interruptions(facts: RunFacts) -> str:
+    """Return the numbers of killed ranks, other interruptions and lost steps, without those that are 0."""
+    interrupted = [attempt for attempt in facts.attempts if attempt.status not in ("running", "finished")]
+    num_killed = sum(attempt.failure == "killed" for attempt in interrupted)
+    num_others = len(interrupted) - num_killed
+    num_lost = sum(attempt.steps_lost or 0 for attempt in facts.attempts)
+    parts = []
     if num_killed:
-        losses.append(f"{plural(num_killed, 'rank')} killed")
+        parts.append(f"{plural(num_killed, 'rank')} killed")
     if num_others:
-        losses.append(plural(num_others, "interruption"))
+        parts.append(plural(num_others, "interruption"))
     if num_lost:
-        losses.append(f"{plural(num_lost, 'step')} lost")
-    if losses:
-        words.append(", ".join(losses))
-    return " · ".join(words)
+        parts.append(f"{plural(num_lost, 'step')} lost")
+    return ", ".join(parts)
 
 
 def status_line(state: State) -> str:
+    """Return status and reason as Markdown, the status in bold type."""
     return with_code(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
 
 
 def _sections(
     facts: RunFacts, ledger: Ledger, finding: "Finding | None", num_attempts: int, now: float
 ) -> Iterator[str]:
-    # MLflow shows only the first lines until a click: the result, or the cause of a bad end.
-    first, _, rest = headline(facts, ledger).partition(" · ")
-    lines = [f"**{escaped(first)}**" + (f" · {escaped(rest, 1000)}" if rest else "")] if first else []
-    status = [status_line(facts.state)]
-    if finding and finding.fix:  # the fix of an exception names the line of the code, and its cause is the status
-        # The command in the fix may be relative to the folder of the supervisor, which is not the reader's.
-        fix = finding.fix.replace(RunDir(facts.folder).resume_command, _resume_command(facts))
-        status.append(with_code(": ".join(filter(None, ("" if finding.code else finding.cause, fix))), 1000))
-    if command := resume_command(facts):
-        status.append(with_code(f"`{command}` continues it", 1000))
-    yield from [*status, *lines] if facts.state.status in ("failed", "stopped", "cancelled") else [*lines, *status]
+    yield from _first_lines(facts, ledger, finding)
     if facts.progress is not None:
         yield _progress(facts, facts.progress, now)
+    elif facts.state.status == "running":
+        yield f"State at {clock(now)}: no step is done yet in this attempt."
     elif facts.is_live:
-        is_running = facts.state.status == "running"
-        yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
+        yield f"State at {clock(now)}."
     yield "### Setup\n\n" + setup_table(setup_rows(facts))
     if facts.has_patch:
         yield link("uncommitted changes", _artifact(facts, PATCH))
-    if result := list(_result(facts)):
+    result = list(_result(facts))
+    if result:
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
     if facts.attempts:
         yield "### Attempts\n\n" + _attempts(facts, num_attempts)
     if ledger.entries:
         yield "### Cost\n\n" + cost_text(ledger)
     yield from _load(facts)
-    if command := run_again_command(facts):
-        secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
-        yield (
-            "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
-            f"{secrets}\n\n{_block(command, 'bash')}"
-        )
+    command = run_again_command(facts)
+    if command:
+        text = "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
+        if REDACTED in command:
+            text += " Replace each \\*\\*\\* by the secret, which is not recorded."
+        yield f"{text}\n\n{_block(command, 'bash')}"
     yield (
         "With the config and the code of this run, and a comparison of the logged values, where its folder is:\n\n"
         + _block(rerun_command(facts), "bash")
     )
 
 
+def _first_lines(facts: RunFacts, ledger: Ledger, finding: "Finding | None") -> list[str]:
+    """Return status and result, after a bad end its cause first: until a click, MLflow shows only the first lines."""
+    result = []
+    first, _, rest = headline(facts, ledger).partition(" · ")
+    if first:
+        details = f" · {escaped(rest, 1000)}" if rest else ""
+        result.append(f"**{escaped(first)}**{details}")
+    status = [status_line(facts.state)]
+    if finding and finding.fix:
+        # The command in the fix may be relative to the folder of the supervisor, which is not the reader's.
+        fix = finding.fix.replace(RunDir(facts.folder).resume_command, _resume_command(facts))
+        # The fix of an exception names the line of the code, and its cause is the status.
+        if finding.cause and not finding.code:
+            fix = f"{finding.cause}: {fix}"
+        status.append(with_code(fix, 1000))
+    command = resume_command(facts)
+    if command:
+        status.append(with_code(f"`{command}` continues it", 1000))
+    if facts.state.status in ("failed", "stopped", "cancelled"):
+        return status + result
+    return result + status
+
+
 def setup_table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    cells = [
-        (Markdown(f"**{name}**"), Markdown("<br>".join(escaped(one, 600) for one in lines))) for name, lines in rows
-    ]
+    """Return `setup_rows` as a table in Markdown."""
+    cells = []
+    for name, lines in rows:
+        text = "<br>".join(escaped(line, 600) for line in lines)
+        cells.append((Markdown(f"**{name}**"), Markdown(text)))
     return table(("", ""), cells)
 
 
@@ -355,67 +471,110 @@ def _artifact(facts: RunFacts, path: str) -> str:
 def _block(text: str, language: str) -> str:
     """Return code as a block, without passwords, with a command on several lines."""
     text = redact_text(text)  # passwords first: they are not found in divided words
-    text = wrapped(text) if language == "bash" else text
-    return f"```{language}\n{text.replace('```', chr(39) * 3)}\n```"
+    if language == "bash":
+        text = wrapped(text)
+    text = text.replace("```", "'''")
+    return f"```{language}\n{text}\n```"
 
 
 def _progress(facts: RunFacts, progress: Progress, now: float) -> str:
     age_s = max(0.0, now - progress.seen)
     is_silent = age_s >= _SILENT_S
-    words = [f"step {progress.step:,}"]
+    step = f"step {progress.step:,}"
     if progress.total_steps:
-        words[0] += f" of {progress.total_steps:,} ({100 * progress.step / progress.total_steps:.0f} %)"
-    words.append(f"last heartbeat {duration(age_s)} before")
+        percentage = 100 * progress.step / progress.total_steps
+        step += f" of {progress.total_steps:,} ({percentage:.0f} %)"
+    parts = [step, f"last heartbeat {duration(age_s)} before"]
     if progress.eta is not None and not is_silent:
-        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({clock(progress.eta)})")
+        parts.append(f"ends in about {_until(progress.eta, now)}")
+    parts.append(_last_save(facts))
+    if progress.time_limit is not None:
+        parts.append(f"time limit in {_until(progress.time_limit, now)}")
+    text = f"Progress at {clock(now)}: {'; '.join(parts)}."
+    if is_silent:
+        warning = f"**No heartbeat for {duration(age_s)}**: a long step, a hang, or a node that has failed."
+        text = f"{warning}\n\n{text}"
+    return text
+
+
+def _until(time_s: float, now: float) -> str:
+    """Return the time until a point in time, and that point: `5 min 3 s (2026-11-22 12:30 UTC)`."""
+    return f"{duration(max(0.0, time_s - now))} ({clock(time_s)})"
+
+
+def _last_save(facts: RunFacts) -> str:
     if facts.checkpoints:
         last = facts.checkpoints[-1]
         at = f" ({clock(last.created)})" if last.created is not None else ""
-        words.append(f"last save at step {last.step:,}{at}")
-    elif facts.script_files:
-        words.append(f"last save {facts.script_files[-1]}")
-    else:
-        words.append("nothing is saved yet")
-    if progress.time_limit is not None:
-        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({clock(progress.time_limit)})")
-    warning = f"**No heartbeat for {duration(age_s)}**: a long step, a hang, or a node that has failed.\n\n"
-    return warning * is_silent + f"Progress at {clock(now)}: {'; '.join(words)}."
+        return f"last save at step {last.step:,}{at}"
+    if facts.script_files:
+        return f"last save {facts.script_files[-1]}"
+    return "nothing is saved yet"
 
 
 def _result(facts: RunFacts) -> Iterator[str]:
     if facts.best is not None:
-        direction = "lowest" if facts.monitor_mode == "min" else "highest"
-        yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
-        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if facts.has_uploaded_best else ""
-        yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
-        yield from [escaped(LEGEND)] * (facts.best_text("") != "")
+        yield from _best_lines(facts, facts.best)
     if facts.checkpoints:
-        kept = []
-        for one in facts.checkpoints[-_MAX_CHECKPOINTS:]:
-            value = one.metrics.get(facts.monitor)
-            kept.append(f"step {one.step:,}" + ("" if value is None else f" ({value:.6g})"))
-        page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
-        models = f"; {link('those of all runs', page)}" if facts.experiment_id else ""
-        yield f"kept checkpoints: {', '.join(kept)}{models}"
-    if files := facts.script_files:
-        shown = [escaped(name) for name in files[-_MAX_CHECKPOINTS:]]
-        yield f"files in the checkpoint folder: {', '.join([*more(len(files) - len(shown)), *shown])}"
-    # By step: training metrics are logged in intervals, evaluations apart.
-    metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
-    by_step: dict[int | None, list[str]] = {}
-    for name in metrics[:_MAX_METRICS]:
-        text = f"{escaped(name)} {_number(facts.metrics[name])}"
-        by_step.setdefault(facts.metric_steps.get(name), []).append(text)
-    for step, values in by_step.items():
-        yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
-    yield from (f"{others} metrics" for others in more(len(metrics) - _MAX_METRICS))
+        yield _kept_checkpoints(facts)
+    if facts.script_files:
+        names = [escaped(name) for name in facts.script_files[-_MAX_CHECKPOINTS:]]
+        left_out = more(len(facts.script_files) - len(names))
+        yield f"files in the checkpoint folder: {', '.join([*left_out, *names])}"
+    yield from _last_values(facts)
     for name, speed in facts.speeds.items():
         yield f"median of {escaped(name)} over its logged values: {_number(speed)}"
 
 
+def _best_lines(facts: RunFacts, best: CheckpointFacts) -> Iterator[str]:
+    direction = "lowest" if facts.monitor_mode == "min" else "highest"
+    yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {best.step:,} (best = {direction})"
+    artifact = ""
+    if facts.has_uploaded_best:
+        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}"
+    yield f"best checkpoint: {escaped(str(best.path))}{artifact}"
+    if facts.best_text("") != "":
+        yield escaped(LEGEND)
+
+
+def _kept_checkpoints(facts: RunFacts) -> str:
+    steps = []
+    for checkpoint in facts.checkpoints[-_MAX_CHECKPOINTS:]:
+        value = checkpoint.metrics.get(facts.monitor)
+        value_text = "" if value is None else f" ({value:.6g})"
+        steps.append(f"step {checkpoint.step:,}{value_text}")
+    text = f"kept checkpoints: {', '.join(steps)}"
+    if facts.experiment_id:
+        page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
+        text += f"; {link('those of all runs', page)}"
+    return text
+
+
+def _last_values(facts: RunFacts) -> Iterator[str]:
+    """Yield the last values by step: training metrics are logged in intervals, evaluations apart."""
+    names = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
+    by_step: dict[int | None, list[str]] = {}
+    for name in names[:_MAX_METRICS]:
+        text = f"{escaped(name)} {_number(facts.metrics[name])}"
+        by_step.setdefault(facts.metric_steps.get(name), []).append(text)
+    for step, values in by_step.items():
+        at = "" if step is None else f" at step {step:,}"
+        yield f"last values{at}: {', '.join(values)}"
+    for others in more(len(names) - _MAX_METRICS):
+        yield f"{others} metrics"
+
+
+#: Numbers from here on have no decimals.
+_NO_DECIMALS = 1e5
+#: Numbers from here on have an exponent, because floats are exact to about 15 digits.
+_EXPONENT = 1e15
+
+
 def _number(value: float) -> str:
     """Return a number without an exponent if it is large: `358,176`, `0.51165`."""
-    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.5g}"
+    if _NO_DECIMALS <= abs(value) < _EXPONENT:
+        return f"{value:,.0f}"
+    return f"{value:.5g}"
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:
@@ -423,13 +582,18 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
     for row, attempt in zip(attempt_rows(facts), facts.attempts, strict=True):
         logs = link("logs", _artifact(facts, f"logs/attempt-{attempt.number:03d}"))
         rows.append((*row[:-1], with_code(row[-1], 200), logs))
-    if (left_out := len(rows) - num_kept) > 0:
+    columns = (*ATTEMPT_COLUMNS, "Logs")
+    left_out = len(rows) - num_kept
+    if left_out > 0:
         first = (num_kept + 1) // 2
-        rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
-    text = table((*ATTEMPT_COLUMNS, "Logs"), rows)
+        texts = ("…", f"{left_out} more attempts")
+        empty = [""] * (len(columns) - len(texts))
+        rows[first : first + left_out] = [(*texts, *empty)]
+    text = table(columns, rows)
     if facts.is_script and len(facts.attempts) > 1:
         text += "\n\nSteps are those that the script has reported."
-    if report := _artifact(facts, "report.html"):
+    report = _artifact(facts, "report.html")
+    if report:
         text += f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts."
     return text
 
@@ -437,45 +601,69 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
 def _load(facts: RunFacts) -> Iterator[str]:
     """Yield the commands that load the final model, and the best (else newest) checkpoint if it has other weights."""
     last_step = facts.attempts[-1].last_step if facts.attempts else None
-    checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
+    kind = "best"
+    checkpoint = facts.best
+    if checkpoint is None:
+        kind = "newest"
+        checkpoint = facts.checkpoints[-1] if facts.checkpoints else None
     has_final = facts.has_model and bool(facts.run_id)
     if not has_final and checkpoint is None:
         return
     yield "### Load the model"
     is_final = has_final and checkpoint is not None and checkpoint.step == last_step
-    kind = "best" if facts.best is not None else "newest"
     if has_final:
-        words = ["The final model", "" if last_step is None else f"after step {last_step:,}"]
-        words.append(f"the same as the {kind} checkpoint" if is_final else "")
-        code = f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
-        yield (
-            f"{', '.join(filter(None, words))}, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store;"
-            f" it needs no hpcdist unless the code of the model does:\n\n{_block(code, 'python')}"
-        )
+        same = f"the same as the {kind} checkpoint" if is_final else ""
+        yield _load_final(facts, last_step, same)
     if checkpoint is not None and not is_final:
-        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best is not None else ""
-        if checkpoint is facts.best and facts.has_uploaded_best:
-            source, first = "from MLflow", "import mlflow\n"
-            last = (
-                f'uri = "runs:/{facts.run_id}/checkpoints/best"\n'
-                "state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))"
-            )
-        else:
-            source, first = "from its folder", ""
-            last = f"folder = {str(checkpoint.path)!r}\nstate_dict = load_weights(folder)"
-        code = f"{first}from hpcdist.checkpoint.state import load_weights\n\n{last}"
-        yield f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
+        yield _load_checkpoint(facts, checkpoint, kind)
+
+
+def _load_final(facts: RunFacts, last_step: int | None, same: str) -> str:
+    words = ["The final model"]
+    if last_step is not None:
+        words.append(f"after step {last_step:,}")
+    if same:
+        words.append(same)
+    code = f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
+    return (
+        f"{', '.join(words)}, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store;"
+        f" it needs no hpcdist unless the code of the model does:\n\n{_block(code, 'python')}"
+    )
+
+
+def _load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts, kind: str) -> str:
+    imports = "from hpcdist.checkpoint.state import load_weights"
+    if checkpoint is facts.best and facts.has_uploaded_best:
+        source = "from MLflow"
+        imports = f"import mlflow\n{imports}"
+        load = (
+            f'uri = "runs:/{facts.run_id}/checkpoints/best"\n'
+            "state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))"
+        )
+    else:
+        source = "from its folder"
+        load = f"folder = {str(checkpoint.path)!r}\nstate_dict = load_weights(folder)"
+    value = ""
+    if facts.best is not None:
+        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}"
+    code = f"{imports}\n\n{load}"
+    return f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
 
 
 def cost_text(ledger: Ledger) -> str:
+    """Return the allocated time with its useful part and its price, and a table of its causes."""
     useful = "goodput not measured, since the script reported no step in at least one attempt"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
-        useful += f"; {SHORT_RUN}: start and end dominate the shares" if ledger.is_short else ""
-    words = [f"**{hours_text(ledger.allocated_s)} {ledger.unit}-hours** allocated, {useful}"]
+        if ledger.is_short:
+            useful += f"; {SHORT_RUN}: start and end dominate the shares"
+    parts = [f"**{hours_text(ledger.allocated_s)} {ledger.unit}-hours** allocated, {useful}"]
     if ledger.queue_s:
-        words.append(f"{duration(ledger.queue_s)} in the queue")
-    words += [ledger.energy_text] if ledger.energy_text else []
-    words += [f"{name} {escaped(text)}" for name, text in ledger.costs.items()]
+        parts.append(f"{duration(ledger.queue_s)} in the queue")
+    if ledger.energy_text:
+        parts.append(ledger.energy_text)
+    for name, text in ledger.costs.items():
+        parts.append(f"{name} {escaped(text)}")
     rows = [(*row[:-1], with_code(row[-1], 300)) for row in ledger.rows()]
-    return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), rows)
+    columns = ("Cause", f"{ledger.unit}-hours", "Share", "Meaning")
+    return "; ".join(parts) + "\n\n" + table(columns, rows)
