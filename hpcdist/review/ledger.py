@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from hpcdist.config.cluster_schema import ClusterConfig, read_price
 from hpcdist.config.slurm_notation import expand
@@ -42,6 +42,11 @@ SHORT_RUN = "short run"
 #: Causes of rank 0 whose times are recorded (`phases.jsonl`).
 PHASES: tuple[Cause, ...] = ("start", "compile", "evaluation", "checkpoint", "finish")
 
+_G_PER_KG = 1000
+_J_PER_KWH = 3.6e6
+
+K = TypeVar("K")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankAccount:
@@ -56,6 +61,8 @@ class RankAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAttempt:
+    """An attempt with its begin and end, in seconds since the epoch."""
+
     attempt: Attempt
     times: AttemptTimes
     began: float
@@ -65,25 +72,37 @@ class TimedAttempt:
 
     @property
     def nodes(self) -> dict[str, float]:
+        """Allocated GPUs or cores by node."""
         return {node: share.allocated for node, share in self.times.shares.items()}
 
 
 def read_accounts(timed: TimedAttempt, shares: Iterable[NodeShare]) -> dict[int, RankAccount | None]:
     """Return the accounts by rank; those of a plain script, which may report steps on rank 0 only, have that one's."""
-    first = None if timed.times.measured else _known_account(timed)
-    return {rank: _known_account(timed, rank) or first for share in shares for rank in share.ranks}
+    instead = None if timed.times.measured else _known_account(timed)
+    ranks = [rank for share in shares for rank in share.ranks]
+    return {rank: _known_account(timed, rank) or instead for rank in ranks}
 
 
 def _known_account(timed: TimedAttempt, rank: int = 0) -> RankAccount | None:
     """Return the last account of a rank; None if it has none, and for a script that has reported no step."""
-    found = read_account(timed.attempt, rank)
-    return None if found is not None and found.cause == "start" and not timed.times.measured else found
+    account = read_account(timed.attempt, rank)
+    if account is not None and account.cause == "start" and not timed.times.measured:
+        return None
+    return account
 
 
 def last_step_of(timed: TimedAttempt, accounts: Iterable[RankAccount | None]) -> float:
     """Return when the last rank had done its steps; the end of the attempt if one has not ended well."""
-    ends = [one.until - one.seconds.get("finish", 0.0) if one and one.closed else timed.ended for one in accounts]
+    ends = []
+    for account in accounts:
+        if account is None or not account.closed:
+            return timed.ended
+        ends.append(account.until - account.seconds.get("finish", 0.0))
     return min(max(ends, default=timed.ended), timed.ended)
+
+
+#: Causes of the time of steps, which is lost together with the steps.
+_OF_STEPS: tuple[Cause, ...] = ("data", "compute", "communication")
 
 
 def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: float) -> dict[Cause, float]:
@@ -103,14 +122,25 @@ def rank_seconds(timed: TimedAttempt, account: RankAccount | None, last_step: fl
     known = sum(account.seconds.values())
     scale = (last - first) / known if known > 0 else 0.0
     sums = {cause: seconds * scale for cause, seconds in account.seconds.items()}
-    sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
-    over = min(max(last, last_step), ended) if account.closed else last
-    sums["idle"] = sums.get("idle", 0.0) + over - last
-    for cause in ("data", "compute", "communication") if timed.lost else ():
-        lost_s = timed.lost * sums.get(cause, 0.0)
-        sums[cause], sums["discarded"] = sums.get(cause, 0.0) - lost_s, sums.get("discarded", 0.0) + lost_s
-    sums[after] = sums.get(after, 0.0) + ended - over
+    start_s = first - began
+    if known <= 0:
+        start_s += last - first
+    _add(sums, "start", start_s)
+    end_of_steps = last
+    if account.closed:
+        end_of_steps = min(max(last, last_step), ended)
+    _add(sums, "idle", end_of_steps - last)
+    if timed.lost:
+        for cause in _OF_STEPS:
+            lost_s = timed.lost * sums.get(cause, 0.0)
+            _add(sums, cause, -lost_s)
+            _add(sums, "discarded", lost_s)
+    _add(sums, after, ended - end_of_steps)
     return sums
+
+
+def _add(sums: dict[K, float], key: K, value: float) -> None:
+    sums[key] = sums.get(key, 0.0) + value
 
 
 def _cause_after(timed: TimedAttempt, account: RankAccount | None) -> Cause:
@@ -118,23 +148,28 @@ def _cause_after(timed: TimedAttempt, account: RankAccount | None) -> Cause:
     is_script = not timed.times.measured
     if account is None:
         return "unknown" if is_script else "start"
-    return "finish" if account.closed else account.cause if timed.is_live or is_script else "down"
+    if account.closed:
+        return "finish"
+    if timed.is_live or is_script:
+        return account.cause
+    return "down"
 
 
 def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
     """Return the last account of a rank; None before the first one, and if it is damaged."""
-    found = (attempt.read_beat(rank) or {}).get("account")
-    if not isinstance(found, dict) or not isinstance(found.get("seconds"), dict):
+    content = (attempt.read_beat(rank) or {}).get("account")
+    if not isinstance(content, dict) or not isinstance(content.get("seconds"), dict):
         return None
-    numbers = [found.get("began"), found.get("until"), *found["seconds"].values()]
-    if not all(map(_is_time, numbers)) or not all(one in CAUSES for one in (found.get("cause"), *found["seconds"])):
+    times = [content.get("began"), content.get("until"), *content["seconds"].values()]
+    causes = [content.get("cause"), *content["seconds"]]
+    if not all(_is_time(time_s) for time_s in times) or not all(cause in CAUSES for cause in causes):
         return None
     return RankAccount(
-        began=found["began"],
-        until=found["until"],
-        cause=found["cause"],
-        closed=found.get("closed") is True,
-        seconds=found["seconds"],
+        began=content["began"],
+        until=content["until"],
+        cause=content["cause"],
+        closed=content.get("closed") is True,
+        seconds=content["seconds"],
     )
 
 
@@ -157,58 +192,93 @@ class AllocationTimes:
 
 
 def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
-    known = [(attempt, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
+    """Return the attempts of a run whose supervisor has recorded their begin, oldest first; they do not overlap."""
+    attempts: list[tuple[Attempt, AttemptTimes]] = []
+    for attempt in run.attempts():
+        times = read_times(attempt)
+        if times is not None:
+            attempts.append((attempt, times))
     is_held = run.read_state().status == "running" and holder(run) is not None
-    found = []
-    for index, (attempt, times) in enumerate(known):
-        is_live = times.ended is None and is_held and index == len(known) - 1
+    timed = []
+    for index, (attempt, times) in enumerate(attempts):
+        following = attempts[index + 1 :]
+        is_live = times.ended is None and is_held and not following
         ended = now if is_live else end_of(attempt, times)
-        if index + 1 < len(known):
-            ended = min(ended, known[index + 1][1].began)
+        if following:
+            _, next_times = following[0]
+            ended = min(ended, next_times.began)
         ended = max(ended, times.began)
-        found.append(TimedAttempt(attempt=attempt, times=times, began=times.began, ended=ended, is_live=is_live))
-    return found
+        timed.append(TimedAttempt(attempt=attempt, times=times, began=times.began, ended=ended, is_live=is_live))
+    return timed
 
 
 def unit_of(attempts: Iterable[TimedAttempt]) -> Literal["GPU", "core"]:
+    """Return the resource that is counted: GPUs if any attempt had some."""
     return "GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core"
 
 
 def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTimes]:
-    now = time.time() if now is None else now
-    attempts = timed_attempts(run, now)
+    """Return the allocations of a run with their attempts, oldest first.
+
+    Args:
+        now: the end of a live attempt, in seconds since the epoch; by default the time of the call.
+    """
+    attempts = timed_attempts(run, time.time() if now is None else now)
     starts = all_job_starts(run)
     # A supervisor that was killed is restarted in the same start of its job.
     groups: dict[JobStart | float, list[TimedAttempt]] = {start: [] for start in starts if start.ended is not None}
     for attempt in attempts:
         supervised = attempt.times.supervised
-        own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
-        groups.setdefault(own, []).append(attempt)
-    found = []
+        # The newest one: a start may begin in the second in which the one before ends.
+        start = next((start for start in reversed(starts) if start.contains(supervised)), None)
+        groups.setdefault(supervised if start is None else start, []).append(attempt)
+    unit = unit_of(attempts)
+    allocations = []
     for key, group in groups.items():
-        last = group[-1].ended if group else 0.0
-        if not isinstance(key, JobStart):  # the time at which the supervisor of a local run began
-            found.append(AllocationTimes(began=key, ended=last, attempts=group, nodes=group[0].nodes))
-            continue
-        # Between the recorded end and Slurm's, Slurm ends the job.
-        began, ended = key.began, max(key.began, last if key.ended is None else key.ended)
-        clipped = []
-        for one in group:
-            first = min(max(one.began, began), ended)
-            clipped.append(replace(one, began=first, ended=min(max(one.ended, first), ended)))
-        # A start of a job may end before its first attempt.
-        allocated = key.gpus if unit_of(attempts) == "GPU" else key.cores
-        nodes: dict[str, float] = group[0].nodes if group else {key.nodes: allocated} if allocated else {}
-        allocation = AllocationTimes(began=began, ended=ended, attempts=clipped, nodes=nodes)
-        allocation = replace(allocation, queue_s=key.queue_s, energy_j=key.energy_j)
-        if key.resized is not None:
-            allocation = replace(allocation, resized=key.resized, last_nodes=expand(key.last_nodes))
-        found.append(allocation)
-    return sorted(found, key=lambda one: one.began)
+        if isinstance(key, JobStart):
+            allocations.append(_of_job_start(key, group, unit))
+        else:  # the time at which the supervisor of a local run began
+            nodes = group[0].nodes
+            allocations.append(AllocationTimes(began=key, ended=group[-1].ended, attempts=group, nodes=nodes))
+    return sorted(allocations, key=lambda allocation: allocation.began)
+
+
+def _of_job_start(start: JobStart, group: Sequence[TimedAttempt], unit: Literal["GPU", "core"]) -> AllocationTimes:
+    """Return the allocation of a start of a job, with the attempts that ran in it: there may be none."""
+    began = start.began
+    # Between the recorded end of the last attempt and Slurm's, Slurm ends the job.
+    ended = start.ended
+    if ended is None:
+        ended = group[-1].ended if group else 0.0
+    ended = max(began, ended)
+    attempts = []
+    for timed in group:
+        first = min(max(timed.began, began), ended)
+        last = min(max(timed.ended, first), ended)
+        attempts.append(replace(timed, began=first, ended=last))
+    allocated = start.gpus if unit == "GPU" else start.cores
+    nodes: dict[str, float] = {}
+    if group:
+        nodes = group[0].nodes
+    elif allocated:
+        nodes = {start.nodes: allocated}
+    allocation = AllocationTimes(
+        began=began,
+        ended=ended,
+        attempts=attempts,
+        nodes=nodes,
+        queue_s=start.queue_s,
+        energy_j=start.energy_j,
+    )
+    if start.resized is None:
+        return allocation
+    return replace(allocation, resized=start.resized, last_nodes=expand(start.last_nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
+    """The time of a node with one cause, in one attempt."""
+
     cause: Cause
     attempt: int  #: 0 for time of an allocation outside of all attempts
     node: str
@@ -250,6 +320,7 @@ class Ledger:
 
     @property
     def allocated_s(self) -> float:
+        """Allocated resource-seconds."""
         return sum(self.seconds.values())
 
     @property
@@ -257,11 +328,17 @@ class Ledger:
         """Useful compute as a part of the allocated time, between 0 and 1; None if it is not measured."""
         if not self.is_measured:
             return None
-        return self.seconds.get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
+        if not self.allocated_s:
+            return 0.0
+        return self.seconds.get("compute", 0.0) / self.allocated_s
 
     @property
     def goodput_text(self) -> str:
-        return percent(self.goodput) + f" ({SHORT_RUN})" * (self.goodput is not None and self.is_short)
+        """The goodput in percent, with a note for a short run."""
+        text = percent(self.goodput)
+        if self.goodput is not None and self.is_short:
+            text += f" ({SHORT_RUN})"
+        return text
 
     @property
     def is_short(self) -> bool:
@@ -270,11 +347,16 @@ class Ledger:
 
     @property
     def energy_text(self) -> str:
-        return "" if self.energy_kwh is None else f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
+        """The measured energy as `1.2 kWh (GPUs)`; empty without a measurement."""
+        if self.energy_kwh is None:
+            return ""
+        return f"{amount(self.energy_kwh)} kWh ({self.energy_of})"
 
     @property
     def price_per_hour(self) -> str:
-        return (self.site.price_per_gpu_hour if self.unit == "GPU" else self.site.price_per_core_hour) or ""
+        """The site's price of an hour of the counted resource; empty without one."""
+        price = self.site.price_per_gpu_hour if self.unit == "GPU" else self.site.price_per_core_hour
+        return price or ""
 
     @property
     def price(self) -> tuple[str, float, str] | None:
@@ -284,47 +366,40 @@ class Ledger:
     @property
     def costs(self) -> dict[str, str]:
         """The price, and the CO₂ of measured energy, by name; without a key of the site neither."""
-        found = {}
-        if (price := self.price) is not None:
-            found["price"] = money(*price)
+        costs = {}
+        price = self.price
+        if price is not None:
+            costs["price"] = money(*price)
         if self.site.co2_g_per_kwh is not None and self.energy_kwh is not None:
             grams = self.site.co2_g_per_kwh * self.energy_kwh
-            found["CO₂"] = f"{amount(grams)} g" if grams < 1000 else f"{amount(grams / 1000)} kg"
-        return found
+            if grams < _G_PER_KG:
+                costs["CO₂"] = f"{amount(grams)} g"
+            else:
+                costs["CO₂"] = f"{amount(grams / _G_PER_KG)} kg"
+        return costs
 
     def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return the cells of a table by cause: cause, hours, share and meaning; the last row has the sums."""
         total = self.allocated_s
-        rows = [
-            (cause, hours_text(seconds), percent(seconds / total), MEANINGS[cause])
-            for cause, seconds in self.seconds.items()
-        ]
-        return [*rows, ("allocated", hours_text(total), percent(1.0), "")]
+        rows: list[tuple[str, str, str, str]] = []
+        for cause, seconds in self.seconds.items():
+            rows.append((cause, hours_text(seconds), percent(seconds / total), MEANINGS[cause]))
+        rows.append(("allocated", hours_text(total), percent(1.0), ""))
+        return rows
 
 
 def read_ledger(run: RunDir) -> Ledger:
+    """Return the ledger of a run until now.
+
+    Raises RunFolderError if the state or the list of attempts cannot be read, OSError if the file system fails.
+    """
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
     lost = _lost_parts(run, attempts)
-    for index, one in enumerate(allocations):
-        own = [replace(timed, lost=lost.get(timed.attempt.number, 0.0)) for timed in one.attempts]
-        allocations[index] = replace(one, attempts=own)
-    energy: dict[str, float] = {}  # joules by what was measured
-    for allocation in allocations:
-        if allocation.energy_j is not None:
-            energy["nodes"] = energy.get("nodes", 0.0) + allocation.energy_j
-            continue
-        # The ranks' own values count where Slurm's accounting has none; several ranks of a node may share a sensor.
-        for timed in allocation.attempts:
-            for share in timed.times.shares.values():
-                sensors: dict[str, float] = {}
-                for rank in share.ranks:
-                    measured = (timed.attempt.read_beat(rank) or {}).get("energy_j")
-                    for sensor, joules in measured.items() if isinstance(measured, dict) else ():
-                        if _is_time(joules):
-                            sensors[sensor] = max(sensors.get(sensor, 0.0), joules)
-                for sensor, joules in sensors.items():
-                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
-                    energy[kind] = energy.get(kind, 0.0) + joules
+    for index, allocation in enumerate(allocations):
+        with_lost = [replace(timed, lost=lost.get(timed.attempt.number, 0.0)) for timed in allocation.attempts]
+        allocations[index] = replace(allocation, attempts=with_lost)
+    energy_j = _energy_of(allocations)
     site = ClusterConfig()
     with suppress(ConfigError, RunFolderError, OSError):  # a damaged file
         site = read_section(run.config, "cluster", ClusterConfig)
@@ -334,8 +409,8 @@ def read_ledger(run: RunDir) -> Ledger:
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
-        energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
-        energy_of=" and ".join(sorted(energy, reverse=True)),
+        energy_kwh=sum(energy_j.values()) / _J_PER_KWH if energy_j else None,
+        energy_of=" and ".join(sorted(energy_j, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
         # Of a plain script it is known which time was useful only if it reports steps.
@@ -343,17 +418,44 @@ def read_ledger(run: RunDir) -> Ledger:
     )
 
 
+def _energy_of(allocations: Iterable[AllocationTimes]) -> dict[str, float]:
+    """Return the energy in joules by what was measured: nodes by Slurm's accounting, else GPUs and CPUs by ranks."""
+    energy_j: dict[str, float] = {}
+    for allocation in allocations:
+        if allocation.energy_j is not None:
+            _add(energy_j, "nodes", allocation.energy_j)
+            continue
+        for timed in allocation.attempts:
+            for share in timed.times.shares.values():
+                for sensor, joules in _energy_of_node(timed.attempt, share).items():
+                    _add(energy_j, "GPUs" if sensor.startswith("GPU-") else "CPUs", joules)
+    return energy_j
+
+
+def _energy_of_node(attempt: Attempt, share: NodeShare) -> dict[str, float]:
+    """Return the joules that the ranks of a node have measured, by sensor, which several ranks may share."""
+    sensors: dict[str, float] = {}
+    for rank in share.ranks:
+        measured = (attempt.read_beat(rank) or {}).get("energy_j")
+        if not isinstance(measured, dict):
+            continue
+        for sensor, joules in measured.items():
+            if _is_time(joules):
+                sensors[sensor] = max(sensors.get(sensor, 0.0), joules)
+    return sensors
+
+
 def together(ledgers: Collection[Ledger]) -> Ledger:
     """Return the time of several runs by cause, without intervals and prices; empty if they have different units."""
-    units = {one.unit for one in ledgers if one.entries}
+    units = {ledger.unit for ledger in ledgers if ledger.entries}
     if len(units) != 1:
         return Ledger()
     return Ledger(
         unit=units.pop(),
-        entries=tuple(entry for one in ledgers for entry in one.entries),
-        queue_s=sum(one.queue_s for one in ledgers),
-        running_s=sum(one.running_s for one in ledgers),
-        is_measured=all(one.is_measured for one in ledgers),
+        entries=tuple(entry for ledger in ledgers for entry in ledger.entries),
+        queue_s=sum(ledger.queue_s for ledger in ledgers),
+        running_s=sum(ledger.running_s for ledger in ledgers),
+        is_measured=all(ledger.is_measured for ledger in ledgers),
     )
 
 
@@ -363,37 +465,58 @@ def _lost_parts(run: RunDir, attempts: Sequence[TimedAttempt]) -> dict[int, floa
     A finished run has kept all steps. What the last attempt of a plain script has kept is unknown, so it counts.
     """
     checkpoints = read_checkpoints(run)
-    known = {one.number: one for one in read_attempts(run, run.read_state(), checkpoints)} if attempts else {}
-    last = known.get(attempts[-1].attempt.number) if attempts else None
+    if not attempts:
+        return {}
+    facts = {attempt.number: attempt for attempt in read_attempts(run, run.read_state(), checkpoints)}
+    last = facts.get(attempts[-1].attempt.number)
     if last is None or last.status == "finished":
         return {}
     kept = checkpoints[-1].step if checkpoints else 0
     if attempts[-1].is_live or not attempts[-1].times.measured:
         kept = max(kept, last.last_step or 0)
-    found = {}
+    lost = {}
     for timed in attempts:
-        one = known[timed.attempt.number]
-        first, end = max(one.first_step or 0, timed.times.reached), one.last_step or 0
-        if end > max(first, kept):
-            found[one.number] = (end - max(first, kept)) / (end - first)
-    return found
+        attempt = facts[timed.attempt.number]
+        # The steps that no earlier attempt had done.
+        first = max(attempt.first_step or 0, timed.times.reached)
+        end = attempt.last_step or 0
+        num_lost = end - max(first, kept)
+        if num_lost > 0:
+            lost[attempt.number] = num_lost / (end - first)
+    return lost
+
+
+#: Two significant digits round values from here on to 10 or more.
+_WHOLE = 9.95
+#: The least amount that is shown, and the least share.
+_LEAST_AMOUNT = 0.001
+_LEAST_SHARE = 0.001
 
 
 def amount(value: float) -> str:
     """Return hours, kWh, money or percent with two significant digits, and from ten on as a whole number."""
-    if value >= 9.95:
+    if value >= _WHOLE:
         return f"{value:,.0f}"
-    return f"{value:.2g}" if value >= 0.001 or value == 0 else "<0.001"
+    if value >= _LEAST_AMOUNT or value == 0:
+        return f"{value:.2g}"
+    return "<0.001"
 
 
 def price_of(per_hour: str, seconds: float) -> tuple[str, float, str] | None:
-    found = read_price(per_hour)
-    return found and (found[0], found[1] * seconds / 3600, found[2])
+    """Return the price of resource-seconds with the text before and after it; None without a price per hour."""
+    price = read_price(per_hour)
+    if price is None:
+        return None
+    before, value, after = price
+    return before, value * seconds / 3600, after
 
 
 def money(before: str, value: float, after: str) -> str:
+    """Return a price as `€1.2` or `<€0.001`."""
     text = amount(value)
-    return "<" * text.startswith("<") + f"{before}{text.removeprefix('<')}{after}"
+    if text.startswith("<"):
+        return f"<{before}{text.removeprefix('<')}{after}"
+    return f"{before}{text}{after}"
 
 
 class Cost(Protocol):
@@ -411,22 +534,28 @@ def cost_of(ledgers: Iterable[Cost]) -> str:
     """Return the hours and the price of ledgers; GPU-hours and core-hours, or currencies, cannot be added."""
     seconds: dict[str, float] = {}
     prices: dict[tuple[str, str], float] = {}
-    for one in ledgers:
-        seconds[one.unit] = seconds.get(one.unit, 0.0) + one.allocated_s
-        if one.price is not None:
-            before, value, after = one.price
-            prices[before, after] = prices.get((before, after), 0.0) + value
-    words = [f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total]
-    return ", ".join([*words, *(money(before, value, after) for (before, after), value in prices.items() if value)])
+    for ledger in ledgers:
+        _add(seconds, ledger.unit, ledger.allocated_s)
+        price = ledger.price
+        if price is not None:
+            before, value, after = price
+            _add(prices, (before, after), value)
+    texts = [f"{hours_text(total)} {unit}-hours" for unit, total in seconds.items() if total]
+    texts += [money(before, value, after) for (before, after), value in prices.items() if value]
+    return ", ".join(texts)
 
 
 def percent(share: float | None) -> str:
+    """Return a share between 0 and 1 in percent; None as `not measured`."""
     if share is None:
         return "not measured"
-    return "<0.1 %" if 0 < share < 0.001 else f"{amount(100 * share)} %"
+    if 0 < share < _LEAST_SHARE:
+        return "<0.1 %"
+    return f"{amount(100 * share)} %"
 
 
 def hours_text(seconds: float) -> str:
+    """Return resource-seconds as a number of hours."""
     return amount(seconds / 3600)
 
 
@@ -435,19 +564,24 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
         for node, count in nodes.items():
             yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
     for timed in allocation.attempts:
-        sums: dict[tuple[str, Cause], float] = {}
-        shares = timed.times.shares
-        accounts = read_accounts(timed, shares.values())
-        last_step = last_step_of(timed, accounts.values())
-        for node, share in shares.items():
-            unused = share.allocated - share.share * len(share.ranks)
-            sums[node, "idle"] = max(0.0, unused) * (timed.ended - timed.began)
-            for rank in share.ranks:
-                for cause, seconds in rank_seconds(timed, accounts[rank], last_step).items():
-                    sums[node, cause] = sums.get((node, cause), 0.0) + seconds * share.share
-        for (node, cause), seconds in sorted(sums.items()):
+        for (node, cause), seconds in sorted(_attempt_seconds(timed).items()):
             if seconds > 0:
                 yield Entry(cause=cause, attempt=timed.attempt.number, node=node, seconds=seconds)
+
+
+def _attempt_seconds(timed: TimedAttempt) -> dict[tuple[str, Cause], float]:
+    """Return the resource-seconds of an attempt by node and cause."""
+    sums: dict[tuple[str, Cause], float] = {}
+    shares = timed.times.shares
+    accounts = read_accounts(timed, shares.values())
+    last_step = last_step_of(timed, accounts.values())
+    for node, share in shares.items():
+        unused = share.allocated - share.share * len(share.ranks)
+        sums[node, "idle"] = max(0.0, unused) * (timed.ended - timed.began)
+        for rank in share.ranks:
+            for cause, seconds in rank_seconds(timed, accounts[rank], last_step).items():
+                _add(sums, (node, cause), seconds * share.share)
+    return sums
 
 
 def allocated_s(allocation: AllocationTimes) -> float:
@@ -478,8 +612,8 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, dict[str, float]
 
 
 def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
-    first = allocation.attempts[0].attempt.number if allocation.attempts else 0
     if allocation.queue_s > 0:
+        first = allocation.attempts[0].attempt.number if allocation.attempts else 0
         began = allocation.began - allocation.queue_s
         yield Interval(cause="queue", attempt=first, began=began, ended=allocation.began)
     for cause, _, began, ended in _gaps(allocation):
@@ -488,46 +622,91 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
         yield from _attempt_intervals(timed)
 
 
+#: Cause, begin and end of a part of the time of rank 0.
+Span = tuple[Cause, float, float]
+
+
 def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
+    """Return the intervals of rank 0 in an attempt, without gaps."""
     account = _known_account(timed)
-    last = timed.began if account is None else min(max(account.until, timed.began), timed.ended)
-    found: list[Interval] = []
-    redone_s = 0.0 if account is None else account.seconds.get("redone", 0.0)  # of the first steps
+    last = timed.began
+    end_of_steps = timed.began
+    redone_s = 0.0
+    if account is not None:
+        last = min(max(account.until, timed.began), timed.ended)
+        end_of_steps = last - account.seconds.get("finish", 0.0)
+        redone_s = account.seconds.get("redone", 0.0)
+    spans, at, between = _phase_spans(timed, last)
+    end_of_steps = max(at, end_of_steps)
+    spans.append((between, at, end_of_steps))
+    spans.append(("finish", end_of_steps, last))
+    spans.append((_cause_after(timed, account), last, timed.ended))
+    intervals = _joined(_with_redone(spans, redone_s), timed.attempt.number)
+    return _with_discarded(intervals, timed.lost)
 
-    def add(cause: Cause, began: float, ended: float) -> None:
-        nonlocal redone_s
-        if cause == "compute" and redone_s > 0:
-            redone_s, before = redone_s - (ended - began), min(ended, began + redone_s)
-            add("redone", began, before)
-            began = before
-        if ended > began:
-            first = found.pop().began if found and found[-1].cause == cause else began
-            found.append(Interval(cause=cause, attempt=timed.attempt.number, began=first, ended=ended))
 
-    phases = []
+def _phase_spans(timed: TimedAttempt, last: float) -> tuple[list[Span], float, Cause]:
+    """Return the recorded phases until `last` with the time between them, the end of these spans, and what follows."""
+    phases: list[Span] = []
     for record in read_json_lines(timed.attempt.phases):  # some may be damaged
-        began, ended = record.get("began", -1.0), record.get("ended", -1.0)
+        began = record.get("began", -1.0)
+        ended = record.get("ended", -1.0)
         if record.get("cause") in PHASES and _is_time(began) and _is_time(ended) and began <= ended:
             phases.append((record["cause"], began, ended))
+    spans: list[Span] = []
     at = timed.began
     between: Cause = "start"
     for cause, began, ended in sorted(phases, key=lambda phase: phase[1]):
-        began, ended = max(at, min(began, last)), min(ended, last)
+        began = max(at, min(began, last))
+        ended = min(ended, last)
         if ended > at:
-            add(between, at, began)
-            add(cause, began, ended)
+            spans.append((between, at, began))
+            spans.append((cause, began, ended))
             # A script goes from its start to steps; a trainer compiles, which is a phase.
-            between = between if cause == "start" and timed.times.measured else "compute"
+            if cause != "start" or not timed.times.measured:
+                between = "compute"
             at = ended
-    over = max(at, last - account.seconds.get("finish", 0.0)) if account is not None else last
-    add(between, at, over)
-    add("finish", over, last)
-    add(_cause_after(timed, account), last, timed.ended)
-    lost_s = timed.lost * sum(one.ended - one.began for one in found if one.cause == "compute")
-    for index, one in reversed(list(enumerate(found))):  # the last steps
-        if one.cause == "compute" and lost_s > 0:
-            kept = max(one.began, one.ended - lost_s)
-            lost_s -= one.ended - kept
-            before = [replace(one, ended=kept)] if kept > one.began else []
-            found[index : index + 1] = [*before, replace(one, cause="discarded", began=kept)]
-    return found
+    return spans, at, between
+
+
+def _with_redone(spans: Iterable[Span], redone_s: float) -> Iterator[Span]:
+    """Yield spans, with the first `redone_s` seconds of their steps as `redone`."""
+    for cause, began, ended in spans:
+        if cause == "compute" and redone_s > 0:
+            end_of_redone = min(ended, began + redone_s)
+            redone_s -= ended - began
+            yield "redone", began, end_of_redone
+            began = end_of_redone
+        yield cause, began, ended
+
+
+def _joined(spans: Iterable[Span], attempt: int) -> list[Interval]:
+    """Return spans as intervals, without empty ones, and with consecutive ones of the same cause as one."""
+    intervals: list[Interval] = []
+    for cause, began, ended in spans:
+        if ended <= began:
+            continue
+        if intervals and intervals[-1].cause == cause:
+            began = intervals.pop().began
+        intervals.append(Interval(cause=cause, attempt=attempt, began=began, ended=ended))
+    return intervals
+
+
+def _with_discarded(intervals: Sequence[Interval], lost: float) -> list[Interval]:
+    """Return the intervals of an attempt, with the last ones of its steps as `discarded`.
+
+    Args:
+        lost: the lost part of the steps, between 0 and 1.
+    """
+    lost_s = lost * sum(interval.ended - interval.began for interval in intervals if interval.cause == "compute")
+    parts: list[Interval] = []
+    for interval in reversed(intervals):
+        if interval.cause != "compute" or lost_s <= 0:
+            parts.append(interval)
+            continue
+        end_of_kept = max(interval.began, interval.ended - lost_s)
+        lost_s -= interval.ended - end_of_kept
+        parts.append(replace(interval, cause="discarded", began=end_of_kept))
+        if end_of_kept > interval.began:
+            parts.append(replace(interval, ended=end_of_kept))
+    return parts[::-1]
