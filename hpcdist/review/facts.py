@@ -26,17 +26,15 @@ from hpcdist.review.uncertainty import evaluated_on, num_evaluated, share_error,
 from hpcdist.review.verdict import Measured
 from hpcdist.run import (
     checkpoint_files,
-    config_origin,
     run_parameters,
 )
-from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
-from hpcdist.run.checkpoint_files import MANIFEST_FILE, SAMPLES_FILE, complete_checkpoints
-from hpcdist.run.config_origin import Override, read_origin
+from hpcdist.run.checkpoint_files import SAMPLES_FILE
+from hpcdist.run.config_origin import Override
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
-from hpcdist.run.job_record import JobStart, all_job_starts
-from hpcdist.run.reached_steps import done_step, lost_steps
+from hpcdist.run.job_record import JobStart
+from hpcdist.run.reached_steps import lost_steps
 from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
-from hpcdist.run.training_record import DatasetRecord, TrainingRecord, devices_of, read_training
+from hpcdist.run.training_record import DatasetRecord
 
 T = TypeVar("T")
 
@@ -51,6 +49,8 @@ def readable(read: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
+    """A complete checkpoint, as its manifest describes it."""
+
     path: Path
     step: int
     created: float | None = None  #: seconds since the epoch
@@ -60,25 +60,32 @@ class CheckpointFacts:
 
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first; reads no tensors."""
-    found = []
-    for step, path in complete_checkpoints(run):
-        if (manifest := readable(partial(read_json, path / MANIFEST_FILE))) is not None:
-            named = _mapping(manifest.get("metrics")).items()
-            metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
-            created = finite_number(manifest.get("created"))
-            created = created if created is not None and 0 <= created <= LARGEST else None
-            files = sorted(_mapping(manifest.get("files")).items())
-            hashes = "".join(f"{_mapping(about).get('sha256')}  {name}\n" for name, about in files)
-            sha256 = hashlib.sha256(hashes.encode(errors="replace")).hexdigest()
-            found.append(CheckpointFacts(path=path, step=step, created=created, metrics=metrics, sha256=sha256))
-    return tuple(found)
+    checkpoints = []
+    for step, path in records.complete_checkpoints(run):
+        manifest = readable(partial(read_json, path / records.MANIFEST_FILE))
+        if manifest is not None:
+            checkpoints.append(_checkpoint_of(step, path, manifest))
+    return tuple(checkpoints)
+
+
+def _checkpoint_of(step: int, path: Path, manifest: Mapping[str, Any]) -> CheckpointFacts:
+    created = finite_number(manifest.get("created"))
+    if created is not None and not 0 <= created <= LARGEST:
+        created = None
+    numbers = {name: finite_number(value) for name, value in _mapping(manifest.get("metrics")).items()}
+    metrics = {name: number for name, number in numbers.items() if number is not None}
+    files = sorted(_mapping(manifest.get("files")).items())
+    hashes = "".join(f"{_mapping(file).get('sha256')}  {name}\n" for name, file in files)
+    sha256 = hashlib.sha256(hashes.encode(errors="replace")).hexdigest()
+    return CheckpointFacts(path=path, step=step, created=created, metrics=metrics, sha256=sha256)
 
 
 def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: CheckpointConfig) -> CheckpointFacts | None:
     """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
-    sign, key = -1.0 if monitor.monitor_mode == "min" else 1.0, monitor.monitor
-    scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
-    return max(scored, key=itemgetter(0, 1))[2] if scored else None
+    key = monitor.monitor
+    sign = -1.0 if monitor.monitor_mode == "min" else 1.0
+    evaluated = [checkpoint for checkpoint in checkpoints if key in checkpoint.metrics]
+    return max(evaluated, key=lambda checkpoint: (sign * checkpoint.metrics[key], checkpoint.step), default=None)
 
 
 def finite_number(value: Any) -> float | None:
@@ -135,73 +142,75 @@ class AttemptFacts:
 
 
 def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
-    found: list[AttemptFacts] = []
+    """Return the attempts of a run, oldest first.
+
+    Args:
+        checkpoints: those of the run, see `read_checkpoints`. The last attempt has lost the steps after the newest one.
+    """
+    attempts: list[AttemptFacts] = []
+    # The step from which the next attempt has continued, or would continue.
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
-        by_slurm, start = "", ends.get(attempt.number)
-        if start is not None and start.state in JOB_ENDS and start.state != "CANCELLED":
-            by_slurm = JOB_ENDS[start.state][0]
-            if start.state == "NODE_FAIL" and start.failed_nodes:
-                by_slurm = f"node{'s' * (',' in start.failed_nodes)} {start.failed_nodes.replace(',', ', ')} failed"
-            by_slurm += f" (Slurm: {start.state})"
+        by_slurm = _cause_by_slurm(ends.get(attempt.number))
         facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=by_slurm)
         if facts.first_step is not None:
             resumed = facts.first_step
-        found.append(facts)
-    return tuple(reversed(found))
+        attempts.append(facts)
+    return tuple(reversed(attempts))
+
+
+def _cause_by_slurm(start: records.JobStart | None) -> str:
+    """Return why Slurm has ended a start of the job; empty if it has not, or a user has cancelled the job."""
+    if start is None or start.state not in JOB_ENDS or start.state == "CANCELLED":
+        return ""
+    cause, _ = JOB_ENDS[start.state]
+    if start.state == "NODE_FAIL" and start.failed_nodes:
+        noun = "nodes" if "," in start.failed_nodes else "node"
+        cause = f"{noun} {start.failed_nodes.replace(',', ', ')} failed"
+    return f"{cause} (Slurm: {start.state})"
 
 
 def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
     """Return the causes of the attempts that did not finish; of a longer text the end."""
-    causes = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
-    text = "; ".join(causes)
-    return text if len(text) <= max_chars else "…" + text[len(text) - max_chars + 1 :]
+    interrupted = [attempt for attempt in attempts if attempt.cause and attempt.status != "finished"]
+    text = "; ".join(f"{attempt.number}: {attempt.cause}" for attempt in interrupted)
+    if len(text) <= max_chars:
+        return text
+    return "…" + text[len(text) - max_chars + 1 :]
 
 
 def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     """Return the starts of the job that Slurm has ended, by their last attempt, unless that finished."""
-    starts = readable(lambda: all_job_starts(run)) or []
-    last = {}
+    starts = readable(lambda: records.all_job_starts(run)) or []
+    last_attempts: dict[records.JobStart, tuple[int, str]] = {}
     for attempt in run.attempts():
-        if (times := read_times(attempt)) is not None:
-            # The newest one: a start may begin in the second in which the one before ends.
-            start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
-            last[start] = (attempt.number, times.status)
-    return {
-        number: start
-        for start, (number, status) in last.items()
-        if start is not None and start.state and status != "finished"
-    }
+        times = records.read_times(attempt)
+        if times is None:
+            continue
+        # The newest one: a start may begin in the second in which the one before ends.
+        start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
+        if start is not None:
+            last_attempts[start] = (attempt.number, times.status)
+    return {number: start for start, (number, status) in last_attempts.items() if start.state and status != "finished"}
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
-    training = read_training(attempt)
+    """Return the facts of an attempt.
+
+    Args:
+        resumed_at: the step from which the next attempt has continued, or would continue; None if it is unknown.
+        by_slurm: why Slurm has ended the job; empty if it has not.
+    """
+    training = records.read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
-    times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
-    status, cause, ended = times.status, times.reason, times.ended
-    request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
-    # The state in Slurm's accounting says more than that Slurm ended the job.
-    if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
-        cause = request.after(cause)
-    is_last = attempt.number >= state.attempt
-    if not status and is_last and state.status in ENDED:
-        status, cause, ended = state.status, state.reason, ended or state.ended
-    elif not status and is_last and state.status == "running":
-        status = "running"
-    elif not status:
-        status, cause, ended = (
-            "failed",
-            "",
-            max(times.began, readable(lambda: end_of(attempt, times)) or 0.0),
-        )
-    if by_slurm and status not in ("running", "finished"):
-        cause = f"{by_slurm}: {cause}" if cause else by_slurm
-    last_step = done_step(attempt)
+    times = records.read_times(attempt) or records.AttemptTimes(supervised=made, began=made)
+    status, cause, ended = _end_of_attempt(attempt, state, times, by_slurm)
+    last_step = records.done_step(attempt)
     is_script = not times.measured
     if is_script and (training is None or training.began is None):
         last_step = None  # it has only logged values without a step
-    if is_script and is_last:
+    if is_script and attempt.number >= state.attempt:
         resumed_at = None  # only its next start shows where it continues
     steps_lost = None
     if status == "finished" and last_step is not None:
@@ -213,7 +222,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         started=times.began,
         ended=ended,
         status=status,
-        cause=cause or UNRECORDED * (status == "failed"),
+        cause=cause,
         nodes=tuple(node for node in times.nodes if node not in times.idle),
         time_limit=times.time_limit,
         training_began=training.began if training else None,
@@ -224,12 +233,42 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     )
 
 
+def _end_of_attempt(
+    attempt: Attempt, state: State, times: records.AttemptTimes, by_slurm: str
+) -> tuple[str, str, float | None]:
+    """Return status, cause and time of the end of an attempt, see `AttemptFacts`."""
+    status: str = times.status
+    cause = times.reason
+    ended = times.ended
+    request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
+    # The state in Slurm's accounting says more than that Slurm ended the job.
+    if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
+        cause = request.after(cause)
+    is_last = attempt.number >= state.attempt
+    if not status and is_last and state.status in ENDED:
+        status = state.status
+        cause = state.reason
+        ended = ended or state.ended
+    elif not status and is_last and state.status == "running":
+        status = "running"
+    elif not status:
+        status = "failed"
+        cause = ""
+        ended = max(times.began, readable(lambda: records.end_of(attempt, times)) or 0.0)
+    if by_slurm and status not in ("running", "finished"):
+        cause = f"{by_slurm}: {cause}" if cause else by_slurm
+    if not cause and status == "failed":
+        cause = UNRECORDED
+    return status, cause, ended
+
+
 def newest_beat(attempt: Attempt) -> dict[str, Any]:
     """Return rank 0's last heartbeat; empty if there is none or it cannot be read."""
     return readable(lambda: attempt.read_beat(0)) or {}
 
 
 def last_beat(run: RunDir) -> dict[str, Any]:
+    """Return rank 0's last heartbeat in the newest attempt of a run; empty if there is none or it cannot be read."""
     attempts = readable(run.attempts)
     return newest_beat(attempts[-1]) if attempts else {}
 
@@ -318,10 +357,12 @@ class RunFacts:
 
     @property
     def is_live(self) -> bool:
+        """Whether the run has not ended: it waits, or it is running."""
         return self.state.status not in ENDED
 
     @property
     def is_script(self) -> bool:
+        """Whether the run trains with a script of the user instead of a trainer."""
         return bool(self.stored.config.trainer.script)
 
     @property
@@ -331,6 +372,7 @@ class RunFacts:
 
     @property
     def best_value(self) -> float:
+        """The value of the primary metric at the best checkpoint, which the run must have."""
         assert self.best is not None, "the caller has checked it"
         return self.best.metrics[self.monitor]
 
@@ -370,10 +412,9 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     monitor = stored.config.checkpoint
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
-    known = [one for attempt in reversed(run.attempts()) if (one := read_training(attempt)) is not None]
-    training = next((one for one in known if one.datasets or one.num_parameters is not None), TrainingRecord())
-    # Of rank 0; a resumed attempt may not have logged all metrics yet.
-    devices, cpu = devices_of(run)
+    training = _newest_training(run)
+    devices, cpu = records.devices_of(run)
+    # Those of rank 0; a resumed attempt may not have logged all metrics yet.
     metrics: dict[str, float] = {}
     steps: dict[str, Any] = {}
     for attempt in run.attempts():
@@ -400,84 +441,144 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     )
 
 
+def _newest_training(run: RunDir) -> records.TrainingRecord:
+    """Return the newest record of training with datasets or a number of parameters; an empty one without any."""
+    trainings = [records.read_training(attempt) for attempt in reversed(run.attempts())]
+    for training in trainings:
+        if training is not None and (training.datasets or training.num_parameters is not None):
+            return training
+    return records.TrainingRecord()
+
+
 def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
-    environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
+    """Return the facts about the command, the code, the environment and the config of a run."""
+    environment = _read(run.environment)
+    container = _read(run.container)
+    mlflow = _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
-    code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
+    code = _mapping(environment.get("code"))
+    origin = records.read_origin(run)
+    config = stored.config
     like = _mapping(environment.get("like"))
-    rank_python: RankPython = ""
-    if container or (environment.get("launcher") == "slurm" and config.container.runtime != "none"):
-        rank_python = "container"
-    elif environment.get("launcher") == "slurm" and config.cluster.environment.kind != "none":
-        rank_python = "environment"
-    inside = {"container": container, "environment": _read(run.rank_environment)}.get(rank_python, {})
-    texts: dict[str, Any] = {
-        name: _text(record.get(name))
-        for record, names in (
-            (environment, ("user", "host", "launcher", "command", "git_commit", "code_digest")),
-            (image, ("image", "image_digest", "image_build")),
-            (mlflow, ("run_id", "experiment_id")),
-            (code, ("cwd", "no_commit")),
-        )
-        for name in names
-    }
-    return RunFacts(
-        **texts,
+    rank_python = _rank_python(environment, container, stored)
+    trainer = ""
+    if stored.values:
+        trainer = " ".join(config.trainer.script or [config.trainer.target])
+    model = ""
+    if stored.trainer and "model" in stored.trainer.shared_sections:
+        model = config.model.name
+    facts = RunFacts(
         name=run.name,
         experiment=run.experiment,
         folder=run.path,
+        run_id=_text(mlflow.get("run_id")),
+        experiment_id=_text(mlflow.get("experiment_id")),
         tracking_uri=_text(mlflow.get("uri")),
         state=state,
+        user=_text(environment.get("user")),
+        host=_text(environment.get("host")),
+        launcher=_text(environment.get("launcher")),
         job_id=_text(_read(run.slurm).get("job_id")),
+        command=_text(environment.get("command")),
+        cwd=_text(code.get("cwd")),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
         rank_python=rank_python,
-        rank_versions=_texts({name: inside.get(name) for name in ("python", "torch", "cuda", "driver", "hpcdist")}),
+        rank_versions=_rank_versions(run, rank_python),
+        git_commit=_text(environment.get("git_commit")),
+        no_commit=_text(code.get("no_commit")),
+        code_copied=code.get("copied") is True,
+        code_digest=_text(environment.get("code_digest")),
         git_dirty=environment.get("git_dirty") is True,
-        changed_files=tuple(map(str, code["changed"])) if isinstance(code.get("changed"), list) else (),
+        changed_files=_list_of_texts(code.get("changed")),
         has_patch=config.tracking.patch and run.patch.is_file(),
         num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
-        live_code=tuple(map(str, code["live"])) if isinstance(code.get("live"), list) else (),
-        code_copied=code.get("copied") is True,
-        trainer=" ".join(config.trainer.script or [config.trainer.target]) if stored.values else "",
+        live_code=_list_of_texts(code.get("live")),
+        image=_text(image.get("image")),
+        image_digest=_text(image.get("image_digest")),
+        image_build=_text(image.get("image_build")),
+        trainer=trainer,
         stored=stored,
-        config_name=origin.config if origin else "",
-        cluster_name=origin.cluster if origin else "",
-        overrides=config_origin.overrides(origin, stored.values) if origin else {},
-        overrides_known=origin is not None and bool(origin.values),
         like=_text(like.get("run")),
         like_run_id=_text(like.get("run_id")),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
-        model=config.model.name if stored.trainer and "model" in stored.trainer.shared_sections else "",
+        model=model,
+    )
+    if origin is None:
+        return facts
+    return replace(
+        facts,
+        config_name=origin.config,
+        cluster_name=origin.cluster,
+        overrides=records.overrides(origin, stored.values),
+        overrides_known=bool(origin.values),
     )
 
 
+def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], stored: StoredConfig) -> RankPython:
+    config = stored.config
+    is_job = environment.get("launcher") == "slurm"
+    if container or (is_job and config.container.runtime != "none"):
+        return "container"
+    if is_job and config.cluster.environment.kind != "none":
+        return "environment"
+    return ""
+
+
+#: Keys of the versions of the ranks' Python.
+_RANK_VERSIONS = ("python", "torch", "cuda", "driver", "hpcdist")
+
+
+def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
+    record: dict[str, Any] = {}
+    if rank_python == "container":
+        record = _read(run.container)
+    elif rank_python == "environment":
+        record = _read(run.rank_environment)
+    return _texts({name: record.get(name) for name in _RANK_VERSIONS})
+
+
 def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:
-    current = attempts[-1] if attempts else None
-    if current is None or not (beat := newest_beat(run.attempt(current.number))):
+    if not attempts:
         return None
-    began, elapsed_s = current.first_step or 0, beat["time"] - (current.training_began or current.started)
-    speed = (beat["step"] - began) / elapsed_s if elapsed_s > 0 and beat["step"] > began else None
+    current = attempts[-1]
+    beat = newest_beat(run.attempt(current.number))
+    if not beat:
+        return None
+    num_steps = beat["step"] - (current.first_step or 0)
+    elapsed_s = beat["time"] - (current.training_began or current.started)
+    steps_per_s = None
+    if elapsed_s > 0 and num_steps > 0:
+        steps_per_s = num_steps / elapsed_s
     return Progress(
         step=beat["step"],
         total_steps=beat.get("total_steps"),
         seen=beat["time"],
-        steps_per_s=speed,
+        steps_per_s=steps_per_s,
         time_limit=current.time_limit,
     )
 
 
 def read_environment(run: RunDir) -> dict[str, str]:
-    found = {
-        "": read_json(run.environment) or {},
-        "container.": read_json(run.container) or {},
-        "rank_environment.": read_json(run.rank_environment) or {},
-        "slurm.": read_json(run.slurm) or {},
+    """Return the recorded environments of a run and its ranks, and its job, as texts by flat key; without nulls.
+
+    Raises RunFolderError if a file is damaged, OSError if the file system fails.
+    """
+    files = {
+        "": run.environment,
+        "container.": run.container,
+        "rank_environment.": run.rank_environment,
+        "slurm.": run.slurm,
     }
-    texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}
-    return {key: text for key, text in texts.items() if text != "null"}
+    texts = {}
+    for prefix, path in files.items():
+        for key, text in flat_texts(read_json(path) or {}).items():
+            if text != "null":
+                texts[prefix + key] = text
+    return texts
 
 
 def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a nested mapping as texts, by keys such as `model.name`."""
     return {key: text_of(value) for key, value in flat(tree).items()}
 
 
@@ -497,6 +598,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _list_of_texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096
 NUM_BINS = 512
@@ -514,27 +619,38 @@ class Series:
         self._steps = array("q")
         self._values = array("d")
         self._ends: list[tuple[int, float]] = []  #: the first and the last point
-        self._sample, self._spacing = array("d"), 1
+        self._sample = array("d")  #: each `_spacing`-th value
+        self._spacing = 1
 
     def add(self, step: int, value: float) -> None:
+        """Add a point."""
         self.num_points += 1
         if not math.isfinite(value):
-            self.num_not_finite += 1
-            if self.first_not_finite is None or step < self.first_not_finite:
-                self.first_not_finite = step
+            self._count_not_finite(step)
             return
-        first, last = self._ends or [(step, value)] * 2
-        self._ends = [(step, value) if step < first[0] else first, (step, value) if step >= last[0] else last]
+        point = (step, value)
+        if not self._ends:
+            self._ends = [point, point]
+        if step < self._ends[0][0]:
+            self._ends[0] = point
+        if step >= self._ends[1][0]:
+            self._ends[1] = point
         self._steps.append(step)
         self._values.append(value)
         if (self.num_points - 1) % self._spacing == 0:
             self._sample.append(value)
             if len(self._sample) == NUM_SAMPLED:
-                self._sample, self._spacing = self._sample[::2], 2 * self._spacing
+                self._sample = self._sample[::2]
+                self._spacing *= 2
         if len(self._steps) > MAX_POINTS:
             kept = thinned(sorted(zip(self._steps, self._values, strict=True)), NUM_BINS)
             self._steps = array("q", (step for step, _ in kept))
             self._values = array("d", (value for _, value in kept))
+
+    def _count_not_finite(self, step: int) -> None:
+        self.num_not_finite += 1
+        if self.first_not_finite is None or step < self.first_not_finite:
+            self.first_not_finite = step
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -543,14 +659,17 @@ class Series:
 
     @property
     def last(self) -> float | None:
+        """The value at the last step; None without points."""
         return self._ends[1][1] if self._ends else None
 
     @property
     def lowest(self) -> float | None:
+        """The lowest value; None without points."""
         return min(self._values, default=None)
 
     @property
     def highest(self) -> float | None:
+        """The highest value; None without points."""
         return max(self._values, default=None)
 
     @property
@@ -561,8 +680,14 @@ class Series:
 
 def with_speeds(facts: RunFacts, series: Mapping[str, Series]) -> RunFacts:
     """Return the facts with the throughput of a run: the median of what training has logged, as `compare` shows it."""
-    medians = {key: series[key].median for key in sorted(series) if key.startswith("train/") and key.endswith("_per_s")}
-    return replace(facts, speeds={key: median for key, median in medians.items() if median is not None})
+    speeds = {}
+    for key in sorted(series):
+        if not key.startswith("train/") or not key.endswith("_per_s"):
+            continue
+        median = series[key].median
+        if median is not None:
+            speeds[key] = median
+    return replace(facts, speeds=speeds)
 
 
 def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:
@@ -570,11 +695,11 @@ def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, f
     if not points:
         return []
     first, last = points[0][0], points[-1][0]
-    width = max(1, -(-(last - first + 1) // num_bins))
+    width = max(1, -(-(last - first + 1) // num_bins))  # rounded up
     kept = []
     for _, group in groupby(points, key=lambda point: (point[0] - first) // width):
-        own = list(group)
-        kept += sorted({min(own, key=itemgetter(1)), max(own, key=itemgetter(1))})
+        in_range = list(group)
+        kept += sorted({min(in_range, key=itemgetter(1)), max(in_range, key=itemgetter(1))})
     return kept
 
 
@@ -589,7 +714,10 @@ _STEP_TIMES = "seconds per step"
 
 def is_read(key: str) -> bool:
     """Return whether reports show a metric: all but system metrics and the times of each node."""
-    return not key.startswith("system/") and (key.count("/") < 2 or not key.startswith("time/"))
+    if key.startswith("system/"):
+        return False
+    is_of_node = key.startswith("time/") and "/" in key.removeprefix("time/")
+    return not is_of_node
 
 
 def is_hidden(key: str) -> bool:
@@ -600,7 +728,11 @@ def is_hidden(key: str) -> bool:
 def group_of(key: str) -> str:
     """Return the title of the chart that shows a metric, with the same metric on different data."""
     split, slash, rest = key.partition("/")
-    return _STEP_TIMES if split == "time" else rest if slash and split in _SPLITS else key
+    if split == "time":
+        return _STEP_TIMES
+    if slash and split in _SPLITS:
+        return rest
+    return key
 
 
 def ranked(names: Iterable[str], monitor: str) -> list[str]:
@@ -609,7 +741,7 @@ def ranked(names: Iterable[str], monitor: str) -> list[str]:
     def rank(name: str) -> tuple[int, str]:
         last = name.lower().rpartition("/")[2]
         is_time = name.startswith(("time/", _STEP_TIMES))
-        tests = (last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time)
-        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
+        kinds = [last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time, True]
+        return kinds.index(True), name
 
     return sorted(names, key=rank)

@@ -92,8 +92,8 @@ def environment_rows(run: RunDir, facts: RunFacts, recorded: Mapping[str, str]) 
     """
     rows = [row for row in description.setup_rows(facts, in_full=True) if row[0] in _ENVIRONMENT]
     times = list(filter(None, map(read_times, run.attempts())))
-    if times and times[-1].shares:
-        shares = times[-1].shares.values()
+    shares = times[-1].shares.values() if times else ()
+    if shares:
         total = sum(share.allocated for share in shares)
         rows.append(("Allocated", [f"{times[-1].unit}s: {charts.number(total)}, nodes: {len(shares)}"]))
     cores = f"{recorded['cores']} cores" if "cores" in recorded else ""
