@@ -46,20 +46,37 @@ def write_files(settings: Settings, layout: Layout) -> None:
     write_atomic(layout.conf / "gres.conf", files.gres_conf(settings, layout))
     write_atomic(layout.conf / "cgroup.conf", files.cgroup_conf(settings, layout))
     write_atomic(layout.slurm_conf, files.slurm_conf(settings, layout))
+    _make_gpus(layout)
+    if not layout.database.exists():
+        _make_database(settings, layout)
+
+
+def _make_gpus(layout: Layout) -> None:
+    """Create the fake GPUs as copies of /dev/null, because Slurm requires devices."""
+    null = os.makedev(1, 3)
     for number in range(files.GPUS_PER_NODE):
         device = layout.gpus / f"gpu{number}"
         if not device.exists():
-            # A copy of /dev/null, because Slurm requires a device.
-            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    if not layout.database.exists():
-        fresh = layout.database.with_name("mariadb-new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(mode=0o700)
-        _give_to(fresh, "mysql")
-        install = ["mariadb-install-db", "--no-defaults", f"--datadir={fresh}", "--user=mysql"]
-        install += ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
-        run(inside(layout, settings.head, install))  # in the namespace, so that `down` also finds it
-        fresh.rename(layout.database)
+            os.mknod(device, stat.S_IFCHR | 0o666, null)
+
+
+def _make_database(settings: Settings, layout: Layout) -> None:
+    """Create an empty database in a new folder, which is renamed when it is complete."""
+    fresh = layout.database.with_name("mariadb-new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(mode=0o700)
+    _give_to(fresh, "mysql")
+    install = [
+        "mariadb-install-db",
+        "--no-defaults",
+        f"--datadir={fresh}",
+        "--user=mysql",
+        "--auth-root-authentication-method=socket",
+        "--skip-test-db",
+        "--skip-name-resolve",
+    ]
+    run(inside(layout, settings.head, install))  # in the namespace, so that `down` also finds it
+    fresh.rename(layout.database)
 
 
 def _give_to(path: Path, user: str) -> None:
@@ -82,14 +99,15 @@ def make_network(settings: Settings, layout: Layout) -> None:
     for name in (settings.head, *settings.nodes):
         layout.namespace(name).touch()
         run(["unshare", f"--net={layout.namespace(name)}", "true"])
-    link = f"link add {layout.link} type veth peer name {files.HOST_PORT} netns {layout.namespace(settings.head)}\n"
+    head = layout.namespace(settings.head)
+    link = f"link add {layout.link} type veth peer name {files.HOST_PORT} netns {head}\n"
     run(["ip", "-batch", "-"], stdin=link + settings.batch(settings.host, layout.link))
     run(["ip", "link", "set", layout.link, "alias", settings.title])  # for those who see the link, but not the files
     run(inside(layout, settings.head, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
     for node in settings.nodes:
         # Without a default route, DNS lookups fail at once instead of after seconds.
-        own = "link set lo up\n" + settings.batch(node, "eth0")
-        run(inside(layout, node, ["ip", "-batch", "-"]), stdin=own)
+        commands = "link set lo up\n" + settings.batch(node, "eth0")
+        run(inside(layout, node, ["ip", "-batch", "-"]), stdin=commands)
     layout.network_ready.touch()
 
 
@@ -111,20 +129,28 @@ def remove(layout: Layout) -> int:
     return killed
 
 
+#: The kernel may hold a mount for a moment after its last process has ended.
+_UNMOUNT_TRIALS = 50
+_UNMOUNT_EVERY_S = 0.02
+
+
 def remove_network(layout: Layout) -> int:
-    """Kill all processes in the namespaces, then remove these and this machine's link."""
+    """Kill all processes in the namespaces, then remove these and this machine's link.
+
+    Returns the number of killed processes. Raises DevClusterError if a namespace cannot be unmounted.
+    """
     layout.network_ready.unlink(missing_ok=True)
     killed = host.kill_members(host.mounted_namespaces(layout).values())
     if host.mounted_namespaces(layout) and (host.LINKS / layout.link).exists():
         run(["ip", "link", "delete", layout.link])
-    for _ in range(50):  # the kernel may hold a mount for a moment after its last process has ended
-        left = host.mounted_namespaces(layout)
-        if not left:
+    for _ in range(_UNMOUNT_TRIALS):
+        mounted = host.mounted_namespaces(layout)
+        if not mounted:
             return killed
-        for name in left:
+        for name in mounted:
             succeeds(["umount", str(layout.namespace(name))])
-        time.sleep(0.02)
-    raise DevClusterError(f"{', '.join(left)} in {layout.namespaces} cannot be unmounted: see `findmnt`")
+        time.sleep(_UNMOUNT_EVERY_S)
+    raise DevClusterError(f"{', '.join(mounted)} in {layout.namespaces} cannot be unmounted: see `findmnt`")
 
 
 # Start, stop and status of a dev cluster.
@@ -132,6 +158,8 @@ def remove_network(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class NodeStatus:
+    """A node as Slurm sees it."""
+
     name: str
     address: str
     state: str  #: of Slurm, such as `idle` or `down*` (the star: it does not answer)
@@ -140,6 +168,8 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class Status:
+    """A cluster and its parts that are running."""
+
     settings: Settings | None  #: None without a cluster
     nodes: tuple[NodeStatus, ...] = ()
     dead: tuple[str, ...] = ()  #: daemons that are not running
@@ -149,6 +179,7 @@ class Status:
 
     @property
     def is_up(self) -> bool:
+        """Whether all daemons are running and the controller answers; a node may be down nevertheless."""
         return self.controller_answers and not self.dead
 
 
@@ -237,6 +268,7 @@ def summary(layout: Layout) -> str:
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
+    """Return the recorded settings with the requested changes, which a running cluster does not allow."""
     recorded = recorded_settings(layout)
     requested = dataclasses.replace(recorded or _new(layout), **changes)
     if recorded is not None and recorded != requested and _has_processes(layout):
@@ -298,60 +330,81 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
 
 def _add_accounts(settings: Settings, layout: Layout, users: list[str]) -> None:
     """Add accounts, so that Slurm rejects wrong ones like a real cluster."""
-    env, cluster = client_env(layout), settings.name
+    env = client_env(layout)
+    cluster = settings.name
+    account = files.ACCOUNT
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
-    known = {tuple(row.split("|")) for row in rows}
-    if cluster not in {row[0] for row in known}:
+    associations = {tuple(row.split("|")) for row in rows}
+    if cluster not in {association[0] for association in associations}:
         run(["sacctmgr", "-i", "add", "cluster", cluster], env=env)
-    if (cluster, files.ACCOUNT, "") not in known:
-        run(["sacctmgr", "-i", "add", "account", files.ACCOUNT, f"cluster={cluster}"], env=env)
+    if (cluster, account, "") not in associations:
+        run(["sacctmgr", "-i", "add", "account", account, f"cluster={cluster}"], env=env)
     for user in dict.fromkeys(["root", *users]):
-        if (cluster, files.ACCOUNT, user) not in known:
-            run(["sacctmgr", "-i", "add", "user", user, f"account={files.ACCOUNT}"], env=env)
+        if (cluster, account, user) not in associations:
+            run(["sacctmgr", "-i", "add", "user", user, f"account={account}"], env=env)
 
 
 def wait_for_node(settings: Settings, layout: Layout, node: str, daemon: Daemon) -> None:
+    """Return when a node's slurmd answers and Slurm can use the node; raise DevClusterError after the time limit."""
+
     def answers() -> bool:
+        address = (settings.addresses[node], files.NODE_PORT)
         try:
-            socket.create_connection((settings.addresses[node], files.NODE_PORT), timeout=1).close()
+            socket.create_connection(address, timeout=1).close()
         except OSError:
             return False
-        found = {status.name: status.state for status in _nodes(settings, layout)}
-        return not found.get(node, "unknown").endswith(("*", "down", "unknown"))
+        states = {status.name: status.state for status in _nodes(settings, layout)}
+        return not states.get(node, "unknown").endswith(("*", "down", "unknown"))
 
     wait_until(answers, f"node {node} does not answer", layout, daemon)
 
 
 def client_env(layout: Layout) -> dict[str, str]:
+    """Return the environment with which Slurm's commands reach the cluster."""
     return {"SLURM_CONF": str(layout.slurm_conf)}
 
 
 def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
     command = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N|%T|%E"]
-    rows = (line.split("|", 2) for line in run(command, env=client_env(layout)).splitlines())
-    return tuple(NodeStatus(name, settings.addresses[name], state, reason) for name, state, reason in rows)
+    nodes = []
+    for row in run(command, env=client_env(layout)).splitlines():
+        name, state, reason = row.split("|", 2)
+        nodes.append(NodeStatus(name, settings.addresses[name], state, reason))
+    return tuple(nodes)
 
 
 def status(layout: Layout) -> Status:
+    """Return the status of a cluster, and the summaries of the other clusters of this machine."""
     settings = recorded_settings(layout)
     others = tuple(f"{summary(other)}: `{other.command('status')}`" for other in host.others(layout))
     if settings is None:
         return Status(None, others=others)
-    dead = tuple(daemon.name for daemon in files.daemons(settings, layout) if not host.is_running(layout, daemon))
-    answers = succeeds(["scontrol", "ping"], env=client_env(layout))
-    nodes = _nodes(settings, layout) if answers else ()
-    return Status(settings, nodes, dead, answers, summary(layout), others)
+    daemons = files.daemons(settings, layout)
+    dead = tuple(daemon.name for daemon in daemons if not host.is_running(layout, daemon))
+    controller_answers = succeeds(["scontrol", "ping"], env=client_env(layout))
+    nodes = _nodes(settings, layout) if controller_answers else ()
+    return Status(
+        settings,
+        nodes=nodes,
+        dead=dead,
+        controller_answers=controller_answers,
+        summary=summary(layout),
+        others=others,
+    )
 
 
 def reasons_to_ask(layout: Layout, user: str) -> list[str]:
     """Return why a user should be asked before `down`: jobs that it would end, or a cluster of another user."""
-    reasons = [f"it is not a cluster of {user}"] if _is_foreign(layout, user) else []
+    reasons = []
+    if _is_foreign(layout, user):
+        reasons.append(f"it is not a cluster of {user}")
     if _has_processes(layout):
         reasons += _jobs(layout)
     return reasons
 
 
 def _jobs(layout: Layout) -> list[str]:
+    """Return a sentence for each user with jobs, or one that says that they are unknown."""
     if not layout.controller.is_dir() or not any(layout.controller.iterdir()):
         return []  # slurmctld has never run
     env = client_env(layout)
@@ -362,7 +415,11 @@ def _jobs(layout: Layout) -> list[str]:
         rows = run(["squeue", "--noheader", "--array", "--format=%T|%u"], env=env).splitlines()
     except DevClusterError:
         return unknown
-    num_jobs = Counter(row.partition("|")[2] for row in rows if not row.startswith("COMPLETING|"))
+    num_jobs: Counter[str] = Counter()
+    for row in rows:
+        state, _, user = row.partition("|")
+        if state != "COMPLETING":
+            num_jobs[user] += 1
     return [f"its {plural(number, 'job')} of {user} would end" for user, number in sorted(num_jobs.items())]
 
 
@@ -379,6 +436,7 @@ def down(layout: Layout) -> int:
 
 
 def describe(status: Status, layout: Layout) -> Iterator[str]:
+    """Yield the lines that `hpcdist devcluster status` prints."""
     if status.settings is None:
         yield f"no dev cluster in {layout.state}: `{layout.command('up --nodes 4')}` makes one"
     else:
@@ -394,7 +452,7 @@ def _describe_cluster(status: Status, settings: Settings, layout: Layout) -> Ite
     if not status.controller_answers:
         yield f"slurmctld does not answer: see {layout.logs}/slurmctld.log"
         return
-    width = len(settings.prefix) + 6
+    width = len(f"{settings.prefix}n{files.MAX_NODES}") + 2
     yield f"{'node':<{width}}{'address':<17}{'state':<12}reason"
     for node in status.nodes:
         yield f"{node.name:<{width}}{node.address:<17}{node.state:<12}{node.reason}"
@@ -452,18 +510,24 @@ def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None) -> N
         if rate_mbit is None:
             _full_speed(settings, layout, node)
             return
-        shape = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
-        for name, device in ((node, "eth0"), (settings.head, node)):  # both ends
-            run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
+        limit = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
+        for namespace, device in _link_ends(settings, node):
+            run(inside(layout, namespace, ["tc", "qdisc", "replace", "dev", device, "root", *limit]))
+
+
+def _link_ends(settings: Settings, node: str) -> list[tuple[str, str]]:
+    """Return the namespace and the device of both ends of a node's link."""
+    return [(node, "eth0"), (settings.head, node)]
 
 
 def _full_speed(settings: Settings, layout: Layout, node: str) -> None:
-    for name, device in ((node, "eth0"), (settings.head, node)):
+    for namespace, device in _link_ends(settings, node):
         # Fails if there is nothing to delete.
-        succeeds(inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
+        succeeds(inside(layout, namespace, ["tc", "qdisc", "delete", "dev", device, "root"]))
 
 
 def _require_node(layout: Layout, node: str) -> Settings:
+    """Return the settings of the running cluster that has a node. Raises DevClusterError without one."""
     settings = recorded_settings(layout)
     if settings is None:
         raise DevClusterError(f"no dev cluster in {layout.state}: `{layout.command('up')}` creates one")

@@ -35,6 +35,8 @@ GPU_TYPE = "a100"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """The settings of a dev cluster, as its settings file records them, and the names that follow from them."""
+
     num_nodes: int = 4  #: at most MAX_NODES
     proctrack: str = "cgroup"  #: finds the processes of a step; `linuxproc` needs no cgroups
     runtime: str = "none"  #: container runtime that the nodes have beside Slurm
@@ -46,12 +48,15 @@ class Settings:
 
     @property
     def title(self) -> str:
+        """The name and the owner, for messages."""
         return f"dev cluster {self.name} of {self.owner or 'an unknown user'}"
 
     @property
     def prefix(self) -> str:
         """Begins the host names of a further cluster: all names are in /etc/hosts."""
-        return "" if self.name == CLUSTER else f"{self.name}-"
+        if self.name == CLUSTER:
+            return ""
+        return f"{self.name}-"
 
     @property
     def head(self) -> str:
@@ -65,21 +70,25 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
+        """Host names of the nodes."""
         return [f"{self.prefix}n{number}" for number in range(1, self.num_nodes + 1)]
 
     @cached_property
     def addresses(self) -> dict[str, str]:
         """Address of every name: nodes from the start of the network, head and host at its end."""
         network = ipaddress.IPv4Network(self.network)
-        named = {name: str(network[number]) for number, name in enumerate(self.nodes, 1)}
-        return {**named, self.head: str(network[-2]), self.host: str(network[-3])}
+        addresses = {node: str(network[number]) for number, node in enumerate(self.nodes, 1)}
+        addresses[self.head] = str(network[-2])  # the last one is for broadcasts
+        addresses[self.host] = str(network[-3])
+        return addresses
 
     def batch(self, name: str, device: str) -> str:
-        """Return commands of `ip -batch -`."""
+        """Return commands of `ip -batch -` that give a device the address of a name."""
         length = ipaddress.IPv4Network(self.network).prefixlen
         return f"addr add {self.addresses[name]}/{length} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
+        """Return the content of the settings file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -88,11 +97,12 @@ class Settings:
 
         Earlier versions wrote neither the name, which was always CLUSTER, nor the network and the owner.
         """
-        found: Any = json.loads(text)
+        content: Any = json.loads(text)
         keys = {field.name for field in fields(cls)}
-        if not isinstance(found, dict) or not keys - {"name", "network", "owner"} <= set(found) <= keys:
+        required = keys - {"name", "network", "owner"}
+        if not isinstance(content, dict) or not required <= set(content) <= keys:
             raise ValueError("not the settings of a dev cluster of this version")
-        return cls(**found)
+        return cls(**content)
 
 
 class Layout:
@@ -144,9 +154,13 @@ class Layout:
 
     def command(self, words: str) -> str:
         """Return the command line of `hpcdist devcluster` for this cluster."""
-        return f"hpcdist devcluster {words}" + ("" if self.name == CLUSTER else f" --name {self.name}")
+        command = f"hpcdist devcluster {words}"
+        if self.name != CLUSTER:
+            command += f" --name {self.name}"
+        return command
 
     def namespace(self, name: str) -> Path:
+        """Return the file on which the network namespace of a node or the head is mounted."""
         return self.namespaces / name
 
     def output(self, daemon: str) -> Path:
@@ -243,6 +257,7 @@ StorageLoc=slurm
 
 
 def database_sql(password: str) -> str:
+    """Return the statements that create Slurm's accounting database and its user, if they do not exist."""
     return f"""\
 CREATE DATABASE IF NOT EXISTS slurm;
 CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY '{password}';
@@ -251,31 +266,42 @@ GRANT ALL ON slurm.* TO slurm@localhost;
 
 
 def node_range(settings: Settings) -> str:
-    return f"{settings.prefix}n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else f"{settings.prefix}n1"
+    """Return the names of the nodes in Slurm's notation, such as `n[1-4]`."""
+    if settings.num_nodes == 1:
+        return f"{settings.prefix}n1"
+    return f"{settings.prefix}n[1-{settings.num_nodes}]"
 
 
 def with_hosts_block(text: str, settings: Settings, layout: Layout) -> str:
     """Return /etc/hosts with the cluster's names in a marked block at its end; an existing block is replaced."""
     text = without_hosts_block(text, layout)
+    if text and not text.endswith("\n"):
+        text += "\n"
     begin, end = _hosts_markers(layout)
-    lines = [begin, *(f"{address} {name}" for name, address in settings.addresses.items()), end]
-    return text + "\n" * (text[-1:] not in ("", "\n")) + "\n".join(lines) + "\n"
+    names = [f"{address} {name}" for name, address in settings.addresses.items()]
+    return text + "\n".join([begin, *names, end]) + "\n"
 
 
 def without_hosts_block(text: str, layout: Layout) -> str:
+    """Return /etc/hosts without the block of a cluster."""
     begin, end = map(re.escape, _hosts_markers(layout))
     return re.sub(rf"^{begin}$.*?^{end}$\n?", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def _hosts_markers(layout: Layout) -> tuple[str, str]:
-    name = "" if layout.name == CLUSTER else f" {layout.name}"
-    return f"# >>> hpcdist devcluster{name}: removed by `{layout.command('down')}`", f"# <<< hpcdist devcluster{name}"
+    """Return the first and the last line of a cluster's block in /etc/hosts."""
+    title = "hpcdist devcluster"
+    if layout.name != CLUSTER:
+        title += f" {layout.name}"
+    return f"# >>> {title}: removed by `{layout.command('down')}`", f"# <<< {title}"
 
 
 def taken_names(text: str, settings: Settings, layout: Layout) -> list[str]:
     """Return the cluster's names that /etc/hosts already contains outside the block."""
-    words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text, layout).splitlines())
-    taken = {name for names in words for name in names}
+    taken: set[str] = set()
+    for line in without_hosts_block(text, layout).splitlines():
+        entry, _, _ = line.partition("#")
+        taken.update(entry.split()[1:])  # the names follow the address
     return [name for name in settings.addresses if name in taken]
 
 
@@ -308,17 +334,23 @@ def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
 
 
 def daemon_command(layout: Layout, spec: Daemon) -> list[str]:
+    """Return the command that starts a daemon in the background, in the namespaces of its node."""
     shell = ["sh", "-c", _DAEMON, spec.node, str(layout.pid_file(spec.name)), *spec.argv]
-    mounts = ["--mount", "--propagation=slave"] if spec.own_mounts else []
-    return ["setsid", "--fork", *inside(layout, spec.node, ["unshare", "--uts", *mounts, *shell])]
+    unshare = ["unshare", "--uts"]
+    if spec.own_mounts:
+        unshare += ["--mount", "--propagation=slave"]
+    return ["setsid", "--fork", *inside(layout, spec.node, [*unshare, *shell])]
 
 
 def munged(settings: Settings, layout: Layout) -> Daemon:
-    files = (
-        *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
-        *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
-    )
+    """Return the daemon that authenticates users and daemons of Slurm."""
     user = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups")
+    files = (
+        *("--socket", str(layout.munge_socket)),
+        *("--key-file", str(layout.munge_key)),
+        *("--pid-file", str(layout.munge / "pid")),
+        *("--seed-file", str(layout.munge / "seed")),
+    )
     return Daemon("munged", settings.head, (*user, "munged", "--foreground", "--num-threads=10", *files))
 
 
@@ -337,16 +369,22 @@ def mariadbd(settings: Settings, layout: Layout) -> Daemon:
 
 
 def slurmdbd(settings: Settings) -> Daemon:
+    """Return the accounting daemon."""
     return Daemon("slurmdbd", settings.head, ("slurmdbd", "-D"))
 
 
 def slurmctld(settings: Settings) -> Daemon:
+    """Return the controller."""
     return Daemon("slurmctld", settings.head, ("slurmctld", "-D"))
 
 
 def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
     """Return a node's slurmd. With `rebooted` it reports a reboot, because the machine's boot time does not change."""
-    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
+    argv = ["slurmd", "-D"]
+    if rebooted:
+        argv.append("-b")
+    argv += ["-N", node]
+    return Daemon(f"slurmd-{node}", node, tuple(argv), own_mounts)
 
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
@@ -372,9 +410,10 @@ def head_batch(settings: Settings, layout: Layout) -> str:
     The bridge is in the head's namespace, because a firewall for bridged packets on the host (such as Docker's) would
     drop packets between nodes.
     """
-    ports = [
-        f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}\nlink set {node} master {BRIDGE} up\n"
-        for node in settings.nodes
-    ]
-    own = f"link set lo up\nlink add {BRIDGE} type bridge\n{settings.batch(settings.head, BRIDGE)}"
-    return own + f"link set {HOST_PORT} master {BRIDGE} up\n" + "".join(ports)
+    text = f"link set lo up\nlink add {BRIDGE} type bridge\n"
+    text += settings.batch(settings.head, BRIDGE)
+    text += f"link set {HOST_PORT} master {BRIDGE} up\n"
+    for node in settings.nodes:
+        text += f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}\n"
+        text += f"link set {node} master {BRIDGE} up\n"
+    return text
