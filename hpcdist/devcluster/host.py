@@ -520,7 +520,7 @@ def scripts(
     if settings.runtime == "apptainer":
         lines = ""
         if not may_raise_limits:
-            # It requests all capabilities of root, and does not start without one of them.
+            # apptainer requests all capabilities of root, and does not start without one of them.
             lines = '[ "$(id -u)" != 0 ] || export APPTAINER_DROP_CAPS="${APPTAINER_DROP_CAPS:-CAP_SYS_RESOURCE}"\n'
         return {"apptainer": f'{_HEAD}{lines}exec {programs["apptainer"]} "$@"\n'}
     if settings.runtime == "pyxis":

@@ -104,25 +104,29 @@ class _Frame:
     is_log: bool = False
 
     def left(self, x: float) -> float:
+        """Return the horizontal position of a value."""
         return _LEFT + _share(x, self.x) * (_RIGHT - _LEFT)
 
     def top(self, y: float) -> float:
+        """Return the vertical position of a value."""
         if self.is_log:
             y = math.log10(y)
         return _BOTTOM - _share(y, self.y) * (_BOTTOM - _TOP)
 
     def axes(self, x_label: str, y_label: str) -> list[Markup]:
+        """Return the grid, the numbers and the labels of both axes."""
         y_ticks = powers(*self.y) if self.is_log else ticks(*self.y)
         grid = "".join(f"M{_LEFT} {self.top(y):.1f}H{_RIGHT}" for y in y_ticks)
-        label = f"translate(12 {(_TOP + _BOTTOM) / 2:.1f}) rotate(-90)"
-        return [
-            _tag("path", class_="grid", d=grid),
-            *(_text("tick", number(y), _LEFT - 5, self.top(y) + 3.5) for y in y_ticks),
-            *(_text("tick mid", number(x), self.left(x), _BOTTOM + 14) for x in ticks(*self.x, 8)),
-            _tag("path", class_="axis", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}"),
-            _text("label mid", x_label, (_LEFT + _RIGHT) / 2, HEIGHT - 6),
-            _tag("text", y_label, class_="label mid", transform=label),
-        ]
+        parts = [_tag("path", class_="grid", d=grid)]
+        for y in y_ticks:
+            parts.append(_text("tick", number(y), _LEFT - 5, self.top(y) + 3.5))
+        for x in ticks(*self.x, 8):
+            parts.append(_text("tick mid", number(x), self.left(x), _BOTTOM + 14))
+        parts.append(_tag("path", class_="axis", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}"))
+        parts.append(_text("label mid", x_label, (_LEFT + _RIGHT) / 2, HEIGHT - 6))
+        rotated = f"translate(12 {(_TOP + _BOTTOM) / 2:.1f}) rotate(-90)"
+        parts.append(_tag("text", y_label, class_="label mid", transform=rotated))
+        return parts
 
 
 def _share(value: float, ends: Point) -> float:
@@ -151,6 +155,7 @@ def legend(colours: Mapping[str, str], dot: str = "") -> Markup:
 
 
 def swatch(colour: str) -> Markup:
+    """Return a small square in a colour."""
     return _tag("i", style=f"background:{colour}")
 
 

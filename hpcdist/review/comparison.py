@@ -155,8 +155,7 @@ def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dic
     if changes:
         patch = f"code.patch {hashlib.sha256(changes).hexdigest()[:12]}"
     environment = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    environment["nodes"] = text_of(", ".join(nodes))
+    environment["nodes"] = text_of(", ".join(facts.nodes))
     environment["ranks"] = str(facts.state.world_size)
     data = {}
     datasets = dict(setup_rows(facts)).get("Data")

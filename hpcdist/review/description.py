@@ -34,7 +34,7 @@ from hpcdist.run.training_record import DatasetRecord
 if TYPE_CHECKING:
     from hpcdist.review.explain import Finding
 
-#: Items of a list beyond these are counted.
+#: Items of a list that are shown; of further ones only the number is.
 _MAX_NODES = 8
 _MAX_OVERRIDES = 30
 #: Files with uncommitted changes that are named.
@@ -48,12 +48,16 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
     if facts.stored.problem:
         yield "Not read", [facts.stored.problem]
     if facts.config_name:
-        profile = f", cluster profile {facts.cluster_name}" if facts.cluster_name else ""
-        yield "Config", [facts.config_name + profile]
+        config = facts.config_name
+        if facts.cluster_name:
+            config += f", cluster profile {facts.cluster_name}"
+        yield "Config", [config]
         yield "Overrides", _overrides(facts, in_full=in_full) or ["none"]
     if facts.like:
-        known_as = f" (MLflow run {facts.like_run_id})" if facts.like_run_id else ""
-        yield "Config and code of", [facts.like + known_as]
+        like = facts.like
+        if facts.like_run_id:
+            like += f" (MLflow run {facts.like_run_id})"
+        yield "Config and code of", [like]
     if facts.sweep:
         yield "Sweep", [facts.sweep]
     yield "Trainer", [facts.trainer]
@@ -79,7 +83,10 @@ def setup_rows(facts: RunFacts, *, in_full: bool = False) -> Iterator[tuple[str,
         yield "Started", [clock(facts.attempts[0].started or facts.state.created) + by]
     else:
         yield "Created", [clock(facts.state.created) + by]
-    yield "Folder", [f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder)]
+    folder = str(facts.folder)
+    if facts.host:
+        folder = f"{facts.host}:{folder}"
+    yield "Folder", [folder]
 
 
 def _overrides(facts: RunFacts, *, in_full: bool) -> list[str]:
@@ -106,10 +113,9 @@ def _model(facts: RunFacts) -> str:
 def _ranks(facts: RunFacts) -> str:
     """Return the number of ranks and where they ran: devices, nodes and job."""
     text = f"{facts.state.world_size}{_devices(facts)}"
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    if nodes:
-        text += f" on {_nodes(nodes)}"
-    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    if facts.nodes:
+        text += f" on {_nodes(facts.nodes)}"
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in facts.nodes]
     if earlier:
         text += f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})"
     if facts.job_id:
@@ -125,7 +131,9 @@ def _devices(facts: RunFacts) -> str:
         if facts.devices:
             return f" with {facts.devices} visible to rank 0"
         return " on devices that are not recorded"
-    return f" on {facts.devices}" if facts.devices else ""
+    if facts.devices:
+        return f" on {facts.devices}"
+    return ""
 
 
 def dataset_text(data: DatasetRecord) -> str:
@@ -163,8 +171,10 @@ def _code(facts: RunFacts) -> str:
         shipped = [f"{version} from a git work tree" for version in parts]
         parts = [", ".join([*shipped, commit])]
     elif facts.code_copied:
-        why = f", since {facts.no_commit}" if facts.no_commit else ""
-        parts.append(f"no commit{why}; the run folder has a copy in code/")
+        commit = "no commit"
+        if facts.no_commit:
+            commit += f", since {facts.no_commit}"
+        parts.append(f"{commit}; the run folder has a copy in code/")
     if facts.code_digest:
         parts.append(f"digest {facts.code_digest} of the copied files")
     if facts.git_commit and facts.num_untracked == 1:
@@ -179,9 +189,11 @@ def _code(facts: RunFacts) -> str:
 def _image(facts: RunFacts) -> str:
     words = [facts.image or "name not recorded"]
     if facts.image_digest:
-        # Of an image file without a digest in its name.
-        partial = " (of its size, first and last MiB)" if facts.image_digest.startswith("ends-") else ""
-        words.append(f"digest {facts.image_digest}{partial}")
+        digest = f"digest {facts.image_digest}"
+        if facts.image_digest.startswith("ends-"):
+            # That of an image file whose name contains no digest.
+            digest += " (of its size, first and last MiB)"
+        words.append(digest)
     elif facts.image_build:
         words.append(f"build {facts.image_build[:12]}")
     if facts.image or len(words) > 1:
@@ -264,7 +276,8 @@ def run_again_command(facts: RunFacts) -> str:
     """Return the command that starts the same config in the same store, with `***` for secrets; empty if unknown."""
     if not facts.config_name or not facts.overrides_known:
         return _in_folder(facts, facts.command)
-    words = ["hpcdist", "submit" if facts.launcher == "slurm" else "run"]
+    command = "submit" if facts.launcher == "slurm" else "run"
+    words = ["hpcdist", command]
     overrides = [f"{key}={text_of(override.after)}" for key, override in facts.overrides.items()]
     script: list[str] = []
     if facts.config_name == PLAIN_SCRIPT:
@@ -368,8 +381,10 @@ def headline(facts: RunFacts, ledger: Ledger) -> str:
     parts = []
     if facts.best is not None:
         value = facts.best_text(f"{facts.best_value:.6g}")
-        so_far = " so far" if facts.is_live else ""
-        parts.append(f"{facts.monitor} {value}{so_far}")
+        best = f"{facts.monitor} {value}"
+        if facts.is_live:
+            best += " so far"
+        parts.append(best)
     if ledger.entries:
         parts.append(cost_of([ledger]))
     interruptions = _interruptions(facts)
@@ -437,8 +452,10 @@ def _first_lines(facts: RunFacts, ledger: Ledger, finding: "Finding | None") -> 
     result = []
     first, _, rest = headline(facts, ledger).partition(" · ")
     if first:
-        details = f" · {escaped(rest, 1000)}" if rest else ""
-        result.append(f"**{escaped(first)}**{details}")
+        line = f"**{escaped(first)}**"
+        if rest:
+            line += f" · {escaped(rest, 1000)}"
+        result.append(line)
     status = [status_line(facts.state)]
     if finding and finding.fix:
         # The command in the fix may be relative to the folder of the supervisor, which is not the reader's.
@@ -505,8 +522,10 @@ def _until(time_s: float, now: float) -> str:
 def _last_save(facts: RunFacts) -> str:
     if facts.checkpoints:
         last = facts.checkpoints[-1]
-        at = f" ({clock(last.created)})" if last.created is not None else ""
-        return f"last save at step {last.step:,}{at}"
+        text = f"last save at step {last.step:,}"
+        if last.created is not None:
+            text += f" ({clock(last.created)})"
+        return text
     if facts.script_files:
         return f"last save {facts.script_files[-1]}"
     return "nothing is saved yet"
@@ -541,8 +560,10 @@ def _kept_checkpoints(facts: RunFacts) -> str:
     steps = []
     for checkpoint in facts.checkpoints[-_MAX_CHECKPOINTS:]:
         value = checkpoint.metrics.get(facts.monitor)
-        value_text = "" if value is None else f" ({value:.6g})"
-        steps.append(f"step {checkpoint.step:,}{value_text}")
+        step = f"step {checkpoint.step:,}"
+        if value is not None:
+            step += f" ({value:.6g})"
+        steps.append(step)
     text = f"kept checkpoints: {', '.join(steps)}"
     if facts.experiment_id:
         page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
@@ -558,8 +579,10 @@ def _last_values(facts: RunFacts) -> Iterator[str]:
         text = f"{escaped(name)} {_number(facts.metrics[name])}"
         by_step.setdefault(facts.metric_steps.get(name), []).append(text)
     for step, values in by_step.items():
-        at = "" if step is None else f" at step {step:,}"
-        yield f"last values{at}: {', '.join(values)}"
+        title = "last values"
+        if step is not None:
+            title += f" at step {step:,}"
+        yield f"{title}: {', '.join(values)}"
     for others in more(len(names) - _MAX_METRICS):
         yield f"{others} metrics"
 

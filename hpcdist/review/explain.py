@@ -239,11 +239,6 @@ MAX_LOGS = 64
 MAX_XIDS = 4
 #: Age of rank 0's last heartbeat above which it is named: rank 0 sends one at each step, and few steps are as long.
 _OLD_BEAT_S = 60
-MAX_ROWS = 200
-#: Lines searched at the end of a log, and number of logs searched.
-MAX_LINES = 20_000
-MAX_LOGS = 64
-MAX_XIDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,8 +320,9 @@ def _logged_xids(run: RunDir, attempt: Attempt) -> list[str]:
 
 
 def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
+    paths = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
     # A rank may have replaced its log by a link.
-    return [path for path in sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS] if stays_inside(path, run.path)]
+    return [path for path in paths if stays_inside(path, run.path)]
 
 
 def _explain(run: RunDir, now: RunStatus) -> Explanation:
@@ -346,8 +342,10 @@ def _explain(run: RunDir, now: RunStatus) -> Explanation:
 def _explain_finished(run: RunDir, now: RunStatus) -> Explanation:
     """Return the failures that a finished run has survived."""
     state = now.state
-    times = f" after {plural(state.restarts, 'restart')}" if state.restarts else ""
-    sentence = f"finished{times}: {state.reason}"
+    sentence = "finished"
+    if state.restarts:
+        sentence += f" after {plural(state.restarts, 'restart')}"
+    sentence += f": {state.reason}"
     attempts = read_attempts(run, state, read_checkpoints(run))
     earlier = [attempt for attempt in attempts if attempt.status != "finished"]
     if not earlier:
@@ -388,13 +386,16 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     state = now.state
     job = now.facts
     if now.name == "queued":
-        return None if job is None else _of_waiting(job.reason)
+        if job is None:
+            return None
+        return _of_waiting(job.reason)
     if now.name == "running":
         return _last_failure(run, state)
-    end = "" if job is None else _end_by_slurm(run, now, job)
-    if job is not None and end:
-        cause, fix = JOB_ENDS[end]
-        return Finding(cause=cause, evidence=f"Slurm: {job.sentence()}", fix=fix or continuation(run))
+    if job is not None:
+        end = _end_by_slurm(run, now, job)
+        if end:
+            cause, fix = JOB_ENDS[end]
+            return Finding(cause=cause, evidence=f"Slurm: {job.sentence()}", fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
     if not now.is_lost:
@@ -432,7 +433,8 @@ def _last_failure(run: RunDir, state: State) -> Finding | None:
 def _end_by_slurm(run: RunDir, now: RunStatus, job: JobInfo) -> str:
     """Return the state with which Slurm has ended the job; "" if that is not the cause of the run's end."""
     if job.out_of_memory:
-        # Slurm says so, too, of a step in which only a child of a rank was killed. What a rank has reported counts.
+        # Slurm also reports this if only a child process of a rank was killed. An error that a rank has reported is
+        # then the cause.
         is_reported = bool(now.state.attempt) and _has_reported(run.attempt(now.state.attempt))
         if is_reported or now.name in ("stopped", "cancelled"):
             return ""
@@ -599,10 +601,15 @@ def _recorded_fault(run: RunDir, attempt: Attempt, failure: Mapping[str, Any], *
     kind = failure.get("kind")
     host = text_of(failure.get("host"))
     step = failure.get("step")
-    where = f"rank {failure.get('rank')} on {host}" if host else ""
+    where = ""
+    if host:
+        where = f"rank {failure.get('rank')} on {host}"
     if where and isinstance(step, int) and step:
-        is_reported = kind not in ("killed", "out_of_memory", "vanished", "lost")
-        where += f" after step {step}" if is_reported else f", last heartbeat at step {step}"
+        # Only a rank that has reported its failure knows its last step.
+        if kind in ("killed", "out_of_memory", "vanished", "lost"):
+            where += f", last heartbeat at step {step}"
+        else:
+            where += f" after step {step}"
     finding = explain_attempt(run, attempt, error, read_logs=read_logs) or Finding(cause=error)
     if kind == "error" and failure.get("detail"):
         error += f"; {failure['detail']}"
@@ -642,7 +649,10 @@ def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, 
             time_s = 0.0
         return bool(outcome.get("peer_lost")), rank != first, time_s
 
-    failed = [item for item in attempt.outcomes().items() if item[1].get("outcome") in ("failed", "rejected")]
+    failed = []
+    for rank, outcome in attempt.outcomes().items():
+        if outcome.get("outcome") in ("failed", "rejected"):
+            failed.append((rank, outcome))
     return sorted(failed, key=order)
 
 
@@ -669,8 +679,10 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     else:
         place = ""
         where = next((line.strip() for line in reversed(trace) if line.lstrip().startswith("File ")), "")
-    at = f", at {where}" if where else ""
-    cause = quote(f"an exception in the training code{at}")
+    cause = "an exception in the training code"
+    if where:
+        cause += f", at {where}"
+    cause = quote(cause)
     if place and _SYNTAX_ERROR.search(error):
         cause = f"a syntax error in {place}"
     fix = f"fix {place or 'the code'}, then `{run.resume_command} --with-current-code`"

@@ -32,7 +32,6 @@ from hpcdist.run.checkpoint_files import SAMPLES_FILE
 from hpcdist.run.config_origin import Override
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.job_record import JobStart
-from hpcdist.run.reached_steps import lost_steps
 from hpcdist.run.samples import HEAD_BYTES, MAX_RESULTS, parse_npy
 from hpcdist.run.training_record import DatasetRecord
 
@@ -192,7 +191,11 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
         start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
         if start is not None:
             last_attempts[start] = (attempt.number, times.status)
-    return {number: start for start, (number, status) in last_attempts.items() if start.state and status != "finished"}
+    ends = {}
+    for start, (number, status) in last_attempts.items():
+        if start.state and status != "finished":
+            ends[number] = start
+    return ends
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
@@ -216,7 +219,13 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
-        steps_lost = lost_steps(last_step, resumed_at)
+        steps_lost = records.lost_steps(last_step, resumed_at)
+    training_began = None
+    first_step = None
+    if training is not None:
+        training_began = training.began
+        if training.began:
+            first_step = training.first_step
     return AttemptFacts(
         number=attempt.number,
         started=times.began,
@@ -225,8 +234,8 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         cause=cause,
         nodes=tuple(node for node in times.nodes if node not in times.idle),
         time_limit=times.time_limit,
-        training_began=training.began if training else None,
-        first_step=training.first_step if training and training.began else None,
+        training_began=training_began,
+        first_step=first_step,
         last_step=last_step,
         steps_lost=steps_lost,
         failure=_text(_read(attempt.failure).get("kind")),
@@ -241,7 +250,7 @@ def _end_of_attempt(
     cause = times.reason
     ended = times.ended
     request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
-    # The state in Slurm's accounting says more than that Slurm ended the job.
+    # For a preemption, the state in Slurm's accounting is more specific than the request.
     if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
         cause = request.after(cause)
     is_last = attempt.number >= state.attempt
@@ -356,6 +365,13 @@ class RunFacts:
     progress: Progress | None = None  #: None unless the run is live
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the newest attempt; empty before the first one."""
+        if not self.attempts:
+            return ()
+        return self.attempts[-1].nodes
+
+    @property
     def is_live(self) -> bool:
         """Whether the run has not ended: it waits, or it is running."""
         return self.state.status not in ENDED
@@ -461,12 +477,6 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     config = stored.config
     like = _mapping(environment.get("like"))
     rank_python = _rank_python(environment, container, stored)
-    trainer = ""
-    if stored.values:
-        trainer = " ".join(config.trainer.script or [config.trainer.target])
-    model = ""
-    if stored.trainer and "model" in stored.trainer.shared_sections:
-        model = config.model.name
     facts = RunFacts(
         name=run.name,
         experiment=run.experiment,
@@ -496,12 +506,12 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         image=_text(image.get("image")),
         image_digest=_text(image.get("image_digest")),
         image_build=_text(image.get("image_build")),
-        trainer=trainer,
+        trainer=_trainer(stored),
         stored=stored,
         like=_text(like.get("run")),
         like_run_id=_text(like.get("run_id")),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
-        model=model,
+        model=_model(stored),
     )
     if origin is None:
         return facts
@@ -512,6 +522,20 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         overrides=records.overrides(origin, stored.values),
         overrides_known=bool(origin.values),
     )
+
+
+def _trainer(stored: StoredConfig) -> str:
+    if not stored.values:
+        return ""
+    trainer = stored.config.trainer
+    return " ".join(trainer.script or [trainer.target])
+
+
+def _model(stored: StoredConfig) -> str:
+    """Return `model.name`; empty if the trainer does not use the section `model`."""
+    if stored.trainer and "model" in stored.trainer.shared_sections:
+        return stored.config.model.name
+    return ""
 
 
 def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], stored: StoredConfig) -> RankPython:

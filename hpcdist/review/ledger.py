@@ -231,7 +231,10 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         supervised = attempt.times.supervised
         # The newest one: a start may begin in the second in which the one before ends.
         start = next((start for start in reversed(starts) if start.contains(supervised)), None)
-        groups.setdefault(supervised if start is None else start, []).append(attempt)
+        if start is not None:
+            groups.setdefault(start, []).append(attempt)
+        else:
+            groups.setdefault(supervised, []).append(attempt)
     unit = unit_of(attempts)
     allocations = []
     for key, group in groups.items():
@@ -247,10 +250,11 @@ def _of_job_start(start: JobStart, group: Sequence[TimedAttempt], unit: Literal[
     """Return the allocation of a start of a job, with the attempts that ran in it: there may be none."""
     began = start.began
     # Between the recorded end of the last attempt and Slurm's, Slurm ends the job.
-    ended = start.ended
-    if ended is None:
-        ended = group[-1].ended if group else 0.0
-    ended = max(began, ended)
+    ended = began
+    if start.ended is not None:
+        ended = max(began, start.ended)
+    elif group:
+        ended = max(began, group[-1].ended)
     attempts = []
     for timed in group:
         first = min(max(timed.began, began), ended)
@@ -400,6 +404,9 @@ def read_ledger(run: RunDir) -> Ledger:
         with_lost = [replace(timed, lost=lost.get(timed.attempt.number, 0.0)) for timed in allocation.attempts]
         allocations[index] = replace(allocation, attempts=with_lost)
     energy_j = _energy_of(allocations)
+    energy_kwh = None
+    if energy_j:
+        energy_kwh = sum(energy_j.values()) / _J_PER_KWH
     site = ClusterConfig()
     with suppress(ConfigError, RunFolderError, OSError):  # a damaged file
         site = read_section(run.config, "cluster", ClusterConfig)
@@ -409,11 +416,11 @@ def read_ledger(run: RunDir) -> Ledger:
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
-        energy_kwh=sum(energy_j.values()) / _J_PER_KWH if energy_j else None,
+        energy_kwh=energy_kwh,
         energy_of=" and ".join(sorted(energy_j, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
-        # Of a plain script it is known which time was useful only if it reports steps.
+        # The useful time of a plain script is known only if it reports steps.
         is_measured=all(timed.times.measured or _known_account(timed) is not None for timed in attempts),
     )
 
@@ -428,7 +435,8 @@ def _energy_of(allocations: Iterable[AllocationTimes]) -> dict[str, float]:
         for timed in allocation.attempts:
             for share in timed.times.shares.values():
                 for sensor, joules in _energy_of_node(timed.attempt, share).items():
-                    _add(energy_j, "GPUs" if sensor.startswith("GPU-") else "CPUs", joules)
+                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
+                    _add(energy_j, kind, joules)
     return energy_j
 
 

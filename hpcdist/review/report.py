@@ -106,7 +106,8 @@ def write_report(run: RunDir, read: ReadSeries) -> bool:
     """Write `report.html` of a run or sweep. Returns whether its content has changed. Raises OSError."""
     text = render_sweep(run) if isinstance(run, SweepDir) else render_report(run, read)
     try:
-        if read_regular(run.report, len(text.encode())) == text.encode():
+        content = text.encode()
+        if read_regular(run.report, len(content)) == content:
             return False
     except (OSError, ValueError):
         pass

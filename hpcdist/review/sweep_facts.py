@@ -198,13 +198,18 @@ def _read_cell(run: RunDir, cell: Mapping[str, Any], monitor: CheckpointConfig) 
         status = "unreadable"
     else:
         status = "missing"
+    metric = None
+    step = None
+    if best is not None:
+        metric = best.metrics[monitor.monitor]
+        step = best.step
     return CellFacts(
         name=run.name,
         values=cell["values"],
         label=cell["label"],
         status=status,
-        metric=None if best is None else best.metrics[monitor.monitor],
-        step=None if best is None else best.step,
+        metric=metric,
+        step=step,
         page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
     )
 
