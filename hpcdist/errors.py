@@ -18,10 +18,14 @@ MAX_LINE = 500
 MAX_PROBLEMS = 20
 #: Limit of the characters of a value in a message.
 MAX_SHOWN = 60
+#: Limit of an integer in a message: 39 digits, so it needs no shortening by characters.
+MAX_SHOWN_BITS = 128
+#: Durations below it are shown as `0 s`: the number would need an exponent.
+MIN_SHOWN_S = 0.01
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-#: What controls a terminal or the order of its characters: C0 except tab and newline, DEL, C1, separators, bidi; and
-#: lone surrogates, which cannot be encoded.
+#: Characters that control a terminal or the order of its characters: C0 except tab and newline, DEL, C1, separators,
+#: bidi. Lone surrogates are included because they cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -30,15 +34,23 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 3, 3, 4, MAX_SHOWN, MAX_SHOWN
+        self.maxlevel = 3
+        self.maxdict = 3
+        self.maxlist = 4
+        self.maxstring = MAX_SHOWN
+        self.maxother = MAX_SHOWN
 
     def repr_str(self, value: str, _level: int) -> str:
+        if len(value) <= MAX_SHOWN:
+            return repr(value)
         # No part of a long string: `redaction.hide_values` cannot find a partial secret.
-        return repr(value) if len(value) <= MAX_SHOWN else f"'...' ({len(value):,} characters)"
+        return f"'...' ({len(value):,} characters)"
 
     def repr_int(self, value: int, _level: int) -> str:
+        if value.bit_length() <= MAX_SHOWN_BITS:
+            return repr(value)
         # Python refuses to write an integer of more than 4,300 digits.
-        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length():,} bits"
+        return f"an integer of {value.bit_length():,} bits"
 
 
 _SHORT = _Short()
@@ -51,18 +63,23 @@ def shown(value: object) -> str:
     text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
     if len(text) <= 2 * MAX_SHOWN:
         return text
-    size = f" ({len(value):,} entries)" if isinstance(value, list | tuple | dict | set) else ""
-    return shortened(text, 2 * MAX_SHOWN) + size
+    beginning = shortened(text, 2 * MAX_SHOWN)
+    if isinstance(value, list | tuple | dict | set):
+        return f"{beginning} ({len(value):,} entries)"
+    return beginning
 
 
 def shortened(text: str, limit: int = 120) -> str:
     """Return `text` with its middle replaced by `...` if it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
     end = limit // 5
-    return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
+    return f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
-#: What to do if no process or thread can be started, and if a disk is full.
+#: Advice if no process or thread can be started.
 NO_PROCESS = "this user or container may start no more processes and threads (`ulimit -u`, its limit of pids)"
+#: Advice if a disk is full.
 _FULL = {
     errno.ENOSPC: "free space there (`df -h`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
     errno.EDQUOT: "free space there (`quota`), or choose another runs_dir (HPCDIST_RUNS_DIR)",
@@ -70,14 +87,17 @@ _FULL = {
 
 
 def path_and_fix(error: OSError) -> tuple[str, str]:
-    """Return the path that an error of the system is about, and what a user can do about it; empty if unknown."""
+    """Return the path in an error of the system, and advice for the user; each is empty if unknown."""
     fix = _FULL.get(error.errno or 0, "")
-    # A copy reads the first file and fills the disk of the second one.
-    path = error.filename2 if fix and error.filename2 is not None else error.filename
-    if path is None:
-        # Of a fork. That of a write that would block has another text.
-        return "", NO_PROCESS if error.strerror == os.strerror(errno.EAGAIN) else ""
-    return str(path), fix
+    path = error.filename
+    if fix and error.filename2 is not None:
+        path = error.filename2  # a copy reads the first file and fills the disk of the second one
+    if path is not None:
+        return str(path), fix
+    # A failed fork has this text; a write that would block has the same errno with another text.
+    if error.strerror == os.strerror(errno.EAGAIN):
+        return "", NO_PROCESS
+    return "", ""
 
 
 def error_text(error: Exception) -> str:
@@ -92,28 +112,40 @@ def error_text(error: Exception) -> str:
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return a question for the known name that is nearest to a misspelt one; `otherwise` if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    if not nearest:
+        return otherwise
+    return f"did you mean {nearest[0]!r}?"
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
     """Return names separated by commas; after `most`, only the number of further ones."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def plural(number: int, noun: str) -> str:
     """Return `1 step` or `1,200 steps`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units: `4.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    whole = round(seconds)
+    whole_s = round(seconds)
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            rest = whole % unit_s // part_s
-            return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{seconds:.2g} s" if seconds >= 0.01 else "0 s"
+        if whole_s >= unit_s:
+            text = f"{whole_s // unit_s} {unit}"
+            num_parts = whole_s % unit_s // part_s
+            if num_parts:
+                text += f" {num_parts} {part}"
+            return text
+    if seconds < MIN_SHOWN_S:
+        return "0 s"
+    return f"{seconds:.2g} s"
 
 
 def terminal_text(text: str) -> str:
@@ -122,7 +154,7 @@ def terminal_text(text: str) -> str:
     Logs, names and messages come from programs, other users and servers; they must not control the terminal.
     """
     text = _COLOUR.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class HpcdistError(Exception):

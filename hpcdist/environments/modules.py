@@ -9,8 +9,12 @@ from hpcdist.host.time_limits import last_line, run_within
 
 #: Loading modules from a slow file system may take a while.
 LOAD_S = 120.0
+#: Line between the messages of `module load` and the variables.
 _MARK = "hpcdist-modules"
+#: Exit code of the script if there is no command `module`.
 _NO_MODULES = 3
+#: Limit of an error of Lmod in a message: it may quote a long list of modules.
+_MAX_ERROR = 300
 #: Batch scripts of a non-interactive shell may lack the function `module`; sites install its definition in one of
 #: these places. `module load` of old versions returns 0 although it has failed, so the list of loaded modules counts.
 _LOAD = f"""
@@ -36,11 +40,12 @@ exec env -0
 
 
 def has_modules(env: Mapping[str, str]) -> bool:
+    """Return whether this machine has environment modules."""
     return run_within(["bash", "-c", _LOAD], LOAD_S, env=env).returncode == 0
 
 
 def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment after loading modules in `env`."""
+    """Return the environment after loading modules in `env`. Raises UserMistake if one cannot be loaded."""
     done = run_within(["bash", "-c", _LOAD, "bash", *names], LOAD_S, env=env)
     output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
     if done.returncode == _NO_MODULES:
@@ -49,13 +54,23 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
             " cluster.setup, or set MODULESHOME to the installation's folder in cluster.env"
         )
     if done.returncode != 0 or not mark:
-        # Lmod breaks an error into lines, ends it by an empty line, and prints advice after it.
-        named = re.search(r"(?im)^.*\berror:.*(?:\n.*\S.*)*", f"{done.stderr}\n{output}")
-        printed = " ".join(named[0].split())[:300] if named else last_line(done.stderr) or last_line(output)
-        reason = printed or "module load changed nothing in LOADEDMODULES"
+        reason = _load_error(done.stderr, output) or "module load changed nothing in LOADEDMODULES"
         raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
-    pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
-    return {name: value for name, _, value in pairs}
+    loaded: dict[str, str] = {}
+    for entry in variables.split("\0"):
+        name, separator, value = entry.partition("=")
+        if separator:
+            loaded[name] = value
+    return loaded
+
+
+def _load_error(stderr: str, output: str) -> str:
+    """Return the error that `module load` has printed, in one line; empty if it has printed nothing."""
+    # Lmod breaks an error into lines, ends it by an empty line, and prints advice after it.
+    error = re.search(r"(?im)^.*\berror:.*(?:\n.*\S.*)*", f"{stderr}\n{output}")
+    if error is not None:
+        return " ".join(error[0].split())[:_MAX_ERROR]
+    return last_line(stderr) or last_line(output)
 
 
 def module_problems(config: Config, env: Mapping[str, str]) -> list[str]:

@@ -25,16 +25,19 @@ from hpcdist.run.folder import RunDir
 PYTHON = "python3"
 #: Packages that a rank imports before the user's code.
 REQUIRED = ("numpy", "psutil", "torch")
-#: The start of Python from a slow file system may take a while.
+#: Time limit for one start of Python, which takes a while from a slow file system.
 START_S = 120.0
 #: Versions that are recorded in the run folder.
 RECORDED = ("python", "torch", "cuda")
+#: First word of the line in which the probe lists missing packages.
 _MISSING_MARK = "hpcdist-missing"
 _OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
+    """The Python of a run's ranks, and the variables that it is started with."""
+
     python: str  #: path of the interpreter on the nodes
     env: Mapping[str, str]  #: all variables of the ranks
     import_path: tuple[str, ...] = ()  #: the folder with hpcdist; none for the supervisor's Python
@@ -60,8 +63,8 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
         python = program_of(environment)
         env = activated(env, Path(environment.path))
     versions = python_versions(python, env)
-    cuda, driver = versions.get("cuda", ""), versions.get("driver", "")
-    if problem := driver_problem(cuda, driver):
+    problem = driver_problem(versions.get("cuda", ""), versions.get("driver", ""))
+    if problem:
         raise UserMistake(f"cluster.environment: the torch of {python} needs {problem}")
     recorded = {name: versions[name] for name in RECORDED if name in versions}
     origin = {"kind": environment.kind, "path": environment.path, "modules": environment.modules}
@@ -71,7 +74,7 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
 
 
 def python_of(config: Config) -> str:
-    """Return the ranks' Python as far as it is known before a job, for `submit --dry-run`."""
+    """Return the ranks' Python for `submit --dry-run`: without its path if only modules in the job give it."""
     environment = config.cluster.environment
     if environment.kind == "none":
         return sys.executable
@@ -125,17 +128,20 @@ def python_versions(python: str, env: Mapping[str, str]) -> dict[str, str]:
     if done.returncode != 0 or _MISSING_MARK not in answers:
         reason = last_line(done.stderr) or f"exit code {done.returncode}"
         raise UserMistake(f"cluster.environment: {python} does not start: {reason}")
-    found: dict[str, str] = json.loads(answers[VERSIONS_MARK])
-    if tuple(int(part) for part in found["python"].split(".")[:2]) < _OLDEST_PYTHON:
-        raise UserMistake(f"cluster.environment: {python} is Python {found['python']}; hpcdist needs 3.11 or newer")
-    if missing := answers[_MISSING_MARK].split():
+    versions: dict[str, str] = json.loads(answers[VERSIONS_MARK])
+    major, minor = versions["python"].split(".")[:2]
+    if (int(major), int(minor)) < _OLDEST_PYTHON:
+        raise UserMistake(f"cluster.environment: {python} is Python {versions['python']}; hpcdist needs 3.11 or newer")
+    missing = answers[_MISSING_MARK].split()
+    if missing:
         raise UserMistake(
             f"cluster.environment: {python} has no {', '.join(missing)}: add the packages to the environment"
         )
-    return found
+    return versions
 
 
 def _program() -> str:
+    """Return the source of the probe: it prints the versions, and in a second line the missing packages."""
     return f"""{versions_program()}
 import importlib.util
 print({_MISSING_MARK!r}, *(name for name in {REQUIRED!r} if importlib.util.find_spec(name) is None))
@@ -143,9 +149,9 @@ print({_MISSING_MARK!r}, *(name for name in {REQUIRED!r} if importlib.util.find_
 
 
 def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
-    """Return why ranks cannot use the virtual environment, before a submission, as far as this machine shows it."""
+    """Return why ranks cannot use the virtual environment, as far as this machine can find out before a submission."""
     environment = config.cluster.environment
-    # Commands of the job may create it, on a local disk of each node. The job checks it again.
+    # The commands of `cluster.setup` may create it on a local disk of each node. The job checks it again.
     if environment.kind != "venv" or config.cluster.setup:
         return []
     python = program_of(environment)

@@ -12,24 +12,31 @@ from hpcdist.host.image_identity import install_command
 
 
 def require_torch(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> None:
-    if problems := torch_problems(config, env, on_slurm=on_slurm):
+    """Raise ConfigError if the ranks need torch and would not find it."""
+    problems = torch_problems(config, env, on_slurm=on_slurm)
+    if problems:
         raise ConfigError(*problems)
 
 
 def torch_problems(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> list[str]:
-    """Return the missing torch of ranks that use this Python; scripts import the packages that they need themselves."""
-    has_own_python = on_slurm and (config.container.runtime != "none" or config.cluster.environment.kind != "none")
-    if config.trainer.script or has_own_python or _has_torch({**env, **config.launch.env}):
+    """Return a problem if the ranks use this Python and it has no torch.
+
+    There is none for a script, which may not import torch, and for ranks on Slurm with a Python of their own.
+    """
+    if config.trainer.script:
         return []
-    others = ", or set container.image or cluster.environment" if on_slurm else ""
-    return [
-        f"trainer.target={config.trainer.target} needs torch, which {sys.executable} does not have: run"
-        f" {install_command('train')}{others}"
-    ]
+    if on_slurm and (config.container.runtime != "none" or config.cluster.environment.kind != "none"):
+        return []
+    if _has_torch({**env, **config.launch.env}):
+        return []
+    fix = f"run {install_command('train')}"
+    if on_slurm:
+        fix += ", or set container.image or cluster.environment"
+    return [f"trainer.target={config.trainer.target} needs torch, which {sys.executable} does not have: {fix}"]
 
 
 def _has_torch(env: Mapping[str, str]) -> bool:
-    folders = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    specs = importlib.util.find_spec("torch"), PathFinder.find_spec("torch", folders)
+    folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    specs = [importlib.util.find_spec("torch"), PathFinder.find_spec("torch", folders)]
     # A folder of this name without a module has no origin.
     return any(spec is not None and spec.origin is not None for spec in specs)
