@@ -27,12 +27,15 @@ MAX_LINES = 20_000
 REMOVAL_S = 30.0
 #: Facts of the probe that are recorded in the run folder.
 RECORDED = ("hpcdist", "python", "torch", "cuda", "driver")
-#: Slurm starts no more steps in this job; it has killed the running ones, and their containers ended with them.
-_JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|already complet")
-#: pyxis reports the signal that ended `enroot create`.
+#: Errors of srun in a job that is over. Slurm has killed its steps, and their containers ended with them.
+_JOB_IS_OVER = re.compile(r"job \d+ has expired|Unable to confirm allocation|already complet")
+#: Message of pyxis if a signal has ended `enroot create`.
 _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
-#: pyxis starts one container per node and step; the log of the task that started it has the reason.
+#: Message of pyxis in the other tasks of a node: it starts one container per node and step, and the log of the task
+#: that started it has the reason.
 _OTHER_TASK_FAILED = "pyxis: container was not started successfully by another task"
+#: A shell whose command was ended by a signal exits with this number plus the signal.
+_SHELL_SIGNAL = 128
 
 
 class NoContainers:
@@ -60,7 +63,7 @@ class ContainerSteps(NoContainers):
     """The containers of a job from one start of its batch script to the next requeue.
 
     Args:
-        present: returns the nodes of the job on which steps can run, if these may not be all.
+        present: returns the nodes of the job on which steps can run; none if these are all nodes of the job.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class ContainerSteps(NoContainers):
         *,
         present: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._spec, self._run, self._env = spec, run, dict(env)
+        self._spec = spec
+        self._run = run
+        self._env = dict(env)
         self._present = present
         self._checked = False
         #: Whether a signal to a step, also of an earlier supervisor, may have ended pyxis' work on its containers.
@@ -95,12 +100,15 @@ class ContainerSteps(NoContainers):
         step = ["srun", *task_words(nodes, probe, CONTAINERS_STEP, {**flags, "label": True})]
         done = run_within(step, PROBE_TIMEOUT_S, env=env)
         facts = check_image_on_nodes(self._spec, nodes, done.stdout, done.stderr)
-        image = {
+        record = {
             "runtime": self._spec.runtime,
             "image": self._spec.image,
             "image_digest": image_digest(self._spec),
         }
-        write_json(self._run.container, image | {key: facts[key] for key in RECORDED if key in facts})
+        for key in RECORDED:
+            if key in facts:
+                record[key] = facts[key]
+        write_json(self._run.container, record)
 
     def clean_up(self, *, failed: bool) -> None:
         self._interrupted |= failed
@@ -123,17 +131,19 @@ class ContainerSteps(NoContainers):
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         runtime = self._spec.runtime
         path = attempt.log(rank)
-        text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
-        failed = start_failure(runtime, code, text)
-        # Ranks ignore the signal that Slurm sends ahead of the time limit: their container was still being created.
+        text = ""
+        if path.exists():
+            text = "\n".join(line for _, line in last_lines(path, MAX_LINES))
+        failure = start_failure(runtime, code, text)
+        # A rank ignores the signal that Slurm sends ahead of the time limit, so the signal has ended the runtime.
         interrupted = code == -signal.SIGUSR2
         if runtime == "pyxis" and _ENDED_BY_USR2.search(text) is not None:
             interrupted = True
         if interrupted:
             self._interrupted = True
-            failed = f"{runtime} was interrupted by SIGUSR2 while it created the container", True
-        if failed is not None and not attempt.outcome(rank).exists():
-            error, may_pass = failed
+            failure = f"{runtime} was interrupted by SIGUSR2 while it created the container", True
+        if failure is not None and not attempt.outcome(rank).exists():
+            error, may_pass = failure
             write_json(
                 attempt.outcome(rank),
                 {
@@ -152,11 +162,14 @@ class ContainerSteps(NoContainers):
 
     def _nodes(self) -> tuple[list[str], Mapping[str, Any]]:
         """Return the nodes on which steps can run, in Slurm's order, and the flags of srun that choose them."""
-        if present := self._present():
+        present = self._present()
+        if present:
             return list(present), {"nodelist": ",".join(present)}
         return expand(self._env["SLURM_JOB_NODELIST"]), {}
 
 
 def _with_signal(code: int) -> int:
-    """Return an exit code of a shell, 128 + a signal, as the negative signal."""
-    return 128 - code if code - 128 in set(signal.Signals) else code
+    """Return the exit code of a shell, 128 + a signal, as the negative signal; other exit codes unchanged."""
+    if code - _SHELL_SIGNAL in set(signal.Signals):
+        return _SHELL_SIGNAL - code
+    return code

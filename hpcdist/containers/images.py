@@ -39,6 +39,8 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
+    """Facts about an image of the container engine."""
+
     name: str
     digest: str  #: `sha256:…` of its config: the same in every registry and before a push
     architecture: str
@@ -50,10 +52,13 @@ class ImageFacts:
     @property
     def version(self) -> str:
         """Version of hpcdist; empty if the labels name none."""
-        return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
+        if self.labels.get(TITLE) != "hpcdist":
+            return ""
+        return self.labels.get(VERSION, "")
 
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
+    """Return the facts about an image. Raises ImageError if the engine does not have it."""
     done = engine.run("image", "inspect", image)
     if done.returncode:
         error = error_line(done.stderr)
@@ -67,11 +72,11 @@ def inspect(engine: Engine, image: str) -> ImageFacts:
 
 
 def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
-    """Return the description in the answer of `image inspect`."""
+    """Return the description in the answer of `image inspect`. Raises ImageError if it is not valid."""
     try:
-        (found,) = parse_json(answer)
-        if isinstance(found["Id"], str) and isinstance(found.get("Config") or {}, dict):
-            return dict(found)
+        (description,) = parse_json(answer)
+        if isinstance(description["Id"], str) and isinstance(description.get("Config") or {}, dict):
+            return dict(description)
         raise ValueError("its Id or Config has another type")
     except (ValueError, TypeError, LookupError) as error:
         raise ImageError(f"{engine.name} gives no valid description of image {image}: {error}") from error
@@ -80,7 +85,9 @@ def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
 def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
     """Return the facts in one entry of `docker image inspect` or `podman image inspect`."""
     config = raw.get("Config") or {}
-    labels, env, entrypoint = config.get("Labels") or {}, config.get("Env") or [], config.get("Entrypoint") or []
+    labels = config.get("Labels") or {}
+    env = config.get("Env") or []
+    entrypoint = config.get("Entrypoint") or []
     if not (isinstance(labels, dict) and isinstance(env, list) and isinstance(entrypoint, list)):
         raise ImageError(f"the description of image {name} has labels, variables or an entrypoint of another type")
     return ImageFacts(
@@ -95,7 +102,13 @@ def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
 
 
 def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
-    here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
+    """Raise ImageError unless an image is for this processor and has this version of hpcdist.
+
+    Args:
+        machine: the processor architecture to require instead of this machine's.
+    """
+    machine = machine or platform.machine()
+    here = ARCHITECTURES.get(machine, machine)
     if facts.architecture != here:
         raise ImageError(
             f"image {facts.name} is for {facts.architecture}, this machine is {here}: build or pull it for {here}"
@@ -113,7 +126,9 @@ def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
 
 
 def require_driver(facts: ImageFacts, driver: str) -> None:
-    if problem := driver_problem(facts.labels.get(CUDA, ""), driver):
+    """Raise ImageError if the GPU driver of this version is too old for the image's CUDA."""
+    problem = driver_problem(facts.labels.get(CUDA, ""), driver)
+    if problem:
         raise ImageError(
             f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
             " or launch.device=cpu"
@@ -125,6 +140,8 @@ def require_driver(facts: ImageFacts, driver: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
+    """The base image of a build."""
+
     name: str  #: as the user or the Dockerfile names it, tag included
     digest: str = ""  #: `sha256:…` of its manifest in a registry
     id: str = ""  #: `sha256:…` of its config, for a local image without a registry digest
@@ -132,14 +149,18 @@ class Base:
 
     @property
     def reference(self) -> str:
-        return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
+        """Name of the image for the Dockerfile's FROM, with its digest if that is known."""
+        if not self.digest:
+            return self.name
+        return f"{repository(self.name)}@{self.digest}"
 
 
 def default_base(dockerfile: Path) -> str:
-    found = re.search(r"^ARG BASE_IMAGE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
-    if found is None:
+    """Return the base image that a Dockerfile names. Raises ImageError if it names none."""
+    line = re.search(r"^ARG BASE_IMAGE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
+    if line is None:
         raise ImageError(f"{dockerfile} names no base image (no line `ARG BASE_IMAGE=…`): restore the file")
-    return found[1]
+    return line[1]
 
 
 def repository(name: str) -> str:
@@ -149,8 +170,9 @@ def repository(name: str) -> str:
 
 def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     """Find the digest of a base image: in its name, in the store, or by pulling the image as the build would."""
-    if digest := name.partition("@")[2]:
-        return Base(name=name, digest=digest)
+    named_digest = name.partition("@")[2]
+    if named_digest:
+        return Base(name=name, digest=named_digest)
     done = engine.run("image", "inspect", name)
     if done.returncode and not pull:
         return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
@@ -159,20 +181,34 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
         if pulled.returncode:
             return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(pulled.stderr)}")
         done = engine.run("image", "inspect", name)
-    found = inspected(engine, name, done.stdout)
-    listed = found.get("RepoDigests")
-    left_out = re.compile(r"^(docker\.io/)?(library/)?")  # by docker: `debian`, `nvidia/cuda`
-    own = left_out.sub("", repository(name))
-    for repo, _, digest in (str(entry).partition("@") for entry in (listed if isinstance(listed, list) else [])):
-        # podman lists a digest of its own for images that were never in a registry, under `localhost`.
-        if left_out.sub("", repo) == own and not own.startswith("localhost/"):
-            return Base(name=name, digest=digest)
-    return Base(name=name, id=_digest_of(found), problem="a local image without a digest of a registry")
+    description = inspected(engine, name, done.stdout)
+    digest = _registry_digest(description, name)
+    if digest:
+        return Base(name=name, digest=digest)
+    return Base(name=name, id=_digest_of(description), problem="a local image without a digest of a registry")
 
 
-def _digest_of(found: Mapping[str, Any]) -> str:
-    """Return the id, which podman gives without `sha256:`."""
-    return f"sha256:{str(found['Id']).removeprefix('sha256:')}"
+def _registry_digest(description: Mapping[str, Any], name: str) -> str:
+    """Return the digest of an image in its registry; empty if the description has none."""
+    entries = description.get("RepoDigests")
+    if not isinstance(entries, list):
+        return ""
+    # docker leaves it out of names: `debian`, `nvidia/cuda`.
+    default_registry = re.compile(r"^(docker\.io/)?(library/)?")
+    short_name = default_registry.sub("", repository(name))
+    # podman lists a digest of its own for images that were never in a registry, under `localhost`.
+    if short_name.startswith("localhost/"):
+        return ""
+    for entry in entries:
+        entry_name, _, digest = str(entry).partition("@")
+        if default_registry.sub("", entry_name) == short_name:
+            return digest
+    return ""
+
+
+def _digest_of(description: Mapping[str, Any]) -> str:
+    """Return the id of an image with `sha256:`, which podman leaves out."""
+    return f"sha256:{str(description['Id']).removeprefix('sha256:')}"
 
 
 # `hpcdist image build`: build hpcdist's images from a checkout.
@@ -187,7 +223,10 @@ TARGETS: dict[Target, tuple[str, str]] = {
 
 
 def find_checkout(start: Path) -> Path:
-    """Return the checkout to build: the one around `start`, or that of an editable installation."""
+    """Return the checkout to build: the one around `start`, or that of an editable installation.
+
+    Raises UserMistake if there is none.
+    """
     for folder in (start, *start.parents, Path(hpcdist.__file__).parents[1]):
         if (folder / "docker" / "Dockerfile").is_file() and (folder / "hpcdist" / "__init__.py").is_file():
             return folder
@@ -196,14 +235,21 @@ def find_checkout(start: Path) -> Path:
 
 def revision_of(checkout: Path) -> tuple[str, str]:
     """Return the commit, marked `-dirty` if files differ, and its time, for the labels; empty without git."""
-    found = []
-    for arguments in (["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], ["log", "-1", "--format=%cI"]):
-        try:
-            done = subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return "", ""
-        found.append(done.stdout.strip() if done.returncode == 0 else "")
-    return found[0], found[1]
+    commit = _git_output(checkout, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    time = _git_output(checkout, "log", "-1", "--format=%cI")
+    return commit, time
+
+
+def _git_output(checkout: Path, *arguments: str) -> str:
+    """Return the output of a git command; empty if it fails or git is not installed."""
+    command = ["git", "-C", str(checkout), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.strip()
 
 
 def build_argv(
@@ -217,7 +263,13 @@ def build_argv(
     gid: int | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that builds an image; `options` are further arguments of the engine."""
+    """Return the command that builds an image.
+
+    Args:
+        tag: name of the image, by default that of its target.
+        uid: user id of the image's user, by default that of the Dockerfile; `gid` is its group id.
+        options: further arguments of the engine.
+    """
     dockerfile, default_tag = TARGETS[target]
     revision, created = revision_of(checkout)
     command: list[str] = [engine, "build"]
@@ -256,6 +308,8 @@ Form = Literal["sqsh", "sif", "dir"]
 #: The runtimes that read each format, and the program that writes it.
 _READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "apptainer and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
+#: Hexadecimal digits of an image's digest in a file's name, as in short names of images.
+_DIGEST_DIGITS = 12
 #: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
 #: answer. enroot is a bash script, in which an exported function replaces a program.
 _REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
@@ -265,30 +319,26 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     """Write an image in another format unless the file exists; return its path and whether it was written now.
 
     A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
+    Raises UserMistake if the program for the format is not installed, or if the file exists and is not trusted.
     """
     # Such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix.
-    stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
-    target = folder / (stem if form == "dir" else f"{stem}.{form}")
+    short_digest = facts.digest.removeprefix("sha256:")[:_DIGEST_DIGITS]
+    file_name = f"hpcdist-{facts.version}-{short_digest}"
+    if form != "dir":
+        file_name += f".{form}"
+    target = folder / file_name
     folder.mkdir(parents=True, exist_ok=True)
     with long_lock(target.with_name(f".{target.name}.lock")):
         if os.path.lexists(target):
-            about = target.lstat()
-            # The name says nothing about the content if another user may have written the file.
-            if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
-                raise UserMistake(
-                    f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed"
-                    " it: choose another folder with --into, or name the file in container.image if you trust it"
-                )
+            _require_trusted(target)
             return target, False
-        if shutil.which(_TOOLS[form]) is None:
+        tool = _TOOLS[form]
+        if shutil.which(tool) is None:
             raise UserMistake(
-                f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
+                f"{tool} is not installed here; it writes .{form} for {_READERS[form]}:"
                 f" convert on a machine that has it, into a shared folder"
             )
-        for left in folder.glob(f".{target.name}.part*"):  # of killed conversions
-            about = left.lstat()
-            if about.st_uid == os.geteuid():
-                shutil.rmtree(left) if stat.S_ISDIR(about.st_mode) else left.unlink()
+        _remove_parts(folder, target.name)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.part", dir=folder) as private:
             part = Path(private, target.name)
             _write(engine, facts, form, part)
@@ -296,43 +346,79 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     return target, True
 
 
+def _require_trusted(target: Path) -> None:
+    """Raise UserMistake if another user may have written a file: its name then says nothing about its content."""
+    about = target.lstat()
+    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
+        raise UserMistake(
+            f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed"
+            " it: choose another folder with --into, or name the file in container.image if you trust it"
+        )
+
+
+def _remove_parts(folder: Path, name: str) -> None:
+    """Remove this user's unfinished files of killed conversions."""
+    for part in folder.glob(f".{name}.part*"):
+        about = part.lstat()
+        if about.st_uid != os.geteuid():
+            continue
+        if stat.S_ISDIR(about.st_mode):
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+
+
 def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
-    is_podman = engine.name == "podman"
     if form == "sqsh":
-        source = f"{'podman' if is_podman else 'dockerd'}://{facts.name}"
-        _run(["enroot", "import", "--output", str(part), source], _REMOVE_BY_PODMAN if is_podman else {})
+        _write_sqsh(engine, facts, part)
     elif form == "sif":
-        source = f"docker-daemon:{facts.name}"
-        if is_podman:
-            archive = f"{part}.tar"
-            engine.output("save", "--format", "docker-archive", "--output", archive, facts.name)
-            source = f"docker-archive:{archive}"
-        _run(["apptainer", "build", str(part), source], {})
+        _write_sif(engine, facts, part)
     else:
-        part.mkdir()
-        command = ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", f"--directory={part}"]
-        # A container that is never started; some images name no command.
-        container = engine.output("create", facts.name, "true").strip()
-        try:
-            with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as exported:
-                done = subprocess.run(command, stdin=exported.stdout, stderr=subprocess.PIPE, text=True, check=False)
-            if done.returncode or exported.returncode:
-                raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
-        finally:
-            engine.output("rm", container)
-        _complete_folder(part, facts)
+        _write_folder(engine, facts, part)
+
+
+def _write_sqsh(engine: Engine, facts: ImageFacts, part: Path) -> None:
+    command = ["enroot", "import", "--output", str(part)]
+    if engine.name == "podman":
+        _run([*command, f"podman://{facts.name}"], _REMOVE_BY_PODMAN)
+    else:
+        _run([*command, f"dockerd://{facts.name}"], {})
+
+
+def _write_sif(engine: Engine, facts: ImageFacts, part: Path) -> None:
+    source = f"docker-daemon:{facts.name}"
+    if engine.name == "podman":
+        archive = f"{part}.tar"
+        engine.output("save", "--format", "docker-archive", "--output", archive, facts.name)
+        source = f"docker-archive:{archive}"
+    _run(["apptainer", "build", str(part), source], {})
+
+
+def _write_folder(engine: Engine, facts: ImageFacts, part: Path) -> None:
+    part.mkdir()
+    command = ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", f"--directory={part}"]
+    # A container that is never started; some images name no command.
+    container = engine.output("create", facts.name, "true").strip()
+    try:
+        with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as exported:
+            done = subprocess.run(command, stdin=exported.stdout, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode or exported.returncode:
+            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
+    finally:
+        engine.output("rm", container)
+    _complete_folder(part, facts)
 
 
 def _complete_folder(folder: Path, facts: ImageFacts) -> None:
     """Add the folders that mounts need, and the image's variables for enroot and for apptainer."""
     for name in ("etc", "dev", "proc", "sys", "tmp", "mnt", "home"):
         (folder / name).mkdir(exist_ok=True)
-    (folder / "etc" / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+    (folder / "etc" / "environment").write_text("".join(f"{variable}\n" for variable in facts.env))
     for_apptainer = folder / ".singularity.d" / "env"
     for_apptainer.mkdir(parents=True)
     exports = []
-    for line in facts.env:
-        name, _, value = line.partition("=")
+    for variable in facts.env:
+        name, _, value = variable.partition("=")
         exports.append(f"export {name}={shlex.quote(value)}\n")
     (for_apptainer / "90-environment.sh").write_text("".join(exports))
 
@@ -361,16 +447,24 @@ TRAINING = (
 
 
 def check_image(engine: Engine, image: str) -> Iterator[Check]:
-    """Yield the result of each check as soon as it is known."""
+    """Yield the result of each check as soon as it is known. Raises ImageError if the image does not fit."""
     facts = inspect(engine, image)
     require_fit(facts)
     yield _result("digest", facts.digest)
     yield _sbom(engine, facts)
     yield _result("entrypoint", " ".join(facts.entrypoint), facts.entrypoint == ENTRYPOINT)
-    yield _result("user", facts.user or "root", facts.user.partition(":")[0] not in ("", "0", "root"))
+    is_root = facts.user.partition(":")[0] in ("", "0", "root")
+    yield _result("user", facts.user or "root", not is_root)
+    yield _training(engine, image)
+
+
+def _training(engine: Engine, image: str) -> Check:
     done = engine.run("run", "--rm", "--ipc=host", image, "run", *TRAINING)
-    good = done.returncode == 0 and "finished" in last_line(done.stdout)
-    yield _result("training on 2 ranks", last_line(done.stdout if good else done.stdout + done.stderr), good)
+    name = "training on 2 ranks"
+    end = last_line(done.stdout)
+    if done.returncode == 0 and "finished" in end:
+        return _result(name, end)
+    return _result(name, last_line(done.stdout + done.stderr), False)
 
 
 def _result(name: str, text: str, good: bool = True) -> Check:

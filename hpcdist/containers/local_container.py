@@ -23,6 +23,7 @@ PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
 #: Variables that the image or the command line sets.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 INFINIBAND = "/dev/infiniband"
+#: Start of a config value that is read from an environment variable.
 _REFERENCE = "${oc.env:"
 _UNLIMITED_MEMLOCK = "memlock=-1"
 #: docker's default stack is too small for some threads of torch; this is 64 MiB.
@@ -31,6 +32,8 @@ _DOCKER_STACK = "stack=67108864"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalContainer:
+    """The container of a whole run: the options of `docker run` or `podman run`."""
+
     engine: EngineName
     image: str
     user: str  #: `UID:GID`
@@ -62,18 +65,25 @@ def run_words(container: LocalContainer) -> list[str]:
         words.append(f"--workdir={container.workdir}")
     if container.engine == "podman":
         words += _podman_options(container)
+    elif container.gpus == "all":
+        words.append("--gpus=all")
     elif container.gpus:
         # docker splits at commas before it interprets quotes.
-        words.append("--gpus=all" if container.gpus == "all" else f'--gpus="device={container.gpus}"')
+        words.append(f'--gpus="device={container.gpus}"')
     words += [f"--env={name}={value}" for name, value in container.env_values.items()]
     words += [f"--env={name}" for name in container.env]
     return [*words, container.image]
 
 
 def _podman_options(container: LocalContainer) -> list[str]:
-    # Rootless podman would map the caller to another user.
-    words = [] if container.user.startswith("0:") else ["--userns=keep-id"]
-    return words + [f"--device=nvidia.com/gpu={gpu.strip()}" for gpu in container.gpus.split(",") if gpu]
+    words = []
+    if not container.user.startswith("0:"):
+        # Rootless podman would map the caller to another user.
+        words.append("--userns=keep-id")
+    for gpu in container.gpus.split(","):
+        if gpu:
+            words.append(f"--device=nvidia.com/gpu={gpu.strip()}")
+    return words
 
 
 def local_container(
@@ -92,26 +102,36 @@ def local_container(
     """Return the container of a whole run, with this machine's devices, limits and user.
 
     Args:
+        digest: digest of the image; empty if it is unknown.
+        user: the caller's name.
         own_code: whether the run imports code from `cwd`.
-        rootless_daemon: whether docker's daemon belongs to the caller, whom root in its containers then is.
+        rootless_daemon: whether docker's daemon runs as the caller; root in its containers is then the caller.
     """
+    runs = Path(config.runs_dir).expanduser().absolute()
+    data = Path(config.data.root).expanduser().absolute()
+    folders = [runs, data]
+    if own_code:
+        folders.append(cwd)
+    gpus = ""
+    if num_gpus and config.launch.device != "cpu":
+        gpus = env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all"
     has_rdma = Path(INFINIBAND).is_dir()
-    runs, data = (Path(folder).expanduser().absolute() for folder in (config.runs_dir, config.data.root))
-    folders = dict.fromkeys([runs, data, *([cwd] if own_code else [])])
-    uses_gpus = num_gpus and config.launch.device != "cpu"
+    passed = [name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE]
+    # Ranks save a checkpoint in the first time, and the supervisor delivers the rest to MLflow in the second one.
+    stop_timeout_s = config.launch.stop_grace_s + config.tracking.drain_timeout_s
     return LocalContainer(
         engine=engine,
         image=image,
         user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
         ulimits=_ulimits(engine, has_rdma=has_rdma, rootless_daemon=rootless_daemon),
         devices=(INFINIBAND,) if has_rdma else (),
-        gpus=(env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all") if uses_gpus else "",
+        gpus=gpus,
         # Ranks use loopback and need no network except to reach an MLflow server on this machine.
         host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
         # Paths are the same inside and outside, because MLflow's database and the run folder store them.
-        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in folders),
+        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in dict.fromkeys(folders)),
         workdir=cwd if own_code else None,
-        env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
+        env=tuple(sorted(passed)),
         env_values={
             **NO_USER_PACKAGES,
             "USER": user,
@@ -121,14 +141,13 @@ def local_container(
             "HPCDIST_DATA_DIR": str(data),
         },
         terminal=os.isatty(0) and os.isatty(1),
-        # Ranks need the first to save a checkpoint, the supervisor the second to deliver the rest to MLflow.
-        stop_timeout_s=math.ceil(config.launch.stop_grace_s + config.tracking.drain_timeout_s),
+        stop_timeout_s=math.ceil(stop_timeout_s),
     )
 
 
 def _ulimits(engine: EngineName, *, has_rdma: bool, rootless_daemon: bool) -> tuple[str, ...]:
-    may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
-    may_lock = may_lock or has_capability(CAP_SYS_RESOURCE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    may_lock = hard_limit == resource.RLIM_INFINITY or has_capability(CAP_SYS_RESOURCE)
     if engine == "podman":
         # podman without root is bound to the limits of its caller.
         return (_UNLIMITED_MEMLOCK if may_lock else "host",)
@@ -139,14 +158,20 @@ def _ulimits(engine: EngineName, *, has_rdma: bool, rootless_daemon: bool) -> tu
 
 
 def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users."""
-    arguments, variables = [], {}
+    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users.
+
+    Returns the overrides with references to the variables, and the variables. Raises UserMistake for a value that holds
+    a secret among others.
+    """
+    arguments = []
+    variables: dict[str, str] = {}
     for number, text in enumerate(overrides):
         key, _, raw = text.partition("=")
         if redacted_argument(text) == text or _REFERENCE in raw:
             arguments.append(text)
             continue
-        if not isinstance(value := parse_value(raw), str):
+        value = parse_value(raw)
+        if not isinstance(value, str):
             raise UserMistake(
                 f"{key} holds a secret, which the container's command line would show to other users:"
                 f" give each by a key of its own, such as {key}.NAME=…"

@@ -10,6 +10,8 @@ from hpcdist.errors import UserMistake
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
+    """A folder or file of this machine, `source`, at the path `target` of a container."""
+
     source: str
     target: str
     read_only: bool = False
@@ -22,20 +24,26 @@ class Mount:
         return cls(source=source, target=target, read_only="ro" in rest)
 
     def text(self, read_only: str = ":ro", read_write: str = "") -> str:
-        return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
+        """Return the mount as an argument of a runtime, which ends with one of the two words for the mode."""
+        mode = read_only if self.read_only else read_write
+        return f"{self.source}:{self.target}{mode}"
 
     def covers(self, other: "Mount") -> bool:
         """Return whether this mount already shows the other one at the same path and in the same mode."""
-        source, target = Path(other.source), Path(other.target)
-        is_inside = source.is_relative_to(self.source) and other.read_only == self.read_only
-        return is_inside and Path(self.target) / source.relative_to(self.source) == target
+        source = Path(other.source)
+        if other.read_only != self.read_only or not source.is_relative_to(self.source):
+            return False
+        return Path(self.target) / source.relative_to(self.source) == Path(other.target)
 
 
 def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Remove mounts that another one covers: some runtimes cannot mount below a mount."""
+    """Remove mounts that another one covers: some runtimes cannot mount below a mount.
+
+    Raises UserMistake for a path that runtimes cannot mount.
+    """
     kept: list[Mount] = []
     for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
-        if any(set(":,") & set(path) for path in (mount.source, mount.target)):
+        if set(":,") & set(mount.source + mount.target):
             raise UserMistake(f"container: {mount.source} cannot be mounted: runtimes allow no ':' or ',' in a path")
         if not any(other.covers(mount) for other in kept):
             kept.append(mount)

@@ -22,6 +22,7 @@ from hpcdist.slurm.on_nodes import lines_of_task
 
 #: Starting a container is quick, but a runtime may have to unpack the image on a node first.
 PROBE_TIMEOUT_S = 300.0
+_OLDEST_PYTHON = (3, 11)
 #: Bytes at the start and at the end of an image file that its digest covers: reading gigabytes would delay each start.
 DIGEST_BYTES = 1 << 20
 #: Error messages of runtimes, which end like a failed command.
@@ -47,19 +48,27 @@ _FIXES = (
 
 
 def image_probe(spec: ContainerSpec, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words that start the image without mounts (the run folder may not exist yet) and print versions.
+    """Return the command that prints the versions in the image, and its environment.
 
-    Their environment has no PYTHONPATH, because the image's own code is examined.
+    The image is started without mounts, because the run folder may not exist yet. The environment has no PYTHONPATH,
+    because the image's own code is examined.
     """
     bare = replace(spec, mounts=(), workdir=Path("/"))
-    outer = {name: value for name, value in outer_env(bare, env).items() if name != "PYTHONPATH"}
+    outer = outer_env(bare, env)
+    outer.pop("PYTHONPATH", None)
     return container_words(bare, [IMAGE_PYTHON, "-c", versions_program()]), outer
 
 
 def probe_outcome(
     spec: ContainerSpec, output: str, errors: str, machine: str
 ) -> tuple[dict[str, Any] | None, str, bool]:
-    """Return the facts of the probe (None if the image did not start), the problem, and whether a retry may help."""
+    """Judge the output of the probe.
+
+    Returns:
+        the facts about the image, or None if it did not start or its answer is not valid,
+        why ranks cannot use the image, empty if they can,
+        whether a retry may solve the problem.
+    """
     match = re.search(rf"{VERSIONS_MARK} (\{{.*\}})", output)
     if match is None:
         problem, may_pass = _start_problem(spec, errors, machine)
@@ -69,20 +78,26 @@ def probe_outcome(
         major, minor = (int(part) for part in str(facts.get("python")).split(".")[:2])
     except ValueError as error:
         return None, f"{spec.image} gives no valid description of its Python on {machine}: {error}", False
-    found, own = facts.get("hpcdist"), hpcdist.__version__
-    problem = ""
-    if found is None:
-        problem = f"{spec.image} has no hpcdist for its {IMAGE_PYTHON}: install hpcdist {own} in the image"
-    elif found != own:
-        problem = f"{spec.image} has hpcdist {found}, this is {own}: build it again, or install {found}"
+    return facts, _content_problem(spec, facts, (major, minor), machine), False
+
+
+def _content_problem(spec: ContainerSpec, facts: Mapping[str, Any], python: tuple[int, int], machine: str) -> str:
+    """Return why ranks cannot use an image that has started; empty if they can."""
+    version, own_version = facts.get("hpcdist"), hpcdist.__version__
+    if version is None:
+        return f"{spec.image} has no hpcdist for its {IMAGE_PYTHON}: install hpcdist {own_version} in the image"
+    if version != own_version:
+        return f"{spec.image} has hpcdist {version}, this is {own_version}: build it again, or install {version}"
     # Ranks and supervisor exchange files, and the formats may change between commits of one version.
-    elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
-        problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
-    elif (major, minor) < (3, 11):
-        problem = f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
-    elif spec.uses_gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
-        problem = f"{spec.image} needs {old} on {machine}"
-    return facts, problem, False
+    if facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
+        return f"{spec.image} has hpcdist {version} from other source files than this one: build it again"
+    if python < _OLDEST_PYTHON:
+        return f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
+    if spec.uses_gpus:
+        old_driver = driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))
+        if old_driver:
+            return f"{spec.image} needs {old_driver} on {machine}"
+    return ""
 
 
 def image_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
@@ -93,62 +108,79 @@ def image_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[st
     command, outer = image_probe(spec, env)
     done = run_within(command, PROBE_TIMEOUT_S, env=outer)
     _, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
-    return [f"container.image: {problem}"] if problem else []
+    if not problem:
+        return []
+    return [f"container.image: {problem}"]
 
 
 def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
-    """Return the facts of the first node from the output of `srun --label` with one probe per node."""
+    """Return the facts of the first node from the output of `srun --label` with one probe per node.
+
+    Raises UserMistake if ranks cannot use the image on a node, and another HpcdistError if a retry may help.
+    """
     answers: dict[str, dict[str, Any]] = {}
-    problems: dict[str, list[str]] = {}
-    passing = True
+    # Nodes with the same problem share one line of the message; `on {}` stands for their names.
+    nodes_by_problem: dict[str, list[str]] = {}
+    may_all_pass = True
     # srun's own errors carry no task label.
-    shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
+    errors_of_srun = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
     for task, node in enumerate(nodes):
-        messages = "\n".join([*shared, lines_of_task(errors, task)])
+        messages = "\n".join([*errors_of_srun, lines_of_task(errors, task)])
         facts, problem, may_pass = probe_outcome(spec, lines_of_task(output, task), messages, node)
         if problem:
-            # One line for all nodes with the same problem.
-            problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
-            passing = passing and may_pass
+            nodes_by_problem.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            may_all_pass = may_all_pass and may_pass
         elif facts is not None:
             answers[node] = facts
-    if problems:
-        text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
-        raise HpcdistError(text) if passing else UserMistake(text)
+    if nodes_by_problem:
+        sentences = []
+        for problem, names in nodes_by_problem.items():
+            sentences.append(problem.replace("on {}", f"on {', '.join(names)}"))
+        text = "; ".join(sentences)
+        raise HpcdistError(text) if may_all_pass else UserMistake(text)
     return answers[nodes[0]]
 
 
 def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
+    """Return why an image did not start, and whether a retry may help."""
     lines = _own_lines(errors)
+    for line in lines:
+        if "is not installed on" in line:  # a message of `node_wrapper.sh`
+            return line.removeprefix("hpcdist: "), False
     text = " ".join(lines)
-    if missing := next((line for line in lines if "is not installed on" in line), ""):
-        return missing.removeprefix("hpcdist: "), False
-    # The kernel's error, and that of apptainer, which reads the headers of an image's programs first.
+    # The first error is the kernel's, the second one apptainer's, which reads the headers of an image's programs.
     if re.search("exec format error|image targets .+ cannot run on", text, re.IGNORECASE):
         return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
-    if fix := _fix(text):
-        return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False
+    reason = _reason(lines)
+    fix = _fix(text)
+    if fix:
+        return f"{spec.runtime} could not start {spec.image} on {machine}: {reason}: {fix}", False
     if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
-        return f"{spec.image} cannot be started on {machine}, or has no {IMAGE_PYTHON} in it: {_last(lines)}", False
-    return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}", True
+        return f"{spec.image} cannot be started on {machine}, or has no {IMAGE_PYTHON} in it: {reason}", False
+    return f"{spec.runtime} could not start {spec.image} on {machine}: {reason}", True
 
 
 def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
     """Return the error of a container that did not start, and whether a retry may help; None if the rank itself ended.
 
-    The runtimes end like a failed command and mark their messages.
+    A runtime that fails has the exit code of a failed command; only the form of its message shows the difference.
     """
-    last = _last(_own_lines(log))
-    if code <= 0 or not _MESSAGES[runtime].search(last):
+    reason = _reason(_own_lines(log))
+    if code <= 0 or not _MESSAGES[runtime].search(reason):
         return None
-    error = f"{runtime} could not start the container (exit code {code}): {last}"
-    if fix := _fix(last):
+    error = f"{runtime} could not start the container (exit code {code}): {reason}"
+    fix = _fix(reason)
+    if fix:
         return f"{error}: {fix}", False
     return error, True
 
 
 def _fix(text: str) -> str:
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
+    """Return advice on an error that no retry solves; empty for other errors."""
+    for pattern, fix in _FIXES:
+        if re.search(pattern, text):
+            return fix
+    return ""
 
 
 def _own_lines(text: str) -> list[str]:
@@ -160,41 +192,44 @@ def _own_lines(text: str) -> list[str]:
     for line in filter(str.strip, terminal_text(text).splitlines()):
         if line.startswith(('Error for command "', "Usage: enroot ")):
             return [line.strip()]  # apptainer and enroot print their whole help after a wrong option
-        if error := _PYXIS_ERROR.match(line):
-            lines.append(error[1].rstrip())
+        pyxis_error = _PYXIS_ERROR.match(line)
+        if pyxis_error is not None:
+            lines.append(pyxis_error[1].rstrip())
         elif not _NOT_ITS_OWN.match(line):
             lines.append(line.strip())
     return lines
 
 
-def _last(lines: Sequence[str]) -> str:
-    """Return the line with the reason: in general the last one.
-
-    Of several errors of pyxis it is the first, or, if that is a failed program, the error in its output, which pyxis
-    quotes.
-    """
+def _reason(lines: Sequence[str]) -> str:
+    """Return the line with the reason why a container did not start: in general the last one."""
     line = lines[-1] if lines else "it printed nothing"
     if line.startswith("pyxis:"):
-        line, *others = [line for line in lines if line.startswith("pyxis:")]
-        quoted = [other for other in others if other.startswith("pyxis:    ")]
-        errors = [other for other in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", other)]
-        if quoted and re.match(r"pyxis: child \d+ failed ", line):
-            line = (errors or quoted)[-1]
+        line = _pyxis_reason([line for line in lines if line.startswith("pyxis:")])
     elif len(lines) > 1 and re.match(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)", line):
         line = f"{lines[-2]} {line}"  # enroot prints the reason before it
     return " ".join(line.split())
 
 
-def image_digest(spec: ContainerSpec) -> str | None:
-    """Return the digest in the name of an image's file (`hpcdist-0.1.0-…`), or one of parts of the file.
+def _pyxis_reason(lines: Sequence[str]) -> str:
+    """Return the first error of pyxis, or, if that is a failed program, the error in the output that pyxis quotes."""
+    first, *others = lines
+    quoted = [line for line in others if line.startswith("pyxis:    ")]
+    if not quoted or not re.match(r"pyxis: child \d+ failed ", first):
+        return first
+    errors = [line for line in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", line)]
+    return (errors or quoted)[-1]
 
-    The name counts only if the file is this user's or root's: others may use any name. The result is None if it is
-    unknown, as for images in folders.
+
+def image_digest(spec: ContainerSpec) -> str | None:
+    """Return the digest in the name of an image's file (`hpcdist-0.1.0-…`), or else a digest of parts of the file.
+
+    The name counts only if the file is this user's or root's: others may use any name. The result is None if the
+    digest is unknown, as for images in folders.
     """
-    named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
+    digest_in_name = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
     path = Path(spec.image)
-    if named and (not path.exists() or path.stat().st_uid in (os.geteuid(), 0)):
-        return f"sha256:{named[1]}"
+    if digest_in_name and (not path.exists() or path.stat().st_uid in (os.geteuid(), 0)):
+        return f"sha256:{digest_in_name[1]}"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,7 +1,7 @@
 """The container runtimes of Slurm: the command line and the environment that start a container in a task of srun.
 
-The way of a command: `container_words` puts the runtime's words in front of it, `job/srun.py` puts srun's words
-in front of these, and `node_wrapper.sh` adds on the node what depends on the node.
+A command line is composed in three places: `container_words` puts the runtime's words in front of the command,
+`job/srun.py` puts srun's words in front of these, and `node_wrapper.sh` adds the words that depend on the node.
 
 All three runtimes start containers as child processes of the Slurm step, so Slurm signals and ends them.
 
@@ -21,14 +21,14 @@ NODE_WRAPPER = Path(__file__).with_name("node_wrapper.sh")
 CONTAINERS_STEP = "hpcdist-containers"
 #: Slurm sends SIGUSR2 ahead of the time limit; a rank that has no handler yet must not die of it.
 IGNORE_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
-#: Exists on nodes with InfiniBand or RoCE adapters.
+#: Folder that exists on nodes with InfiniBand or RoCE adapters.
 INFINIBAND = Path("/dev/infiniband")
 #: Variables that runtimes and srun need on the host.
 _OF_THE_HOST = (
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_*", "APPTAINER_*", "SINGULARITY_*", "ENROOT_*", "NVIDIA_*",
     "MELLANOX_*",
 )  # fmt: skip
-#: Otherwise packages of ~/.local replace those of the image if the home folder is mounted.
+#: Without it, packages of ~/.local replace those of the image if the home folder is mounted.
 NO_USER_PACKAGES = {"PYTHONNOUSERSITE": "1"}
 #: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
 _NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
@@ -66,7 +66,7 @@ def enroot(spec: ContainerSpec) -> list[str]:
 
 
 def pyxis(spec: ContainerSpec) -> list[str]:
-    """Return the options of srun."""
+    """Return the options of srun by which its plugin pyxis starts the container."""
     # srun keeps only the last of several lists of mounts, and refuses an empty one.
     mounts = [mount.text() for mount in spec.mounts]
     options = []
@@ -87,14 +87,15 @@ _RUNTIMES: dict[str, Callable[[ContainerSpec], list[str]]] = {"apptainer": appta
 
 
 def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to start containers from: they inherit it, so it is reduced to what ranks need."""
+    """Return the environment in which the runtime is started.
+
+    Containers inherit it, so it has only the variables that the ranks and the runtime need.
+    """
     allowed = (*spec.env, *_OF_THE_HOST)
-    kept = {
-        name: value
-        for name, value in env.items()
-        if name not in WITHHELD and any(fnmatchcase(name, pattern) for pattern in allowed)
-    }
-    kept = {**NO_USER_PACKAGES, **kept}
+    kept = dict(NO_USER_PACKAGES)
+    for name, value in env.items():
+        if name not in WITHHELD and any(fnmatchcase(name, pattern) for pattern in allowed):
+            kept[name] = value
     if spec.runtime == "apptainer":
         return kept
     if spec.is_folder:
@@ -108,12 +109,12 @@ def _enroot_devices(spec: ContainerSpec) -> dict[str, str]:
     The InfiniBand hook fails on a node without an adapter. For enroot, `node_wrapper.sh` checks on the node itself.
     pyxis runs no script on the node, so the host of the batch step is checked instead of each node.
     """
-    found = {"NVIDIA_VISIBLE_DEVICES": "void"}
+    variables = {"NVIDIA_VISIBLE_DEVICES": "void"}
     if spec.uses_gpus:
-        found = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+        variables = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     if spec.runtime == "pyxis" and INFINIBAND.exists():
-        found["MELLANOX_VISIBLE_DEVICES"] = "all"
-    return found
+        variables["MELLANOX_VISIBLE_DEVICES"] = "all"
+    return variables
 
 
 def remove_command(job_id: str) -> list[str]:

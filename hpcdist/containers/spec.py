@@ -20,14 +20,17 @@ PASSED = (
     "UCX_*", "FI_*", "OMP_*", "MKL_*", "MALLOC_*", "PYTHONPATH", "PYTHONUNBUFFERED", "RES_OPTIONS", "TZ", "LANG",
     "LC_*",
 )  # fmt: skip
-#: Never passed: the tracking URI may hold a password that ranks do not need; the second is a key to Slurm itself.
+#: Variables that are never passed: the tracking URI may hold a password that ranks do not need, and SLURM_JWT is a key
+#: to Slurm itself.
 WITHHELD = ("HPCDIST_TRACKING_URI", "SLURM_JWT")
-#: Never mounted just because they are the current folder: they would hide the image's own programs.
+#: Folders that are mounted only if the config names them: as current folder they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerSpec:
+    """The container of a run's ranks on Slurm."""
+
     runtime: str  #: apptainer, enroot or pyxis
     image: str
     is_folder: bool = False  #: whether the image is an unpacked root file system
@@ -43,7 +46,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
 
     Args:
         cwd: the ranks' current folder.
-        root: top of the folder of code around it.
+        root: the top folder of the code around `cwd`.
     """
     container = config.container
     if container.runtime == "none":
@@ -63,16 +66,19 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
 
 
 def _mounts(config: Config, folders: Sequence[Path]) -> tuple[Mount, ...]:
-    """Return the mounts of the config, and those of folders of the run at the same paths inside as outside."""
-    own = [Mount.parse(text) for text in config.container.mounts]
+    """Return the mounts of the config, and of folders of the run, whose paths are the same inside as outside."""
+    mounts = [Mount.parse(text) for text in config.container.mounts]
+    taken = {mount.target for mount in mounts} | _OF_THE_IMAGE
     paths = list(folders)
     if Path(config.data.root).is_dir():
         paths.append(Path(config.data.root))
-    if file := config.trainer.script_file:
-        paths.append(file.parent)
-    taken = {mount.target for mount in own} | _OF_THE_IMAGE
-    same = [Mount(source=str(path), target=str(path)) for path in paths if str(path) not in taken]
-    return without_nested([*own, *same])
+    script = config.trainer.script_file
+    if script is not None:
+        paths.append(script.parent)
+    for path in paths:
+        if str(path) not in taken:
+            mounts.append(Mount(source=str(path), target=str(path)))
+    return without_nested(mounts)
 
 
 def planned_container(config: Config, cwd: Path) -> ContainerSpec | None:
@@ -83,24 +89,29 @@ def planned_container(config: Config, cwd: Path) -> ContainerSpec | None:
 
 def container_problems(config: Config, cwd: Path) -> list[str]:
     """Return the problems of `container` that this machine shows without starting the image."""
-    found = [
-        f"container.mounts: {mount.source} does not exist here; mount folders that only the nodes have by"
-        " container.extra_args"
-        for mount in map(Mount.parse, config.container.mounts)
-        if not Path(mount.source).exists()
-    ]
+    problems = []
+    for text in config.container.mounts:
+        source = Mount.parse(text).source
+        if not Path(source).exists():
+            problems.append(
+                f"container.mounts: {source} does not exist here; mount folders that only the nodes have by"
+                " container.extra_args"
+            )
     try:
         spec = planned_container(config, cwd)
     except UserMistake as error:
-        return [*found, str(error)]
-    if spec is not None and (problem := _image_problem(spec)):
-        found.append(problem)
-    return found
+        return [*problems, str(error)]
+    if spec is not None:
+        problem = _image_problem(spec)
+        if problem:
+            problems.append(problem)
+    return problems
 
 
 def _image_problem(spec: ContainerSpec) -> str:
-    # pyxis takes a name that begins with `/` or `.` as a file. Whether a registry has another image is unknown here:
-    # the nodes fetch it with credentials and mirrors of their own.
+    """Return why this machine cannot start an image; empty if it can or cannot know."""
+    # pyxis takes a name that begins with `/` or `.` as a file. This machine cannot know whether a registry has an image
+    # of another name: the nodes fetch it with credentials and mirrors of their own.
     if spec.runtime == "pyxis" and not spec.image.startswith(("/", ".")):
         return ""
     if "://" in spec.image:
