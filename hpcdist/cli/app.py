@@ -12,11 +12,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hpcdist import __version__
+from hpcdist.cli.options import INTERRUPTED
 from hpcdist.errors import NO_PROCESS, HpcdistError, path_and_fix, shortened
 from hpcdist.host.log_files import say
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
+#: Characters of an unexpected exception's text in a message; the file has the whole text.
+_MAX_REASON = 200
 
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -47,17 +50,18 @@ def make_app(command: str = "") -> typer.Typer:
                 continue
             module = importlib.import_module(f"hpcdist.cli.{name}")
             if name not in ("bench", "image", "devcluster"):  # groups with a help of their own
-                for one in module.app.registered_commands:
-                    one.rich_help_panel = panel
+                for registered in module.app.registered_commands:
+                    registered.rich_help_panel = panel
             _keep_examples(module.app)
             app.add_typer(module.app, rich_help_panel=panel)
     return app
 
 
 def _keep_examples(app: typer.Typer) -> None:
-    """Make the help show each example on its own line: Click joins the lines of paragraphs that do not begin so."""
-    for one in app.registered_commands:
-        one.help = (inspect.getdoc(one.callback) or "").replace("Examples:\n", "\b\nExamples:\n")
+    """Make the help show each example on its own line: Click joins lines of paragraphs that do not begin with \\b."""
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = text.replace("Examples:\n", "\b\nExamples:\n")
     for group in app.registered_groups:
         if group.typer_instance is not None:
             _keep_examples(group.typer_instance)
@@ -91,53 +95,73 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # File names may be no text, and the encoding of the terminal may lack characters.
             stream.reconfigure(errors="backslashreplace")
-    # All commands for options, completion and mistakes.
-    first = sys.argv[1] if len(sys.argv) > 1 and "_HPCDIST_COMPLETE" not in os.environ else ""
-    known = [command for modules in PANELS.values() for commands in modules.values() for command in commands]
+    is_completion = "_HPCDIST_COMPLETE" in os.environ
+    command = ""
+    if len(sys.argv) > 1 and not is_completion:
+        command = sys.argv[1]
     try:
-        code = make_app(first if first in known else "")(standalone_mode=False, prog_name="hpcdist")
+        # Options such as --help, completion and unknown commands need all commands.
+        app = make_app(command if _is_command(command) else "")
+        code = app(standalone_mode=False, prog_name="hpcdist")
     except Exception as error:
-        if "_HPCDIST_COMPLETE" in os.environ:  # the shell asks for completions: a message would garble the prompt
+        if is_completion:  # a message would garble the prompt of the shell
             sys.exit(1)
         if isinstance(error, (typer.Abort, EOFError)):
-            sys.exit(130)
-        if first in ("supervise", "in-job") and not isinstance(error, HpcdistError | OSError):
+            sys.exit(INTERRUPTED)
+        if command in ("supervise", "in-job") and not isinstance(error, HpcdistError | OSError):
             raise
         code, message = _explained(error)
         if message:
             say(message, error=True)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     sys.exit(code or 0)
 
 
+def _is_command(name: str) -> bool:
+    return any(name in commands for modules in PANELS.values() for commands in modules.values())
+
+
 def _explained(error: Exception) -> tuple[int, str]:
-    """Return the exit code and the message of an exception that ended a command."""
+    """Return the exit code and the message of an exception that ended a command.
+
+    The message is empty if there is nothing to add to what Typer has printed.
+    """
     if isinstance(error, HpcdistError):
         return error.exit_code, f"hpcdist: {error}"
     if isinstance(error, OSError):  # such as a full disk or a folder without permission
-        return 2, f"hpcdist: {': '.join(filter(None, [error.strerror or str(error), *path_and_fix(error)]))}"
+        path, fix = path_and_fix(error)
+        parts = [error.strerror or str(error), path, fix]
+        return 2, f"hpcdist: {': '.join(filter(None, parts))}"
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return 2, f"hpcdist: {error}: {NO_PROCESS}"
-    # Typer's usage errors; their class is private, and so is that of the help without arguments.
-    usage: Any = error
-    if hasattr(usage, "format_message") and hasattr(usage, "exit_code"):
-        if type(usage).__name__ == "NoArgsIsHelpError":
-            usage.show()
-            return 2, ""
-        context = getattr(usage, "ctx", None)
-        command = context.command_path if context is not None else "hpcdist"
-        message = " ".join(usage.format_message().split()).rstrip(".")
-        takes_keys = context is not None and any(param.name == "overrides" for param in context.command.params)
-        if takes_keys and type(usage).__name__ == "NoSuchOption":
-            message += ": config keys are written key=value, as in optim.lr=0.1"
-        return int(usage.exit_code), f"hpcdist: {message} (see `{command} --help`)"
+    # Typer's class of usage errors is private.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        return _explained_usage(error)
     return DEFECT, f"hpcdist: {_report(error)}"
+
+
+def _explained_usage(usage: Any) -> tuple[int, str]:
+    """Return the exit code and the message of Typer's usage error; no message for a group without a command."""
+    kind = type(usage).__name__  # the classes are private
+    if kind == "NoArgsIsHelpError":
+        usage.show()
+        return 2, ""
+    message = " ".join(usage.format_message().split()).rstrip(".")
+    context = getattr(usage, "ctx", None)
+    command = "hpcdist"
+    if context is not None:
+        command = context.command_path
+        takes_keys = any(param.name == "overrides" for param in context.command.params)
+        if takes_keys and kind == "NoSuchOption":
+            message += ": config keys are written key=value, as in optim.lr=0.1"
+    return int(usage.exit_code), f"hpcdist: {message} (see `{command} --help`)"
 
 
 def _report(error: Exception) -> str:
     """Write the traceback of an unexpected exception to a file. Returns the message for the user."""
-    name = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 200)}"
+    reason = shortened(" ".join(str(error).split()), _MAX_REASON)
+    name = f"{type(error).__name__}: {reason}"
     text = f"{traceback.format_exc()}\nhpcdist {__version__}, Python {sys.version}\n"
     try:
         with tempfile.NamedTemporaryFile(

@@ -24,7 +24,11 @@ Node = Annotated[str, typer.Argument(metavar="NODE", help="Name of a node, such 
 
 
 def _setting(flag: str, metavar: str, text: str, default: object, **more: Any) -> Any:
-    """Return an option that keeps the setting of an existing cluster if it is not given."""
+    """Return an option without a default value: if it is not given, an existing cluster keeps its setting.
+
+    Args:
+        default: the value for a new cluster, which the help shows.
+    """
     return option(flag, metavar, text, show_default=str(default), **more)
 
 
@@ -116,9 +120,9 @@ def status(name: Name = CLUSTER) -> int:
     from hpcdist.devcluster import cluster
 
     layout = Layout(name)
-    found = cluster.status(layout)
-    say("\n".join(cluster.describe(found, layout)))
-    return 0 if found.is_up else 1
+    state = cluster.status(layout)
+    say("\n".join(cluster.describe(state, layout)))
+    return 0 if state.is_up else 1
 
 
 @node_app.command("kill")
@@ -153,7 +157,10 @@ def start(
     layout = Layout(name)
     cluster.start_node(layout, node, own_mounts=own_mounts)
     pid = host.pid_of(layout, settings.slurmd(node))
-    say(f"node {node} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
+    message = f"node {node} is up"
+    if own_mounts:
+        message += f": mount on it with `nsenter --target {pid} --mount mount …`"
+    say(message)
 
 
 @node_app.command("slow")
@@ -171,4 +178,5 @@ def slow(
     from hpcdist.devcluster import cluster
 
     cluster.slow_node(Layout(name), node, rate_mbit=rate_mbit)
-    say(f"node {node}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")
+    speed = f"{rate_mbit:g} Mbit/s in each direction" if rate_mbit else "full speed"
+    say(f"node {node}: {speed}")

@@ -16,6 +16,7 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import Json, OptionalRunName, argument, console, named, wrapped
+from hpcdist.errors import few
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
+#: Width of the labels of an explanation, such as `evidence:`, by which further lines of a text are indented.
+_LABEL_WIDTH = 10
+#: Longest line of a report: longer ones are hard to read, also in a file.
+_MAX_WIDTH = 100
 
 
 @app.command()
@@ -40,14 +45,14 @@ def explain(run: OptionalRunName = None, as_json: Json = False) -> None:
     from hpcdist.review.explain import explain
     from hpcdist.run.lookup import resolve_run
 
-    chosen = resolve_run(named(run), options.runs_dir())
-    found = explain(chosen)
+    folder = resolve_run(named(run), options.runs_dir())
+    finding = explain(folder)
     if as_json:
-        document = {"run": f"{chosen.experiment}/{chosen.name}", "folder": str(chosen.path)} | asdict(found)
+        document = {"run": f"{folder.experiment}/{folder.name}", "folder": str(folder.path)} | asdict(finding)
         say(json.dumps(redact_tree(document), indent=2))
         return
-    for line in found.lines:
-        say(wrapped(console(), redact_text(line), 10))  # columns of the labels, such as `evidence:`
+    for line in finding.lines:
+        say(wrapped(console(), redact_text(line), _LABEL_WIDTH))
 
 
 @app.command()
@@ -75,23 +80,23 @@ def doctor(
     from hpcdist.run.status import job_of
 
     runs_dir = options.runs_dir()
-    found = resolve_run(run, runs_dir) if run is not None else None
-    if found is not None:
-        require_trusted(found.path, "doctor")  # the checks connect to the server and the nodes of the run's config
-    facts = {
+    facts: dict[str, str | None] = {
         "hpcdist": hpcdist.__version__,
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "runs_dir": str(runs_dir.absolute()),
-        "run": str(found.path) if found is not None else None,
+        "run": None,
     }
-    if found is None:
+    if run is None:
         sections = _machine_sections(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     else:
-        config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
-        sections = run_sections(found, config)
-        if job_of(found) is None:  # a local run: this machine, too
-            sections += _machine_sections(Path(config.runs_dir), config.tracking.uri, found.path)
+        folder = resolve_run(run, runs_dir)
+        require_trusted(folder.path, "doctor")  # the checks connect to the server and the nodes of the run's config
+        facts["run"] = str(folder.path)
+        config = load_run_config(folder.config, [], {**kept(folder), **os.environ}, require_secrets=False)
+        sections = run_sections(folder, config)
+        if job_of(folder) is None:  # a local run: this machine, too
+            sections += _machine_sections(Path(config.runs_dir), config.tracking.uri, folder.path)
     if as_json:
         page = [_redacted(*section) for section in execute(sections)]
         say(json.dumps(document(page, facts), indent=2))
@@ -101,7 +106,12 @@ def doctor(
 
 
 def _machine_sections(runs_dir: Path, uri: str, folder: Path) -> list[Section]:
-    """Return the sections about this machine and the MLflow store of a run; `folder` is the one written to."""
+    """Return the sections about this machine and about an MLflow store.
+
+    Args:
+        uri: tracking URI of the config or the environment; empty for the default in `runs_dir`.
+        folder: the folder that a run writes to.
+    """
     from hpcdist.checks.doctor_report import machine_sections
     from hpcdist.checks.site import store_checks
     from hpcdist.errors import TrackingError
@@ -129,27 +139,29 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
     from hpcdist.checks.doctor_report import execute, section_lines, summary_lines
 
     out = console()
-    width = min(out.width, 100)  # for readability, and for output without a terminal
-    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
+    width = min(out.width, _MAX_WIDTH)
+    now = time.strftime("%Y-%m-%d %H:%M")
+    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {now}")])
     page = []
     # The spinner shows the sections in progress at the bottom of a terminal.
     with out.status("checking") if out.is_terminal else nullcontext() as status:
 
         def show_pending(titles: Sequence[str]) -> None:
             if status is not None and titles:
-                more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
-                status.update(f"checking {titles[0]}{more}")
+                status.update(f"checking {few(titles, most=1)}")
 
         for section in execute(sections, show_pending):
             title, checks = _redacted(*section)
             page.append((title, checks))
-            if lines := list(section_lines(title, checks, width)):
+            lines = list(section_lines(title, checks, width))
+            if lines:
                 _print(out, [("", ""), *lines])
     _print(out, [("", ""), *summary_lines(page, width)])
     return page
 
 
 def _print(out: Console, lines: Iterable[tuple[str, str]]) -> None:
+    """Print lines, each with its kind: a title is styled as a whole, of a finding the first word, others not at all."""
     from rich.text import Text
 
     for kind, line in lines:
@@ -157,6 +169,7 @@ def _print(out: Console, lines: Iterable[tuple[str, str]]) -> None:
         if kind == "title":
             text.stylize(_COLOURS[kind])
         elif kind:
-            start = len(line) - len(line.lstrip())
-            text.stylize(_COLOURS[kind], start, start + len(line.split()[0]))
+            indent = len(line) - len(line.lstrip())
+            first_word = line.split()[0]
+            text.stylize(_COLOURS[kind], indent, indent + len(first_word))
         out.print(text, highlight=False, soft_wrap=True)

@@ -45,18 +45,21 @@ def build(
     from hpcdist.containers.engine import find_engine
 
     checkout = images.find_checkout(Path.cwd())
-    found = find_engine(engine)
-    named = base or images.default_base(checkout / images.TARGETS[target][0])
-    looked_up = images.look_up(found, named, pull=not dry_run)
-    if looked_up.problem:
-        kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
-        say(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", error=True)
+    program = find_engine(engine)
+    dockerfile, _ = images.TARGETS[target]
+    base_name = base or images.default_base(checkout / dockerfile)
+    base_image = images.look_up(program, base_name, pull=not dry_run)
+    if base_image.problem:
+        note = f"base image {base_name} is not pinned by digest: {base_image.problem}"
+        if base_image.id:
+            note += f"; its id {base_image.id} is recorded"
+        say(note, error=True)
     command = images.build_argv(
-        found.name, checkout, looked_up, tag=tag, target=target, uid=uid, gid=gid, options=more or ()
+        program.name, checkout, base_image, tag=tag, target=target, uid=uid, gid=gid, options=more or ()
     )
     say(shlex.join(command))
     if not dry_run:
-        images.run(found, command)
+        images.run(program, command)
 
 
 @app.command()
@@ -68,13 +71,16 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
     from hpcdist.containers.engine import find_engine
     from hpcdist.containers.images import check_image
 
-    failed = 0
-    for found in check_image(find_engine(engine), image):
-        failed += found.level == "failure"
-        mark = "[green]ok[/]    " if found.level == "ok" else "[red]FAILED[/]"
-        console().print(f"{mark} [bold]{found.name}[/]: ", end="", highlight=False)
-        console().print(found.text, markup=False, highlight=False, soft_wrap=True)
-    return 1 if failed else 0
+    has_failed = False
+    for result in check_image(find_engine(engine), image):
+        if result.level == "ok":
+            mark = "[green]ok[/]    "
+        else:
+            mark = "[red]FAILED[/]"
+            has_failed = True
+        console().print(f"{mark} [bold]{result.name}[/]: ", end="", highlight=False)
+        console().print(result.text, markup=False, highlight=False, soft_wrap=True)
+    return 1 if has_failed else 0
 
 
 @app.command()
@@ -95,8 +101,9 @@ def convert(
     from hpcdist.containers.images import convert as write
     from hpcdist.containers.images import inspect, require_fit
 
-    found = find_engine(engine)
-    facts = inspect(found, image)
+    program = find_engine(engine)
+    facts = inspect(program, image)
+    # This checks only the version: the nodes may have another processor than this machine.
     require_fit(facts, machine=facts.architecture)
-    target, written = write(found, facts, to, into)
-    say(f"{target}{'' if written else ' exists already'}")
+    path, is_new = write(program, facts, to, into)
+    say(str(path) if is_new else f"{path} exists already")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -42,29 +43,29 @@ def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
     """Make a completer of a generator of candidates: prefix filter, time limit, no exceptions."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
-        found: dict[str, None] = {}
+        values: dict[str, None] = {}  # a set that keeps the order
 
         def collect() -> None:
             with suppress(Exception):
                 for value in find(ctx, incomplete):
-                    if value.startswith(incomplete) and value.isprintable() and len(found) < MAX_VALUES:
-                        found[value] = None
+                    if value.startswith(incomplete) and value.isprintable() and len(values) < MAX_VALUES:
+                        values[value] = None
 
         # A daemon thread, so that a lookup that hangs does not keep the process alive.
         thread = threading.Thread(target=collect, daemon=True)
         thread.start()
         thread.join(LIMIT_S)
-        return list(found)
+        return list(values)
 
     complete.__annotations__ = {"ctx": typer.Context, "incomplete": str, "return": list[str]}
     return complete
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the visible folders in a folder, the newest first."""
+    """Return the visible folders in a folder, sorted by name; of runs of one trainer, the newest first."""
     with os.scandir(folder) as entries:
-        found = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    return sorted(found, key=lambda entry: entry.name, reverse=True)
+        folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(folders, key=lambda entry: entry.name, reverse=True)
 
 
 def runs_dir() -> Path:
@@ -78,14 +79,15 @@ def runs(_: typer.Context, incomplete: str) -> Iterator[str]:
     for experiment in _folders(runs_dir()):
         for run in _folders(Path(experiment.path)):
             name = f"{experiment.name}/{run.name}" if "/" in incomplete else run.name
-            if name.startswith(incomplete) and any(
-                os.path.lexists(f"{run.path}/{file}") for file in ("state.json", "sweep.json")
-            ):
+            if not name.startswith(incomplete):
+                continue
+            if os.path.lexists(f"{run.path}/state.json") or os.path.lexists(f"{run.path}/sweep.json"):
                 yield name
 
 
 @_bounded
 def experiments(_: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield names of experiments that have a run."""
     for folder in _folders(runs_dir()):
         if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
             yield folder.name
@@ -96,12 +98,14 @@ def _shipped(kind: str, incomplete: str) -> Iterator[str]:
     from hpcdist.config.document import shipped_configs
 
     yield from shipped_configs(kind)
-    folder = Path(incomplete if incomplete.endswith("/") else os.path.dirname(incomplete))
-    with os.scandir(folder.expanduser() if str(folder) != "." else ".") as entries:
+    folder = Path(os.path.dirname(incomplete))  # of `configs/` it is `configs`
+    prefix = "" if str(folder) == "." else f"{folder}/"
+    with os.scandir(folder.expanduser()) as entries:
         for entry in entries:
-            if entry.name.endswith((".yaml", ".yml")) or ("/" in incomplete and entry.is_dir()):
-                path = entry.name if str(folder) == "." else f"{folder}/{entry.name}"
-                yield path + "/" * (not entry.name.endswith((".yaml", ".yml")))
+            if entry.name.endswith((".yaml", ".yml")):
+                yield f"{prefix}{entry.name}"
+            elif "/" in incomplete and entry.is_dir():
+                yield f"{prefix}{entry.name}/"
 
 
 configs = _bounded(lambda _, incomplete: _shipped("", incomplete))
@@ -116,14 +120,18 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     defaults = {key: default for key, _, default, _ in describe()}
     # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
     earlier = [word for word in ctx.params.get("overrides") or [] if word != "="]
-    if earlier and earlier[-1] in defaults:
+    if earlier and earlier[-1] in defaults:  # this word is the value of a key
         return
     matching = [key for key in defaults if key.startswith(incomplete)]
-    yield from (f"{key}=" for key in matching)
-    if len(matching) == 1:
-        default = defaults[matching[0]]
-        if default not in (None, "") and not set(str(default)) & set(" '\"${}[]()"):
-            yield f"{matching[0]}={default}"
+    for key in matching:
+        yield f"{key}="
+    if len(matching) != 1:
+        return
+    key = matching[0]
+    default = defaults[key]
+    needs_quotes = bool(set(str(default)) & set(" '\"${}[]()"))
+    if default not in (None, "") and not needs_quotes:
+        yield f"{key}={default}"
 
 
 # Arguments and options that several commands share: one definition for each name.
@@ -134,10 +142,12 @@ def argument(metavar: str, text: str, complete: Completer) -> Any:
 
 
 def option(flag: str, metavar: str, text: str, complete: Completer | None = None, **more: Any) -> Any:
+    """Return an option with a value; `more` are further arguments of `typer.Option`."""
     return typer.Option(flag, metavar=metavar, help=text, autocompletion=complete, **more)
 
 
 def flag(flag: str, text: str) -> Any:
+    """Return an option without a value and without a negative form `--no-…`."""
     return typer.Option(flag, help=text)
 
 
@@ -183,32 +193,40 @@ Force = Annotated[bool, flag("--force", "Submit although checks of the cluster f
 
 
 def named(run: str | None, *, active: bool = False) -> str:
-    """Return the argument RUN. If it was left out, print the name of the newest run (`active`: that runs or waits)."""
+    """Return the argument RUN, by default the folder of the newest run or sweep, whose name is then printed.
+
+    Args:
+        active: choose only from the runs that run or wait.
+    """
     if run is not None:
         return run
     from hpcdist.host.files import short_path
     from hpcdist.run.lookup import newest
 
     folder = runs_dir()
-    found = newest(folder, active=active)
-    kind = " that runs or waits" if active else ""
+    chosen = newest(folder, active=active)
+    reason = f"the newest in {short_path(folder)}"
+    if active:
+        reason += " that runs or waits"
     # Standard output may be read by a program.
-    text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(folder)}{kind})"
-    say(text, error=True)
-    return str(found.path)
+    say(f"{chosen.kind}: {chosen.experiment}/{chosen.name} ({reason})", error=True)
+    return str(chosen.path)
 
 
 class ScriptCommand(TyperCommand):
     """A command on `[CONFIG] [KEY=VALUE…] SCRIPT [ARG…]`: no word after a script is an option of hpcdist."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        start = next((index for index, word in enumerate(args) if word == "--" or _is_script(word)), len(args))
-        if start < len(args) and args[start] != "--":
-            args = [*args[:start], "--", *args[start:]]
+        for index, word in enumerate(args):
+            if word == "--":
+                break
+            if _is_script(word):
+                args = [*args[:index], "--", *args[index:]]
+                break
         return super().parse_args(ctx, args)
 
 
-#: Endings of programs. One that is no Python is refused with the name of the script, and not read as a config.
+#: Endings of programs. Notebooks and shell scripts are included to refuse them as scripts, not as bad configs.
 _PROGRAMS = (".py", ".ipynb", ".sh")
 
 
@@ -236,6 +254,11 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
 
 # Standard output of the commands, and their exit codes.
 
+#: Exit code of a command that SIGINT has ended, as shells report it: 128 + the signal. A cancelled run has it, too.
+INTERRUPTED = 128 + signal.SIGINT
+#: Columns of output into a pipe or file: enough for a line of a table with the names of runs.
+_FILE_WIDTH = 160
+
 
 def console() -> Console:
     """Return standard output as a console without control characters, wide enough for names of runs."""
@@ -244,47 +267,64 @@ def console() -> Console:
 
     class Clean(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-            # Text and style are separate here: the sequences of rich itself are not touched.
+            # Text and style are separate here, so the sequences of rich itself remain.
             for part in super().render(renderable, options):
-                yield part if part.control else Segment(terminal_text(part.text), part.style)
+                if part.control:
+                    yield part
+                else:
+                    yield Segment(terminal_text(part.text), part.style)
 
-    found = Clean()
+    output = Clean()
     # rich obeys COLUMNS, but assumes 80 columns without it.
-    is_width_known = found.is_terminal or (os.environ.get("COLUMNS") or "").isdigit()
-    return found if is_width_known else Clean(width=160)
+    if output.is_terminal or (os.environ.get("COLUMNS") or "").isdigit():
+        return output
+    return Clean(width=_FILE_WIDTH)
 
 
 def print_table(
     console: Console, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", num_whole: int = 0
 ) -> None:
-    """Print a table, with columns of numbers to the right; the first `num_whole` columns are never folded."""
+    """Print a table whose columns of numbers are aligned at the right.
+
+    Args:
+        num_whole: number of columns, from the first one, whose cells are never folded.
+    """
     from rich.table import Table
     from rich.text import Text
 
     cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
     table = Table(title=Text(title) if title else None, title_justify="left")
     for index, name in enumerate(head):
-        is_number = all(not row[index] or re.match(r"[<\d]", row[index].plain) for row in cells)
+        are_numbers = all(not row[index] or re.match(r"[<\d]", row[index].plain) for row in cells)
+        justify: Literal["left", "right"] = "right" if are_numbers else "left"
         # Folded and not cut: cells of a sweep differ at the end of their names.
-        table.add_column(
-            Text(name), overflow="fold", no_wrap=index < num_whole, justify="right" if is_number else "left"
-        )
+        table.add_column(Text(name), overflow="fold", no_wrap=index < num_whole, justify=justify)
     for row in cells:
         table.add_row(*row)
     console.print(table)
 
 
 def wrapped(console: Console, text: str, indent: int) -> str:
-    """Return text with indented further lines where it is wider than a terminal; words, such as paths, stay whole."""
+    """Return text that is broken into lines at the width of a terminal; words, such as paths, stay whole.
+
+    Args:
+        indent: spaces before the second and further lines.
+    """
     if not console.is_terminal:
         return text
     wrapper = textwrap.TextWrapper(
-        max(console.width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        width=max(console.width, 2 * indent),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def exit_code(state: State) -> int:
+    """Return the exit code of a command that has followed a run to its end."""
     if state.status == "failed":
         return 2 if state.rejected else 1
-    return 130 if state.status == "cancelled" else 0
+    if state.status == "cancelled":
+        return INTERRUPTED
+    return 0
