@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Like:
-    """What a new run has of another one."""
+    """The parts of another run that a new run starts with."""
 
     run: RunDir  #: the other run, whose code is copied
     config: Config  #: its config with overrides, and with a name for the new run
@@ -28,7 +28,7 @@ class Like:
 
 
 def load_like(name: str, words: Sequence[str], action: str) -> Like:
-    """Return what a new run has of the run of this name.
+    """Return the parts of the run `name` that a new run starts with.
 
     Args:
         words: overrides of its config.
@@ -38,40 +38,45 @@ def load_like(name: str, words: Sequence[str], action: str) -> Like:
     from hpcdist.run.config_origin import read_origin
     from hpcdist.run.lookup import resolve_run
 
-    found = resolve_run(name, options.runs_dir())
-    require_trusted(found.path, action)
-    config = create.with_name(load_copied(found, ["name=''", *words], action))
-    origin = read_origin(found)
+    run = resolve_run(name, options.runs_dir())
+    require_trusted(run.path, action)
+    config = create.with_name(load_copied(run, ["name=''", *words], action))
+    origin = read_origin(run)
     if origin is not None:
-        changed = [word.partition("=")[0] for word in words]
-        origin = replace(origin, written=[*origin.written, *changed])
-    return Like(run=found, config=config, origin=origin)
+        changed_keys = [word.partition("=")[0] for word in words]
+        origin = replace(origin, written=[*origin.written, *changed_keys])
+    return Like(run=run, config=config, origin=origin)
 
 
-def load_copied(found: RunDir, words: Sequence[str], action: str, code: Path | None = None) -> Config:
-    """Return the config of a run with overrides, for a start with the copy of its code or with that in `code`.
+def load_copied(run: RunDir, words: Sequence[str], action: str, code: Path | None = None) -> Config:
+    """Return the config of a run with overrides.
 
     Secrets come from the run folder and from the environment.
+
+    Args:
+        words: the overrides.
+        action: the command that starts the run, for messages.
+        code: folder of the code that runs; by default the copy in the run folder.
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.config.written import with_params
     from hpcdist.run import snapshot
     from hpcdist.run.kept_secrets import kept
 
-    config = load_run_config(found.config, words, {**kept(found), **os.environ})
+    config = load_run_config(run.config, words, {**kept(run), **os.environ})
     if code is None:
-        copied = snapshot.import_path(snapshot.code_state(found), found)
-        if not copied:
+        folders = snapshot.import_path(snapshot.code_state(run), run)
+        if not folders:
             return config
-        code = Path(copied[0])
-    return with_params(config, code, f"{action} {found.name}")
+        code = Path(folders[0])
+    return with_params(config, code, f"{action} {run.name}")
 
 
 def words_like(config: str | None, overrides: Sequence[str] | None, exclusive: Mapping[str, object]) -> list[str]:
     """Return the words of a command line with `--like`, all of which are overrides.
 
     Args:
-        exclusive: options that have no meaning beside `--like`, with their values.
+        exclusive: options that cannot be combined with `--like`, with their values.
     """
     given = [name for name, value in exclusive.items() if value]
     if given:

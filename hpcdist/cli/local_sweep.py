@@ -44,7 +44,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     to_run = [choice for choice in choices if choice.runs]
     log_files.configure()
     terminal = console()
-    refused = False
+    has_refused = False
     folder = write_sweep(sweep)
     signals = SignalRequests()  # between two cells; within a cell its supervisor handles them
     with signals.handled(), hold(folder), _Launchers(to_run, plans) as launchers:
@@ -57,16 +57,25 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
             try:
                 launchers.supervise(index, uri)
             except HpcdistError as error:
-                refused = True
+                has_refused = True
                 say(f"{choice.run.name}: {error}")
-            # A signal to this process ends the sweep; `hpcdist stop CELL` does not.
-            attempt = choice.run.read_state().attempt
-            request = choice.run.attempt(attempt).read_request() if attempt else None
-            if request is not None and request.cause == "signal":
+            if _was_signalled(choice.run):
                 break
     if any(choice.run.read_state().status == "created" for choice in to_run):
         _close_parent_run(to_run[0].run, uri)
-    return show_end(sweep, choices) or int(refused)
+    code = show_end(sweep, choices)
+    if code == 0 and has_refused:
+        return 1
+    return code
+
+
+def _was_signalled(run: RunDir) -> bool:
+    """Return whether a signal to this process ended a cell, which ends the sweep; `hpcdist stop CELL` does not."""
+    attempt = run.read_state().attempt
+    if not attempt:
+        return False
+    request = run.attempt(attempt).read_request()
+    return request is not None and request.cause == "signal"
 
 
 class _CellView(RunView):
@@ -82,7 +91,7 @@ class _CellView(RunView):
 
 
 class _Launchers:
-    """Supervises the cells of a sweep on this machine.
+    """Supervise the cells of a sweep on this machine.
 
     While a cell trains, the parent of the next cell's ranks starts and imports torch. A cell has its own parent,
     because cells may differ in code, environment variables and trainer.

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ import typer
 from hpcdist.cli import options
 from hpcdist.cli.like import load_copied, load_like, words_like
 from hpcdist.cli.options import console, exit_code, flag, named, option, with_script
-from hpcdist.errors import ConfigError, ImageError, UserMistake
+from hpcdist.errors import MAX_SHOWN, ConfigError, ImageError, UserMistake
 from hpcdist.host.log_files import say
 from hpcdist.host.ownership import require_trusted
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
+#: Changed files that `resume` names: enough to recognize a change, without filling the terminal after a large one.
+_MAX_CHANGED_FILES = 5
 Resume = Annotated[
     bool | None,
     typer.Option(
@@ -40,6 +43,7 @@ Resume = Annotated[
 
 
 def require_config(config: str | None) -> str:
+    """Return the argument CONFIG. Raises UserMistake if it was left out."""
     from hpcdist.config.document import shipped_configs
 
     if config is None:
@@ -85,31 +89,40 @@ def run(
         other = load_like(like, words_like(config, overrides, exclusive), "run --like")
         return run_here(other.config, origin=other.origin, like=other.run, follow=follow, dry_run=dry_run)
     config, words = with_script(require_config(config), overrides)
-    if axes := with_repetitions(sweep, repeat, words):
-        from hpcdist.cli.local_sweep import run_sweep
-        from hpcdist.cli.sweep import read_sweep
-
-        if engine is not None:
-            raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
-        if not follow:
-            raise UserMistake(
-                "--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux"
-            )
-        return run_sweep(read_sweep(config, words, axes), dry_run=dry_run)
+    axes = with_repetitions(sweep, repeat, words)
+    if axes:
+        return _run_sweep(config, words, axes, in_container=engine is not None, follow=follow, dry_run=dry_run)
     unnamed = load_config(config, words)
     create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
     if engine is not None:
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return _run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
-    found = find_unfinished(unnamed) if resume and not dry_run else None
-    config_of_run = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    return run_here(config_of_run, found, load_origin(config, words), follow=follow, dry_run=dry_run)
+    origin = load_origin(config, words)
+    if resume and not dry_run:
+        unfinished = find_unfinished(unnamed)
+        if unfinished is not None:
+            return run_here(replace(unnamed, name=unfinished.name), unfinished, origin, follow=follow)
+    return run_here(create.with_name(unnamed), origin=origin, follow=follow, dry_run=dry_run)
+
+
+def _run_sweep(
+    config: str, words: Sequence[str], axes: Sequence[str], *, in_container: bool, follow: bool, dry_run: bool
+) -> int:
+    """Run a sweep on this machine. Returns the exit code. Raises UserMistake for options that a sweep does not have."""
+    from hpcdist.cli.local_sweep import run_sweep
+    from hpcdist.cli.sweep import read_sweep
+
+    if in_container:
+        raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
+    if not follow:
+        raise UserMistake("--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux")
+    return run_sweep(read_sweep(config, words, axes), dry_run=dry_run)
 
 
 def run_here(
     config: Config,
-    found: RunDir | None = None,
+    unfinished: RunDir | None = None,
     origin: Origin | None = None,
     *,
     like: RunDir | None = None,
@@ -119,15 +132,18 @@ def run_here(
     """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
     Args:
-        found: an unfinished run of this config to continue.
+        unfinished: a run of this config to continue instead of a new one.
+        origin: the config that the command line names, and its overrides.
         like: a run whose code the new run has.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
 
     plan, uri = resolve_start(config)
-    if found is None and (problems := new_run_problems(config, plan.num_ranks)):
-        raise ConfigError(*problems)
+    if unfinished is None:
+        problems = new_run_problems(config, plan.num_ranks)
+        if problems:
+            raise ConfigError(*problems)
 
     def show() -> None:
         from hpcdist.cli.run_views import show_plan
@@ -135,18 +151,22 @@ def run_here(
 
         show_plan(console(), config, plan, config.folder, uri, verbose=dry_run)
         if plan.device == "cpu" and config.launch.device == "auto":
-            in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
-            say(f"no GPU is visible{in_image}: training on CPUs")
+            advice = ""
+            if image_facts(os.environ):
+                advice = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)"
+            say(f"no GPU is visible{advice}: training on CPUs")
         if origin is not None and like is None:
             warn_of_unread_keys(config, origin)
-        if found is not None and not dry_run:
-            say(f"continuing run {found.name}, which has the same config; `--new` starts another run")
+        if unfinished is not None and not dry_run:
+            say(f"continuing run {unfinished.name}, which has the same config; `--new` starts another run")
 
     if dry_run:
         show()
         return 0
-    made = found or create.create_run(config, Path.cwd(), origin=origin, like=like)
-    return supervise_here(made, config, plan, uri, follow=follow, show=show)
+    run = unfinished
+    if run is None:
+        run = create.create_run(config, Path.cwd(), origin=origin, like=like)
+    return supervise_here(run, config, plan, uri, follow=follow, show=show)
 
 
 def _run_in_container(
@@ -170,17 +190,15 @@ def _run_in_container(
     spec = _container(file, config, engine, image, dry_run=dry_run)
     overrides, variables = without_secrets(overrides)
     spec = replace(spec, env=(*spec.env, *variables))
+    command = [*run_words(spec), "run", str(file or source), *overrides]
     # The folders that a config sets, as absolute paths: `~` and relative paths differ inside.
     default = load_config("ddp_digits", [])
-    chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
-    arguments = [
-        "run",
-        str(file or source),
-        *overrides,
-        *(f"{key}={folder}" for key, (folder, usual) in chosen.items() if folder != usual),
-        *([] if resume is None else ["--resume" if resume else "--new"]),
-    ]
-    command = [*run_words(spec), *arguments]
+    if config.runs_dir != default.runs_dir:
+        command.append(f"runs_dir={config.runs_dir}")
+    if config.data.root != default.data.root:
+        command.append(f"data.root={config.data.root}")
+    if resume is not None:
+        command.append("--resume" if resume else "--new")
     if not spec.gpus and config.launch.device != "cpu":
         say("no GPU is visible: training on CPUs")
     say(shlex.join(map(redacted_argument, command)))
@@ -194,9 +212,12 @@ def _run_in_container(
 
 
 def _container(file: Path | None, config: Config, engine: str, image: str, *, dry_run: bool) -> LocalContainer:
-    """Return the container with the mounts of a run, whose config is in `file`, or is a shipped one.
+    """Return the container of a run, with the mounts that it needs.
 
     Raises UserMistake, or ImageError unless it is a dry run.
+
+    Args:
+        file: the file of the config; None for a shipped config.
     """
     from hpcdist.containers.engine import find_engine
     from hpcdist.containers.images import inspect, require_driver, require_fit
@@ -209,19 +230,19 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
 
     if engine not in ("docker", "podman"):
         raise UserMistake(f"--in must be docker or podman, got {engine!r}")
-    found = find_engine(engine)
+    program = find_engine(engine)
     try:
-        facts = inspect(found, image)
+        facts = inspect(program, image)
         require_fit(facts)
     except ImageError as error:
         if not dry_run:
             raise
         facts = None
-        say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
+        say(f"hpcdist: {error}", error=True)  # only the image's digest is missing in the plan
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
     cwd = Path.cwd()
     spec = local_container(
-        found.name,
+        program.name,
         image,
         facts.digest if facts else "",
         user_name(),
@@ -230,11 +251,11 @@ def _container(file: Path | None, config: Config, engine: str, image: str, *, dr
         own_code=file is not None or is_own(config),
         num_gpus=Machine.inspect(os.environ).num_gpus,
         env=os.environ,
-        rootless_daemon=found.is_rootless_daemon(),
+        rootless_daemon=program.is_rootless_daemon(),
     )
-    for one in filter(None, [file, config.trainer.script_file]):
-        if not one.is_relative_to(cwd):
-            folder = str(one.parent)
+    for path in (file, config.trainer.script_file):
+        if path is not None and not path.is_relative_to(cwd):
+            folder = str(path.parent)
             spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
     if spec.gpus and facts:
         require_driver(facts, driver_version())
@@ -249,7 +270,8 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
     from hpcdist.tracking.uri import resolve_uri
 
     require_torch(config, os.environ, on_slurm=False)
-    plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
+    plan = make_plan(config, Machine.inspect(os.environ))
+    uri = resolve_uri(config, os.environ)
     if config.model.compile and not config.trainer.script:
         require_compiler(plan.device, {**os.environ, **config.launch.env})
     return plan, uri
@@ -322,35 +344,25 @@ def submit(
     from hpcdist.run.sweeps import with_repetitions
 
     flags = submission_flags(dependency, begin)
+    source: RunDir | None = None  # the run whose code the new run has
     if like is not None:
         exclusive = {"--cluster": cluster, "--sweep": sweep, "--repeat": repeat}
         other = load_like(like, words_like(config, overrides, exclusive), "submit --like")
-        return submit_run(
-            other.config,
-            flags,
-            other.origin,
-            like=other.run,
-            follow=follow,
-            dry_run=dry_run,
-            test=test,
-            force=force,
-        )
-    config, words = with_script(require_config(config), overrides)
-    axes = with_repetitions(sweep, repeat, words)
-    if array_parallelism is not None and not axes:
-        raise UserMistake("--array-parallelism needs --sweep or --repeat")
-    if axes:
-        cells = sweeps.read_sweep(config, words, axes, cluster)
-
-        def check(one: Config) -> None:
-            check_submission(one, flags, Path.cwd(), force=force)
-
-        return sweeps.submit_sweep(
-            cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
-        )
-    loaded = create.with_name(load_config(config, words, cluster=cluster))
-    origin = load_origin(config, words, cluster)
-    return submit_run(loaded, flags, origin, follow=follow, dry_run=dry_run, test=test, force=force)
+        loaded, origin, source = other.config, other.origin, other.run
+    else:
+        config, words = with_script(require_config(config), overrides)
+        axes = with_repetitions(sweep, repeat, words)
+        if array_parallelism is not None and not axes:
+            raise UserMistake("--array-parallelism needs --sweep or --repeat")
+        if axes:
+            cells = sweeps.read_sweep(config, words, axes, cluster)
+            check = partial(check_submission, flags=flags, cwd=Path.cwd(), force=force)
+            return sweeps.submit_sweep(
+                cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
+            )
+        loaded = create.with_name(load_config(config, words, cluster=cluster))
+        origin = load_origin(config, words, cluster)
+    return submit_run(loaded, flags, origin, like=source, follow=follow, dry_run=dry_run, test=test, force=force)
 
 
 def submit_run(
@@ -367,6 +379,8 @@ def submit_run(
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
     Args:
+        flags: flags of sbatch for this submission only.
+        origin: the config that the command line names, and its overrides.
         like: a run whose code the new run has.
     """
     from hpcdist.job import submit_checks
@@ -400,8 +414,9 @@ def warn_of_unread_keys(config: Config, origin: Origin) -> None:
     from hpcdist.run.config_origin import overrides
     from hpcdist.run.trainer_source import unread_keys
 
-    is_shipped = origin.config in shipped_configs()
-    keys = list(overrides(origin, flat_values(config))) if is_shipped else origin.written
+    keys: Sequence[str] = origin.written
+    if origin.config in shipped_configs():
+        keys = list(overrides(origin, flat_values(config)))
     text = unread_keys(config, keys, Path.cwd())
     if text:
         say(f"note: {text}")
@@ -413,17 +428,22 @@ def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *,
     from hpcdist.job.submit_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
-    for line in (*(f"note: {warning}" for warning in warnings), *filter(None, [estimate])):
-        say(line)
+    for warning in warnings:
+        say(f"note: {warning}")
+    if estimate:
+        say(estimate)
 
 
 def submission_flags(dependency: str | None, begin: str | None) -> dict[str, str]:
     """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
-    chosen = {name: value for name, value in (("dependency", dependency), ("begin", begin)) if value}
-    for name, value in chosen.items():
+    flags = {}
+    for name, value in (("dependency", dependency), ("begin", begin)):
+        if not value:
+            continue
         if not value.isprintable():
-            raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
-    return chosen
+            raise UserMistake(f"--{name} must be one line without control characters, got {value[:MAX_SHOWN]!r}")
+        flags[name] = value
+    return flags
 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
@@ -432,7 +452,7 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool)
 
     job_id = job_submit.submit(config, run, flags)
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
-    # The job does not wait for these imports.
+    # These slow imports come after the submission, so that they do not delay the job.
     if follow:
         from hpcdist.cli.run_views import follow_to_end
 
@@ -463,46 +483,71 @@ def resume(
         hpcdist resume
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
-    from hpcdist.run import config_change, create, snapshot
+    from hpcdist.run import create, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.resume_text import resume_point
-    from hpcdist.run.status import job_of, status_of
 
-    if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
-        overrides, run = [run, *(overrides or [])], None
-    words = overrides or []
-    found = resolve_run(named(run), options.runs_dir())
-    require_trusted(found.path, "resume")
-    config = load_copied(found, words, "resume", Path.cwd() if with_current_code else None)
-    if job_of(found) is not None and not (now := status_of(found)).final:
-        raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
-    if found.read_state().status == "finished" and not words:
-        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
-    on_slurm = found.slurm.exists()
+    words = list(overrides or [])
+    if run is not None and "=" in run and not os.path.exists(run):  # RUN was left out, and this is an override
+        words.insert(0, run)
+        run = None
+    folder = resolve_run(named(run), options.runs_dir())
+    require_trusted(folder.path, "resume")
+    config = load_copied(folder, words, "resume", Path.cwd() if with_current_code else None)
+    _require_resumable(folder, words)
+    on_slurm = folder.slurm.exists()
     if not on_slurm and (dependency or begin):
-        raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
+        raise UserMistake(f"--dependency and --begin need Slurm, and run {folder.name} was not submitted to Slurm")
     flags = submission_flags(dependency, begin)
-    config_change.check(found, config)
+    records.check(folder, config)
     if with_current_code:
         create.check_code(config, Path.cwd())
-    elif found.read_state().status == "failed" and (files := snapshot.changed_files(snapshot.code_state(found), found)):
-        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
-        advice = "this resume runs the copy, --with-current-code runs the new code"
-        say(f"changed since the run copied the code: {names}; {advice}")
+    elif folder.read_state().status == "failed":
+        _note_changed_code(folder)
+    start = None
     if on_slurm:
         check_submission(config, flags, None, force=force)
-    start = None if on_slurm else resolve_start(config)
-    with hold(found):
-        config_change.change_config(found, config)
+    else:
+        start = resolve_start(config)
+    with hold(folder):
+        records.change_config(folder, config)
         if with_current_code:
-            taken = snapshot.take(config, found, Path.cwd())
-            snapshot.write_environment(found, taken, launcher="slurm" if on_slurm else "local")
-    if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
-        say(resume_point(found, found.attempt(last), config.trainer.script))
+            code = snapshot.take(config, folder, Path.cwd())
+            snapshot.write_environment(folder, code, launcher="slurm" if on_slurm else "local")
+    if on_slurm or not follow:  # else the supervisor prints it
+        last_attempt = folder.read_state().attempt
+        if last_attempt:
+            say(records.resume_point(folder, folder.attempt(last_attempt), config.trainer.script))
     if start is None:
-        return enqueue(found, config, flags, follow=follow)
-    return supervise_here(found, config, *start, follow=follow)
+        return enqueue(folder, config, flags, follow=follow)
+    plan, uri = start
+    return supervise_here(folder, config, plan, uri, follow=follow)
+
+
+def _require_resumable(run: RunDir, overrides: Sequence[str]) -> None:
+    """Raise UserMistake if a run waits or runs on Slurm, or is finished and no override makes it train longer."""
+    from hpcdist.run.status import job_of, status_of
+
+    if job_of(run) is not None:
+        status = status_of(run)
+        if not status.final:
+            raise UserMistake(f"run {run.name} is {status.name} and cannot be resumed: `hpcdist follow {run.name}`")
+    if run.read_state().status == "finished" and not overrides:
+        raise UserMistake(f"run {run.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+
+
+def _note_changed_code(run: RunDir) -> None:
+    """Print the files that the user has changed since the failed run copied the code: the resume does not use them."""
+    from hpcdist.run import snapshot
+
+    files = snapshot.changed_files(snapshot.code_state(run), run)
+    if not files:
+        return
+    names = ", ".join(files[:_MAX_CHANGED_FILES])
+    if len(files) > _MAX_CHANGED_FILES:
+        names += ", …"
+    advice = "this resume runs the copy, --with-current-code runs the new code"
+    say(f"changed since the run copied the code: {names}; {advice}")
 
 
 @app.command("config")
@@ -535,7 +580,9 @@ def show_config(
     elif schema:
         from hpcdist.config.describe import describe, describe_trainer
 
-        entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
+        entries = describe()
+        if config is not None:
+            entries = describe_trainer(load_config(config, overrides or []), Path.cwd())
         keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]
         if as_json:
             say(json.dumps(keys, indent=2, default=str))
@@ -546,7 +593,10 @@ def show_config(
         raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}; or use --schema")
     else:
         loaded = load_config(config, overrides or [], cluster=cluster)
-        say(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))
+        if as_json:
+            say(json.dumps(redacted(loaded), indent=2))
+        else:
+            say(to_yaml(loaded).rstrip("\n"))
 
 
 @app.command(hidden=True)
@@ -556,10 +606,11 @@ def supervise(run_dir: Path) -> int:
     from hpcdist.run.folder import RunDir
     from hpcdist.run.kept_secrets import kept
 
-    found = RunDir.open(run_dir)
-    require_trusted(found.path, "supervise")
-    config = load_run_config(found.config, [], {**os.environ, **kept(found)})
-    return supervise_here(found, config, *resolve_start(config), follow=True)
+    run = RunDir.open(run_dir)
+    require_trusted(run.path, "supervise")
+    config = load_run_config(run.config, [], {**os.environ, **kept(run)})
+    plan, uri = resolve_start(config)
+    return supervise_here(run, config, plan, uri, follow=True)
 
 
 @app.command("in-job", hidden=True)

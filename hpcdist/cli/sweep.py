@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpcdist.cli.options import console, print_table
+from hpcdist.cli.options import INTERRUPTED, console, print_table
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import short_path
@@ -26,11 +26,17 @@ from hpcdist.run.status import RunStatus, StatusWatch, author_of, end, keep_job,
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 
+#: Time between two looks at the statuses of cells.
+_POLL_S = 0.5
+#: Time between two uploads of cells to a database.
+_UPLOAD_EVERY_S = 5.0
+
 
 def show_choices(sweep: Sweep, choices: Sequence["Choice"]) -> None:
-    num = sum(choice.runs for choice in choices)
-    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
-    for index, choice in enumerate(choice for choice in choices if choice.runs):
+    """Print the cells to run, numbered as the tasks of a job array, and then the other cells."""
+    to_run = [choice for choice in choices if choice.runs]
+    say(f"sweep {sweep.name}: {len(choices)} cells, {len(to_run)} to run, in {short_path(sweep.folder.parent)}")
+    for index, choice in enumerate(to_run):
         say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
     for choice in choices:
         if not choice.runs:
@@ -39,12 +45,14 @@ def show_choices(sweep: Sweep, choices: Sequence["Choice"]) -> None:
 
 def show_end(sweep: Sweep, choices: Sequence["Choice"]) -> int:
     """Print the final table of a sweep. Returns the exit code of the command."""
-    names = show_cells(SweepDir(sweep.folder), [choice.run.name for choice in choices])
-    if set(names) != {"finished"}:
+    statuses = set(show_cells(SweepDir(sweep.folder), [choice.run.name for choice in choices]))
+    if statuses != {"finished"}:
         say("run the same command again for missing and failed cells")
-    if {"failed", "lost", "unreadable"} & set(names):
+    if {"failed", "lost", "unreadable"} & statuses:
         return 1
-    return 130 if "cancelled" in names else 0
+    if "cancelled" in statuses:
+        return INTERRUPTED
+    return 0
 
 
 def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
@@ -56,31 +64,47 @@ def show_cells(sweep: SweepDir, only: Sequence[str] = ()) -> list[str]:
     from hpcdist.review.sweep_facts import read_sweep_facts
 
     facts = read_sweep_facts(sweep, sweep.read_state())
-    value = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
-    names, rows = [], []
+    value_title = f"{'best' if facts.is_best else 'last'} {facts.monitor}"
+    statuses: list[str] = []
+    rows = []
     for cell in facts.cells:
         if only and cell.name not in only:
             continue
-        run, name, reason = RunDir(sweep.path.parent / cell.name), cell.status, "not started yet"
-        try:
-            if name != "missing":
-                now = status_of(run)
-                name, reason = now.name, now.reason
-        except (RunFolderError, OSError) as error:
-            name, reason = "unreadable", str(error)
-        names.append(name)
-        numbers = ["" if cell.metric is None else f"{cell.metric:.6g}"] if facts.monitor else []
-        rows.append((cell.label, name, str(last_beat(run).get("step", "")), *numbers, reason))
-    head = ("cell", "status", "step", *([value] if facts.monitor else []), "reason")
-    print_table(console(), head, rows, title=sweep.name, num_whole=1)
-    if any(one.values for one in facts.settings):
-        settings = [(one.label, one.text, str(one.num_cells)) for one in facts.settings]
-        print_table(console(), ("setting", value, "cells"), settings, title="mean ± s.d. (n seeds)")
+        run = RunDir(sweep.path.parent / cell.name)
+        status, reason = _status_of_cell(run, cell.status)
+        statuses.append(status)
+        row = [cell.label, status, str(last_beat(run).get("step", ""))]
+        if facts.monitor:
+            row.append("" if cell.metric is None else f"{cell.metric:.6g}")
+        rows.append([*row, reason])
+    head = ["cell", "status", "step"]
+    if facts.monitor:
+        head.append(value_title)
+    print_table(console(), [*head, "reason"], rows, title=sweep.name, num_whole=1)
+    if any(setting.values for setting in facts.settings):
+        settings = [(setting.label, setting.text, str(setting.num_cells)) for setting in facts.settings]
+        print_table(console(), ("setting", value_title, "cells"), settings, title="mean ± s.d. (n seeds)")
     if facts.best is not None and facts.beside_next:
-        say(f"best {'setting' if facts.settings else 'cell'}: {facts.best.label}, {facts.beside_next}")
-    counts = Counter(names)
-    say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
-    return names
+        kind = "setting" if facts.settings else "cell"
+        say(f"best {kind}: {facts.best.label}, {facts.beside_next}")
+    counts = sorted(Counter(statuses).items())
+    say(f"sweep {sweep.name}: {', '.join(f'{number} {status}' for status, number in counts)}")
+    return statuses
+
+
+def _status_of_cell(run: RunDir, status: str) -> tuple[str, str]:
+    """Return the status of a cell, with that of its job, and the reason.
+
+    Args:
+        status: the status in the records of the sweep; `missing` if the cell has no folder.
+    """
+    if status == "missing":
+        return status, "not started yet"
+    try:
+        now = status_of(run)
+    except (RunFolderError, OSError) as error:
+        return "unreadable", str(error)
+    return now.name, now.reason
 
 
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
@@ -92,8 +116,8 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
         create.check_trainer(loaded, Path.cwd())
         return loaded
 
-    found = match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
-    return replace(found, origin=load_origin(config, [*overrides, *axes], cluster))
+    sweep = match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
+    return replace(sweep, origin=load_origin(config, [*overrides, *axes], cluster))
 
 
 # --- on Slurm
@@ -109,9 +133,13 @@ def submit_sweep(
     test: bool,
     follow: bool,
 ) -> int:
-    """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command."""
-    from hpcdist.job import submit
-    from hpcdist.job.submit_checks import check_config
+    """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command.
+
+    Args:
+        flags: flags of sbatch for this submission only.
+        check: checks the submission of a cell; raises UserMistake.
+        parallelism: number of cells that run at a time; by default all.
+    """
     from hpcdist.supervisor.children import ship_in_background
     from hpcdist.tracking.uri import resolve_uri
 
@@ -121,36 +149,58 @@ def submit_sweep(
     config = sweep.cells[0].config
     if dry_run:
         if to_run:
-            # A single cell is an ordinary job.
-            is_array = len(to_run) > 1
-            array = {"map_count": len(to_run), "array_parallelism": parallelism or len(to_run)} if is_array else {}
-            first = to_run[0]
-            check_config(first.cell.config, Path.cwd())
-            script, _ = submit.render(config, RunDir(sweep.folder), flags, **array)
-            _, step = submit.render(first.cell.config, first.run)
-            say(f"{script}\n# then, in the batch step of task 0 ({first.run.name}):\n{submit.commented(step)}")
+            _show_scripts(sweep, to_run, flags, parallelism)
         return 0
     # One check is enough unless cells need different datasets: the requests to Slurm are the same.
-    for one in {repr(choice.cell.config.data): choice.cell.config for choice in to_run}.values():
-        check(one)
+    config_by_data = {repr(choice.cell.config.data): choice.cell.config for choice in to_run}
+    for config_of_cell in config_by_data.values():
+        check(config_of_cell)
     if test:
         return 0
     uri = resolve_uri(config, os.environ)
     if to_run:
-        folder = write_sweep(sweep)
-        with hold(folder):
-            prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
-            try:
-                jobs = submit.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
-            except BaseException:
-                for choice in to_run:
-                    if choice.why == "new":
-                        shutil.rmtree(choice.run.path)
-                raise
-        say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
+        _submit(sweep, to_run, flags, parallelism)
         if not follow:
             say(ship_in_background([choice.run for choice in to_run], config, os.environ))
-    return _follow(sweep, choices, uri) if follow else 0
+    if follow:
+        return _follow(sweep, choices, uri)
+    return 0
+
+
+def _show_scripts(sweep: Sweep, to_run: Sequence["Choice"], flags: Mapping[str, str], parallelism: int | None) -> None:
+    """Print the batch script of a sweep, and the command in the batch step of its first cell."""
+    from hpcdist.job import submit
+    from hpcdist.job.submit_checks import check_config
+
+    array = {}
+    if len(to_run) > 1:  # a single cell is an ordinary job
+        array = {"map_count": len(to_run), "array_parallelism": parallelism or len(to_run)}
+    first = to_run[0]
+    check_config(first.cell.config, Path.cwd())
+    script, _ = submit.render(sweep.cells[0].config, RunDir(sweep.folder), flags, **array)
+    _, step = submit.render(first.cell.config, first.run)
+    say(f"{script}\n# then, in the batch step of task 0 ({first.run.name}):\n{submit.commented(step)}")
+
+
+def _submit(sweep: Sweep, to_run: Sequence["Choice"], flags: Mapping[str, str], parallelism: int | None) -> None:
+    """Create the folders of cells and submit them. On errors the folders of new cells are removed."""
+    from hpcdist.job import submit
+
+    runs = [choice.run for choice in to_run]
+    folder = write_sweep(sweep)
+    with hold(folder):
+        prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
+        try:
+            jobs = submit.submit_array(sweep.cells[0].config, folder, runs, flags, parallelism)
+        except BaseException:
+            for choice in to_run:
+                if choice.why == "new":
+                    shutil.rmtree(choice.run.path)
+            raise
+    if len(jobs) == 1:
+        say(f"{sweep.name} is job {jobs[0]}")
+    else:
+        say(f"{sweep.name} is jobs {jobs[0]} to {jobs[-1]}")
 
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
@@ -170,31 +220,39 @@ def _follow(sweep: Sweep, choices: Sequence["Choice"], uri: str) -> int:
     from hpcdist.tracking.uri import is_server
 
     watch = StatusWatch()
+    pending = list(choices)
     statuses: dict[str, RunStatus] = {}
     shown: dict[str, str] = {}
     uploaded: dict[str, object] = {}
     next_upload = 0.0
     while True:
-        pending = [c for c in choices if not (c.run.name in statuses and statuses[c.run.name].final)]
         for choice, status in zip(pending, watch.poll([choice.run for choice in pending]), strict=True):
-            statuses[choice.run.name] = status
-            if shown.get(choice.run.name) != (text := f"{status.name} {status.reason}".strip()):
-                shown[choice.run.name] = text
+            name = choice.run.name
+            statuses[name] = status
+            text = f"{status.name} {status.reason}".strip()
+            if shown.get(name) != text:
+                shown[name] = text
                 say(f"{choice.cell.label}: {text}")
-        has_ended = all(status.final for status in statuses.values())
-        if not is_server(uri) and (has_ended or time.monotonic() >= next_upload):
-            next_upload = time.monotonic() + 5.0
+        pending = [choice for choice in pending if not statuses[choice.run.name].final]
+        if not is_server(uri) and (not pending or time.monotonic() >= next_upload):
+            next_upload = time.monotonic() + _UPLOAD_EVERY_S
             changed = [choice.run for choice in choices if uploaded.get(choice.run.name) != _version(choice.run)]
             uploaded |= {run.name: _version(run) for run in changed}
-            if problem := _upload(changed, uri):
+            problem = _upload(changed, uri)
+            if problem:
                 say(problem)
-        if has_ended:
+        if not pending:
             break
-        time.sleep(0.5)
-    if lost := [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]:
+        time.sleep(_POLL_S)
+    lost = [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]
+    if lost:
         say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in lost)}")
-        say(_upload(lost, uri, close_lost=True) or f"{len(lost)} cells uploaded to MLflow")
-    return show_end(sweep, choices) or int(bool(lost))
+        problem = _upload(lost, uri, close_lost=True)
+        say(problem or f"{len(lost)} cells uploaded to MLflow")
+    code = show_end(sweep, choices)
+    if code == 0 and lost:
+        return 1
+    return code
 
 
 def _version(run: RunDir) -> object:
@@ -207,9 +265,11 @@ def _version(run: RunDir) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
+    """The decision whether a cell of a sweep is started."""
+
     cell: Cell
     run: RunDir
-    runs: bool
+    runs: bool  #: whether the cell is started
     why: str  #: status of the cell: new, failed, finished, running …
 
 
@@ -217,14 +277,14 @@ def choose(sweep: Sweep) -> list[Choice]:
     """Select the cells that are new, failed, stopped or lost. Raises RunFolderError for folders of other runs."""
     runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
     snapshots = query_jobs(runs)
-    found = []
+    choices = []
     for cell, run in zip(sweep.cells, runs, strict=True):
-        runs_now, why = True, "new"
+        must_run, why = True, "new"
         if not _is_new(run, sweep):
             require_trusted(run.path, "run --sweep")
-            runs_now, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
-        found.append(Choice(cell=cell, run=run, runs=runs_now, why=why))
-    return found
+            must_run, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
+        choices.append(Choice(cell=cell, run=run, runs=must_run, why=why))
+    return choices
 
 
 def _is_new(run: RunDir, sweep: Sweep) -> bool:
@@ -233,8 +293,8 @@ def _is_new(run: RunDir, sweep: Sweep) -> bool:
         return True
     if not (run.path / "state.json").exists():
         raise RunFolderError(f"{run.path} exists and holds no run: remove it, or choose another `name`")
-    of = sweep_of(run)
-    if of is not None and of.name == sweep.name:
+    owner = sweep_of(run)
+    if owner is not None and owner.name == sweep.name:
         return False
     state = run.read_state()
     if holder(run) is None and state.status == "created" and state.attempt == 0:
@@ -248,14 +308,17 @@ def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool,
         return False, "finished"
     if held:
         return False, "running"
-    ended = state.status in ENDED
+    has_ended = state.status in ENDED
     if job is not None and not job.is_over:
-        in_queue = job.info.state if job.info is not None else "UNKNOWN"
-        if not (ended and in_queue in ("COMPLETING", "UNKNOWN")):
-            return False, f"queued ({in_queue.lower()})"
-    if ended:
+        job_state = job.info.state if job.info is not None else "UNKNOWN"
+        is_ending = has_ended and job_state in ("COMPLETING", "UNKNOWN")
+        if not is_ending:
+            return False, f"queued ({job_state.lower()})"
+    if has_ended:
         return True, state.status
-    return True, "not started" if state.status == "created" else "lost"
+    if state.status == "created":
+        return True, "not started"
+    return True, "lost"
 
 
 def prepare(
@@ -302,8 +365,9 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
         try:
             if cell.read_state().status in ENDED:
                 continue
-            if holder(cell) is None and not cell.slurm.exists():
-                messages += [f"{cell.name} will not be started"] * active
+            if holder(cell) is None and not cell.slurm.exists():  # created, but not started
+                if active:
+                    messages.append(f"{cell.name} will not be started")
                 continue
             require_mine(cell.path, action)
             messages.append(end(cell, action))
