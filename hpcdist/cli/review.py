@@ -14,7 +14,7 @@ import typer
 
 from hpcdist.cli import options
 from hpcdist.cli.options import argument, console, named, option, print_table
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake, duration
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake, duration, plural
 from hpcdist.host.files import short_path
 from hpcdist.host.image_identity import install_command
 from hpcdist.host.log_files import say
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hpcdist.run.sweeps import SweepDir
 
 app = typer.Typer()
+#: Runs without a ledger that `cost` names; a whole experiment may have none.
+_MAX_LEFT_OUT = 3
 
 
 @app.command()
@@ -48,7 +50,8 @@ def ui(
 
     runs_dir = options.runs_dir()
     store = choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
-    if (database := sqlite_path(store)) is not None:
+    database = sqlite_path(store)
+    if database is not None:
         require_safe(database)
     is_server = store.startswith("http")
     if not is_server:
@@ -81,12 +84,12 @@ def report(run: options.OptionalRunName = None) -> None:
     from hpcdist.run.lookup import resolve
     from hpcdist.tracking.series import read_series
 
-    found = resolve(named(run), options.runs_dir())
-    if is_mine(found.path):
-        write_report(found, read_series)
-    elif not found.report.is_file():
-        raise UserMistake(f"{found.report} does not exist, and only the owner of the {found.kind} can write it")
-    say(short_path(found.report))
+    folder = resolve(named(run), options.runs_dir())
+    if is_mine(folder.path):
+        write_report(folder, read_series)
+    elif not folder.report.is_file():
+        raise UserMistake(f"{folder.report} does not exist, and only the owner of the {folder.kind} can write it")
+    say(short_path(folder.report))
 
 
 @app.command()
@@ -104,21 +107,25 @@ def sync(
     from hpcdist.run.lookup import list_runs, resolve_run
 
     runs_dir = options.runs_dir()
-    own, note = list_runs(runs_dir)
-    chosen = [resolve_run(name, runs_dir) for name in runs] if runs else own
-    if note and not runs:
+    all_runs, note = list_runs(runs_dir)
+    if runs:
+        code, _ = _upload([resolve_run(name, runs_dir) for name in runs], verbose=True)
+        return code
+    if note:
         say(note)
-    code, counts = _upload(chosen, verbose=bool(runs))
-    if not runs:
-        results = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing to upload"
-        say(f"{counts.total()} run{'s' * (counts.total() != 1)}: {results}")
+    code, counts = _upload(all_runs)
+    results = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing to upload"
+    say(f"{plural(counts.total(), 'run')}: {results}")
     return code
 
 
 def _upload(runs: Sequence["RunDir"], *, verbose: bool = False, quick: bool = False) -> tuple[int, Counter[str]]:
     """Upload the records that MLflow does not have, and print a line for each run that has some.
 
+    Returns the exit code, and the number of runs with each kind of result.
+
     Args:
+        verbose: print a line for the other runs, too.
         quick: send no request for complete runs, and none after the store has failed once.
     """
     from hpcdist.tracking.sent_points import is_complete
@@ -165,17 +172,24 @@ def compare(
     from hpcdist.run.sweeps import REPETITION, SweepDir
 
     runs_dir = options.runs_dir()
-    sweep = resolve(runs[0], runs_dir) if len(runs) == 1 else None
-    if isinstance(sweep, SweepDir) and REPETITION in sweep.read()["keys"]:
-        _compare_settings(sweep, as_json=as_json)
-        return
-    if isinstance(sweep, SweepDir):
-        runs = [str(cell.path) for cell in sweep.cells() if os.path.lexists(cell.config)]
-        if not runs:
-            raise UserMistake(f"no cell of sweep {sweep.name} has started yet")
-    chosen = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in runs)}
-    if len(chosen) < 2:
-        raise UserMistake(f"only {next(iter(chosen.values())).name} is given: name a second run to compare it with")
+    names = runs
+    if len(runs) == 1:
+        sweep = resolve(runs[0], runs_dir)
+        if isinstance(sweep, SweepDir):
+            if REPETITION in sweep.read()["keys"]:
+                _compare_settings(sweep, as_json=as_json)
+                return
+            names = [str(cell.path) for cell in sweep.cells() if os.path.lexists(cell.config)]
+            if not names:
+                raise UserMistake(f"no cell of sweep {sweep.name} has started yet")
+    # A run that is named twice is compared once.
+    chosen: dict[Path, RunDir] = {}
+    for name in names:
+        run = resolve_run(name, runs_dir)
+        chosen[run.path.resolve()] = run
+    if len(chosen) == 1:
+        [only_run] = chosen.values()
+        raise UserMistake(f"only {only_run.name} is given: name a second run to compare it with")
     compare_runs([*chosen.values()], as_json=as_json)
 
 
@@ -185,35 +199,49 @@ def compare_runs(runs: Sequence["RunDir"], *, as_json: bool = False) -> bool:
     from hpcdist.review.facts import read_facts
     from hpcdist.tracking.series import read_series, read_values
 
-    for name_of in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
-        named = {name_of(run): run for run in runs}
-        if len(named) == len(runs):
-            break
-    series = {label: read_series(run) for label, run in named.items()}
-    facts = {label: read_facts(run) for label, run in named.items()}
-    found, results = compare(facts, series), compare_results(facts, series)
-    first = read_values(runs[0])
-    values = {label: compare_values(first, read_values(run)) for label, run in named.items() if run is not runs[0]}
-    are_equal = all(one.is_equal for one in values.values())
+    labelled = _labelled(runs)
+    series = {label: read_series(run) for label, run in labelled.items()}
+    facts = {label: read_facts(run) for label, run in labelled.items()}
+    differences = compare(facts, series)
+    results = compare_results(facts, series)
+    first_label, *other_labels = labelled
+    first_values = read_values(labelled[first_label])
+    comparisons = {label: compare_values(first_values, read_values(labelled[label])) for label in other_labels}
+    are_equal = all(comparison.is_equal for comparison in comparisons.values())
     if as_json:
+        values = {}
+        for label, comparison in comparisons.items():
+            values[label] = {"equal": comparison.is_equal, "text": comparison.sentence}
         document = {
-            "runs": list(named),
-            "results": [asdict(one) for one in results],
-            "differences": found,
-            "values": {label: {"equal": one.is_equal, "text": one.sentence} for label, one in values.items()},
+            "runs": list(labelled),
+            "results": [asdict(result) for result in results],
+            "differences": differences,
+            "values": values,
         }
         say(json.dumps(document, indent=2))
         return are_equal
     if results:
-        _print_results("results", "run", next(iter(named)), results)
-    for title, rows in found.items():
-        print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
-    for label, one in values.items():
-        say(f"{label}: {one.sentence}")
+        _print_results("results", "run", first_label, results)
+    for title, rows in differences.items():
+        print_table(console(), ["", *labelled], [(name, *cells) for name, cells in rows.items()], title=title)
+    for label, comparison in comparisons.items():
+        say(f"{label}: {comparison.sentence}")
     return are_equal
 
 
+def _labelled(runs: Sequence["RunDir"]) -> dict[str, "RunDir"]:
+    """Return runs by the shortest labels that differ: their names, experiments and names, or folders."""
+    by_name = {run.name: run for run in runs}
+    if len(by_name) == len(runs):
+        return by_name
+    by_experiment = {f"{run.experiment}/{run.name}": run for run in runs}
+    if len(by_experiment) == len(runs):
+        return by_experiment
+    return {str(run.path): run for run in runs}
+
+
 def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
+    """Print the comparison of the settings of a sweep over seeds with the best one, which is the first."""
     from hpcdist.review.comparison import compare_settings
     from hpcdist.review.sweep_facts import read_sweep_facts
 
@@ -221,7 +249,8 @@ def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
     settings = compare_settings(facts)
     best = settings[0].run if settings and facts.monitor_mode else None
     if as_json:
-        say(json.dumps({"sweep": sweep.name, "best": best, "results": list(map(asdict, settings))}, indent=2))
+        results = [asdict(setting) for setting in settings]
+        say(json.dumps({"sweep": sweep.name, "best": best, "results": results}, indent=2))
     elif not settings:
         say(f"no cell of sweep {sweep.name} has a value yet")
     else:
@@ -234,16 +263,26 @@ def _compare_settings(sweep: "SweepDir", *, as_json: bool) -> None:
 
 
 def _print_results(title: str, kind: str, base: str, results: Sequence["ComparedValue"]) -> None:
+    """Print a table of results, and below it how they were measured and what its terms mean.
+
+    Args:
+        kind: what has a result: run or setting.
+        base: the run or setting that the others are compared with.
+    """
     from hpcdist.review.uncertainty import LEGEND
     from hpcdist.review.verdict import LEGEND as VERDICT_LEGEND
 
     head = ("", kind, "value", f"Δ to {base}", "95 % interval", "verdict")
-    print_table(console(), head, [one.row for one in results], title=title)
-    for method in dict.fromkeys(one.method for one in results if one.method):
-        say(f"{', '.join(one.run for one in results if one.method == method)}: {method}")
-    if any(one.interval for one in results):
+    print_table(console(), head, [result.row for result in results], title=title)
+    runs_by_method: dict[str, list[str]] = {}
+    for result in results:
+        if result.method:
+            runs_by_method.setdefault(result.method, []).append(result.run)
+    for method, runs in runs_by_method.items():
+        say(f"{', '.join(runs)}: {method}")
+    if any(result.interval for result in results):
         say(VERDICT_LEGEND)
-    if any("±" in one.text for one in results):
+    if any("±" in result.text for result in results):
         say(LEGEND)
 
 
@@ -261,28 +300,61 @@ def cost(
         hpcdist cost digits
         hpcdist cost first second
     """
-    from hpcdist.review.ledger import read_ledger
+    runs, notes = _runs_of(names)
+    ledgers, problems = _read_ledgers(runs)
+    charged = {title: ledger for title, ledger in ledgers.items() if ledger.entries}
+    if problems and not charged:
+        raise RunFolderError(problems[0])
+    if len(charged) == 1:
+        [(title, ledger)] = charged.items()
+        _print_causes(title, ledger)
+    elif charged:
+        _print_costs(charged)
+    else:
+        say("no runs with a ledger")
+    left_out = [title.rpartition("/")[2] for title in ledgers if title not in charged]
+    if left_out:
+        some = ", ".join(left_out[:_MAX_LEFT_OUT])
+        if len(left_out) > _MAX_LEFT_OUT:
+            some += ", …"
+        why = "such as runs that have not started"
+        notes.append(f"{len(left_out)} runs without a ledger are left out, {why}: {some}")
+    for line in (*notes, *problems):
+        say(line, error=True)
+
+
+def _runs_of(names: Sequence[str] | None) -> tuple[list["RunDir"], list[str]]:
+    """Return the runs of experiments, sweeps and runs, by default the newest run, and notes on the search."""
     from hpcdist.run.lookup import list_runs, resolve
-    from hpcdist.run.status import update_job_starts
     from hpcdist.run.sweeps import SweepDir
 
     runs_dir = options.runs_dir()
-    own, note = list_runs(runs_dir)
-    runs: dict[Path, RunDir] = {}
+    all_runs, note = list_runs(runs_dir)
+    chosen: dict[Path, RunDir] = {}
     notes: list[str] = []
     for name in names or [named(None)]:
-        of_experiment = [run for run in own if run.experiment == name]
-        if of_experiment:
+        runs = [run for run in all_runs if run.experiment == name]
+        if runs:
             notes = [note] if note else []
-            chosen = of_experiment
         else:
-            other = resolve(name, runs_dir)
-            cells = other.cells() if isinstance(other, SweepDir) else [other]
-            chosen = [run for run in cells if run is other or run.config.is_file()]
-        runs |= {run.path.resolve(): run for run in chosen}
+            folder = resolve(name, runs_dir)
+            if isinstance(folder, SweepDir):
+                runs = [cell for cell in folder.cells() if cell.config.is_file()]
+            else:
+                runs = [folder]
+        for run in runs:
+            chosen[run.path.resolve()] = run
+    return list(chosen.values()), notes
+
+
+def _read_ledgers(runs: Sequence["RunDir"]) -> tuple[dict[str, "Ledger"], list[str]]:
+    """Return the ledgers of runs with their titles, and problems of runs that cannot be read."""
+    from hpcdist.review.ledger import read_ledger
+    from hpcdist.run.status import update_job_starts
+
     ledgers: dict[str, Ledger] = {}
     problems: list[str] = []
-    for run in runs.values():
+    for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
         title = f"{run.experiment}/{run.name}"
@@ -292,49 +364,55 @@ def cost(
             ledgers[title] = read_ledger(run)
         except (RunFolderError, OSError) as error:
             problems.append(f"run {run.name} is left out: {error}")
-    found = {title: one for title, one in ledgers.items() if one.entries}
-    if problems and not found:
-        raise RunFolderError(problems[0])
-    if len(found) == 1:
-        _print_causes(*found.popitem())
-    elif found:
-        _print_costs(found)
-    else:
-        say("no runs with a ledger")
-    if without := [title.rpartition("/")[2] for title in ledgers if not ledgers[title].entries]:
-        left_out = ", ".join(without[:3]) + ", …" * (len(without) > 3)
-        why = "such as runs that have not started"
-        notes.append(f"{len(without)} runs without a ledger are left out, {why}: {left_out}")
-    for line in (*notes, *problems):
-        say(line, error=True)
+    return ledgers, problems
 
 
-def _print_causes(title: str, one: "Ledger") -> None:
+def _print_causes(title: str, ledger: "Ledger") -> None:
+    """Print the cost of one run by cause."""
     from hpcdist.review.ledger import SHORT_RUN, hours_text, percent
 
     say(title)
-    print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
-    words = [f"goodput: {percent(one.goodput)}", f"in the queue: {hours_text(one.queue_s)} h"]
-    words += [f"energy: {one.energy_text}"] if one.energy_text else []
-    words += [f"{name}: {text}" for name, text in one.costs.items()]
-    say(", ".join(words))
-    if one.is_short:
-        say(f"{SHORT_RUN} ({duration(one.running_s)}): its start and end dominate the shares")
+    print_table(console(), ("cause", f"{ledger.unit}-hours", "share"), [row[:3] for row in ledger.rows()])
+    totals = [f"goodput: {percent(ledger.goodput)}", f"in the queue: {hours_text(ledger.queue_s)} h"]
+    if ledger.energy_text:
+        totals.append(f"energy: {ledger.energy_text}")
+    for name, text in ledger.costs.items():
+        totals.append(f"{name}: {text}")
+    say(", ".join(totals))
+    if ledger.is_short:
+        say(f"{SHORT_RUN} ({duration(ledger.running_s)}): its start and end dominate the shares")
 
 
-def _print_costs(found: Mapping[str, "Ledger"]) -> None:
-    from hpcdist.review.ledger import amount, cost_of, hours_text, percent
+def _print_costs(ledgers: Mapping[str, "Ledger"]) -> None:
+    """Print the costs of several runs, one line for each, and their sum."""
+    from hpcdist.review.ledger import amount, cost_of, hours_text
 
+    optional = ("price", "CO₂")
+    shown = [name for name in optional if any(name in ledger.costs for ledger in ledgers.values())]
     rows = []
-    columns = [name for name in ("price", "CO₂") if any(name in one.costs for one in found.values())]
-    for title, one in found.items():
-        others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
-        losses = ", ".join(f"{cause} {percent(seconds / one.allocated_s)}" for seconds, cause in others[:-3:-1])
-        energy = "" if one.energy_kwh is None else amount(one.energy_kwh)
-        hours = hours_text(one.allocated_s), one.goodput_text, losses, hours_text(one.queue_s)
-        rows.append([title, one.unit, *hours, energy, *(one.costs.get(name, "") for name in columns)])
-    print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *columns), rows)
-    say(f"together: {cost_of(found.values())}")
+    for title, ledger in ledgers.items():
+        row = [
+            title,
+            ledger.unit,
+            hours_text(ledger.allocated_s),
+            ledger.goodput_text,
+            _largest_losses(ledger),
+            hours_text(ledger.queue_s),
+            "" if ledger.energy_kwh is None else amount(ledger.energy_kwh),
+        ]
+        row += [ledger.costs.get(name, "") for name in shown]
+        rows.append(row)
+    print_table(console(), ("run", "unit", "hours", "goodput", "largest losses", "queue", "kWh", *shown), rows)
+    say(f"together: {cost_of(ledgers.values())}")
+
+
+def _largest_losses(ledger: "Ledger") -> str:
+    """Return the two largest causes of cost besides computation, with their shares."""
+    from hpcdist.review.ledger import percent
+
+    losses = [(seconds, cause) for cause, seconds in ledger.seconds.items() if cause != "compute"]
+    losses.sort(reverse=True)
+    return ", ".join(f"{cause} {percent(seconds / ledger.allocated_s)}" for seconds, cause in losses[:2])
 
 
 @app.command("export")
@@ -369,8 +447,8 @@ def export(
     from hpcdist.config.written import read_stored
     from hpcdist.run.lookup import resolve_run
 
-    found = resolve_run(named(run), options.runs_dir())
-    monitored = read_stored(found.config).config.checkpoint
+    folder = resolve_run(named(run), options.runs_dir())
+    monitored = read_stored(folder.config).config.checkpoint
 
     try:
         from hpcdist.checkpoint import export as checkpoint_export
@@ -379,11 +457,12 @@ def export(
 
     chosen_format = checkpoint_export.format_of(file_format, output)
     checkpoint_export.require_package(chosen_format)
-    chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitored)
+    chosen = checkpoint_export.find_checkpoint(folder, checkpoint, monitored)
     if checkpoint is None and monitored.monitor not in chosen.metrics:
         reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
         say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
-    name = f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}"
-    path = (output or Path(name)).expanduser()
-    checkpoint_export.write_model(found, chosen, chosen_format, path)
-    say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")
+    if output is None:
+        output = Path(f"{folder.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[chosen_format]}")
+    path = output.expanduser()
+    checkpoint_export.write_model(folder, chosen, chosen_format, path)
+    say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {folder.name}")

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -23,14 +23,13 @@ from rich.markup import escape
 from rich.table import Column
 from rich.text import Text
 
-from hpcdist.cli.options import console, exit_code, print_table, runs_dir, wrapped
-from hpcdist.config.record_schema import CheckpointConfig
+from hpcdist.cli.options import INTERRUPTED, console, exit_code, print_table, runs_dir, wrapped
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.roles import rank_table
 from hpcdist.config.schema import Config
 from hpcdist.config.trainer_declaration import find_trainer
 from hpcdist.config.written import redacted
-from hpcdist.errors import HpcdistError, RunFolderError, duration, terminal_text
+from hpcdist.errors import HpcdistError, RunFolderError, duration, plural, terminal_text
 from hpcdist.host import retry
 from hpcdist.host.files import open_regular, short_path
 from hpcdist.host.log_files import PIECE_BYTES, say
@@ -54,11 +53,18 @@ from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweeps import checkpoint_config
+from hpcdist.slurm.client import JobSnapshot
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import link_to_run
 
+#: Time between two progress lines without a terminal, such as in a log file.
 PLAIN_INTERVAL_S = 5.0
+#: Metrics from here on are shown as whole numbers: four digits would need an exponent.
+_MIN_WHOLE = 10_000
+#: Lines at the end of a traceback that a failure shows: the error and the innermost calls.
+_MAX_TRACEBACK = 8
+#: Colours of the statuses of runs.
 COLOURS = {
     "created": "cyan",
     "queued": "cyan",
@@ -76,23 +82,26 @@ def show_plan(
 ) -> None:
     """Print the plan of a run; `verbose` adds the command and the environment variables of the ranks."""
     shown = redacted(config)
-    trainer = " ".join(shown["trainer"]["script"]) or config.trainer.target
-    last = plan.num_ranks - 1
-    kinds = Counter(map(plan.device_of, range(plan.num_ranks)))
-    devices = " + ".join(f"{count} × {device}" for device, count in kinds.items())
+    roles = "trainer → rank 0"
+    if plan.roles is not None:
+        roles = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
+    elif plan.num_ranks > 1:
+        roles += f" … {plan.num_ranks - 1}"
+    ranks_by_device = Counter(plan.device_of(rank) for rank in range(plan.num_ranks))
+    devices = " + ".join(f"{count} × {device}" for device, count in ranks_by_device.items())
     rows = {
-        "trainer": trainer,
-        "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
-        "devices": f"{devices}, {plan.backend}, {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
+        "trainer": " ".join(shown["trainer"]["script"]) or config.trainer.target,
+        "roles": roles,
+        "devices": f"{devices}, {plan.backend}, {plural(plan.threads, 'thread')} per rank",
         "run folder": short_path(run_folder),
         "MLflow": redact_text(tracking_uri),
     }
     run = RunDir(run_folder)
-    if run.environment.exists() and (code := code_state(run)).copied:
-        copied = f"{short_path(run.code)}, a copy of {code.root}"
-        rows["code"] = f"{copied}; links in it lead to the files that are left out"
-    if plan.roles is not None:
-        rows["roles"] = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
+    if run.environment.exists():
+        code = code_state(run)
+        if code.copied:
+            copied = f"{short_path(run.code)}, a copy of {code.root}"
+            rows["code"] = f"{copied}; links in it lead to the files that are left out"
     if verbose:
         rows["command"] = shlex.join(rank_command(run_folder))
         env = plan.env | shown["launch"]["env"]
@@ -103,9 +112,10 @@ def show_plan(
 def print_rows(console: Console, rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> None:
     """Print names and values in two columns; a table of rich would cut long paths."""
     width = max(map(len, rows)) + 2
+    indent = " " * width
     for name, value in rows.items():
-        text = " " * width + value.replace("\n", "\n" + " " * width)
-        if name not in ("command", "variables"):  # which are copied
+        text = indent + value.replace("\n", f"\n{indent}")
+        if name not in ("command", "variables"):  # users copy these from the terminal
             text = wrapped(console, text, width)
         line = Text(f"{name:<{width}}{text[width:]}", (styles or {}).get(name, ""))
         line.stylize("bold", 0, width)
@@ -143,7 +153,9 @@ class RunView:
         #: Time and step of the first progress in this attempt, from which the rate is measured.
         self._began: tuple[float, int] | None = None
         self._last_step = -1
-        self._last_line = (-1, "")  #: not printed yet: the evaluation at the last step follows it
+        #: Step and text of the last progress line, which is printed later: the last step is evaluated after its
+        #: first heartbeat, and that adds metrics.
+        self._last_line: tuple[int, str] | None = None
         self._doing = ""
 
     def __enter__(self) -> Self:
@@ -155,14 +167,16 @@ class RunView:
         self._progress.stop()
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """Print the start of an attempt, and measure speed and remaining time anew."""
         self._began = None
-        if self._task is not None:  # whose remaining time would count the speed of the attempt before
+        if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
-        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        ranks = plural(num_ranks, "rank")
         self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
 
     def note(self, text: str) -> None:
+        """Print a line above the progress."""
         self._print_last_line()
         _print_line(self._console, text)
 
@@ -178,7 +192,7 @@ class RunView:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
         self._print_last_line()
         _print_line(self._console, failure.sentence(), "bold red")
-        lines = "".join(failure.traceback).rstrip().splitlines()[-8:]
+        lines = "".join(failure.traceback).rstrip().splitlines()[-_MAX_TRACEBACK:]
         for line in lines:
             self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
         self._console.print(f"    full log: {escape(short_path(log))}", highlight=False, soft_wrap=True)
@@ -195,29 +209,36 @@ class RunView:
                 self._task = self._progress.add_task("step", total=total, completed=step, numbers=numbers)
             else:
                 self._progress.update(self._task, total=total, completed=step, numbers=numbers)
-        if (doing := str(beat.get("doing", ""))) not in ("", self._doing):
+        doing = str(beat.get("doing", ""))
+        if doing not in ("", self._doing):
             self._doing = doing
             self.note(doing)
 
     def _plain(self, step: int, total: int, numbers: str) -> None:
+        """Print a progress line if the last one is old enough; keep that of the last step for later."""
         now = time.monotonic()
         if step == self._last_step or (step < total and now < self._next_plain):
             return
         if step >= total:
             self._last_line = (step, f"step {step}/{total}  {escape(numbers)}")
             return
-        self._next_plain, self._last_step = now + PLAIN_INTERVAL_S, step
-        began, first = self._began = self._began or (now, step)
-        left = ""
-        if first < step:
-            left = f"  ETA {timedelta(seconds=round((now - began) / (step - first) * (total - step)))}"
-        self._console.print(f"step {step}/{total}  {escape(numbers)}{left}", highlight=False, soft_wrap=True)
+        self._next_plain = now + PLAIN_INTERVAL_S
+        self._last_step = step
+        if self._began is None:
+            self._began = (now, step)
+        began, first_step = self._began
+        eta = ""
+        if first_step < step:
+            left_s = (now - began) / (step - first_step) * (total - step)
+            eta = f"  ETA {timedelta(seconds=round(left_s))}"
+        self._console.print(f"step {step}/{total}  {escape(numbers)}{eta}", highlight=False, soft_wrap=True)
 
     def _print_last_line(self) -> None:
-        (step, line), self._last_line = self._last_line, (-1, "")
-        if line:
-            self._last_step = step
-            self._console.print(line, highlight=False, soft_wrap=True)
+        if self._last_line is None:
+            return
+        self._last_step, line = self._last_line
+        self._last_line = None
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 #: Metrics in a progress line, in this order, with their labels.
@@ -233,14 +254,24 @@ _LIVE = {
 
 def format_metrics(beat: Mapping[str, Any], *, with_speed: bool = True) -> str:
     """Return the metrics of a heartbeat in words: those of its step, then older ones with their step."""
-    metrics, steps, groups = beat["metrics"], beat.get("metric_steps"), dict[int, list[str]]()
-    steps = {key: step for key, step in steps.items() if type(step) is int} if isinstance(steps, dict) else {}
-    for key, name in _LIVE.items():
-        if (value := metrics.get(key)) is not None and (with_speed or not key.endswith("_per_s")):
-            text = f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}"
-            groups.setdefault(steps.get(key, beat["step"]), []).append(text)
-    shown = [(step, "  ".join(texts)) for step, texts in sorted(groups.items(), reverse=True)]
-    return "  ".join(text if step == beat["step"] else f"{text} (step {step})" for step, text in shown)
+    metrics, steps = beat["metrics"], beat.get("metric_steps")
+    texts_by_step: dict[int, list[str]] = {}
+    for key, label in _LIVE.items():
+        value = metrics.get(key)
+        if value is None or (key.endswith("_per_s") and not with_speed):
+            continue
+        step = steps.get(key) if isinstance(steps, dict) else None
+        if type(step) is not int:  # a heartbeat may be damaged
+            step = beat["step"]
+        number = f"{value:.4g}" if value < _MIN_WHOLE else f"{value:.0f}"
+        texts_by_step.setdefault(step, []).append(f"{label} {number}")
+    groups = []
+    for step, texts in sorted(texts_by_step.items(), reverse=True):
+        group = "  ".join(texts)
+        if step != beat["step"]:
+            group += f" (step {step})"
+        groups.append(group)
+    return "  ".join(groups)
 
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
@@ -253,36 +284,50 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
         rows = [(key, f"{value:.6g}") for key, value in sorted(_with_median_speeds(run, metrics).items())]
         print_table(console, ("metric", "value"), rows)
-    # How to call hpcdist in this shell: by name if it is in PATH, else by path.
-    program, started = "hpcdist", Path(sys.argv[0])
-    if shutil.which(program) is None:
-        is_script = started.name == "hpcdist"
-        program = shlex.quote(os.path.relpath(started)) if is_script else f"{sys.executable} -m hpcdist"
-    for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
-        _print_line(console, f"straggler: {text}", "yellow")
+    if state.attempt:
+        for text in run.attempt(state.attempt).current_stragglers():
+            _print_line(console, f"straggler: {text}", "yellow")
+    for line in _next_commands(run, state, config, is_benchmark=is_benchmark):
+        _print_line(console, line)
+    _print_line(console, state.sentence, f"bold {COLOURS[state.status]}")
+
+
+def _next_commands(run: RunDir, state: State, config: Config, *, is_benchmark: bool) -> list[str]:
+    """Return the lines that show where to review an ended run, and how to continue one that is not finished."""
+    program = _program()
+    folder = shlex.quote(short_path(run.path))
     ui = f"{program} ui"
     if config.tracking.uri:
         ui = f"MLFLOW_TRACKING_URI={shlex.quote(redact_text(config.tracking.uri))} {ui}"
     elif Path(config.runs_dir) != runs_dir().absolute():
         ui = f"HPCDIST_RUNS_DIR={shlex.quote(short_path(config.runs_dir))} {ui}"
-    if (read_record(run.mlflow) or {}).get("run_id"):
+    record = read_record(run.mlflow) or {}
+    if record.get("run_id"):
         lines = [f"review in MLflow: {link_to_run(run) or ui}"]
     else:
-        lines = [f"not in MLflow yet: {program} sync {shlex.quote(short_path(run.path))}"]
+        lines = [f"not in MLflow yet: {program} sync {folder}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():
-        lines.append(f"report: {program} bench show {shlex.quote(short_path(run.path))}")
+        lines.append(f"report: {program} bench show {folder}")
     if state.status != "finished":
-        resume = f"{program} resume {shlex.quote(short_path(run.path))}"
+        resume = f"{program} resume {folder}"
         finding = explain_failure(run, state)
         if finding is not None and finding.code:
             lines.append(f"fix {short_path(finding.code)}, then: {resume} --with-current-code")
         else:
             lines.append(f"continue: {resume}")
-    for line in lines:
-        _print_line(console, line)
-    _print_line(console, state.sentence, f"bold {COLOURS[state.status]}")
+    return lines
+
+
+def _program() -> str:
+    """Return how to call hpcdist in this shell: by its name if it is on the PATH, else by its path."""
+    if shutil.which("hpcdist") is not None:
+        return "hpcdist"
+    started = Path(sys.argv[0])
+    if started.name == "hpcdist":
+        return shlex.quote(os.path.relpath(started))
+    return f"{sys.executable} -m hpcdist"
 
 
 def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -291,18 +336,27 @@ def _with_median_speeds(run: RunDir, metrics: Mapping[str, float]) -> dict[str, 
 
     facts = readable(lambda: with_speeds(read_facts(run), read_series(run)))
     speeds = {} if facts is None else facts.speeds
-    return {f"{key}, median" if key in speeds else key: speeds.get(key, value) for key, value in metrics.items()}
+    values = {}
+    for key, value in metrics.items():
+        if key in speeds:
+            values[f"{key}, median"] = speeds[key]
+        else:
+            values[key] = value
+    return values
 
 
 # The list of runs and the status of one run, as tables and as JSON.
 
-#: Ranks, and attempts that have ended, that `status` shows in a line each.
+#: Ranks that `status` shows, one in a line.
 MAX_SHOWN_RANKS = 32
+#: Ended attempts that `status` shows, one in a line.
 MAX_SHOWN_ATTEMPTS = 5
 #: Checkpoints that `status` names.
 MAX_SHOWN_CHECKPOINTS = 10
-#: What `status` shows of a heartbeat.
+#: Keys of a heartbeat that `status` shows.
 _BEAT = ("step", "total_steps", "time", "metrics", "metric_steps")
+#: Columns of a terminal from which on the list of runs shows steps, attempts and reasons as well.
+_MIN_WIDE = 140
 
 
 def read_rows(
@@ -326,73 +380,91 @@ def read_rows(
                 "step": last_beat(run).get("step"),
                 "attempts": now.state.attempt,
                 "created": now.state.created,
-                "reason": now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
+                "reason": now.reason,
             }
+            if not now.reason and now.facts is not None and not now.final:
+                row["reason"] = now.facts.sentence()
             rows.append(row | _result_of(run))
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
-    if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
-        notes.append(f"Slurm does not report the states of jobs ({problem})")
+    errors = [snapshot.error for snapshot in snapshots.values() if snapshot.error]
+    if errors:
+        notes.append(f"Slurm does not report the states of jobs ({errors[0]})")
     rows.sort(key=itemgetter("created"))
     if sort == "best":
-        signs = {"min": -1.0}
-        rows.sort(key=lambda row: (row["best_metric"] or "", signs.get(row["best_mode"], 1.0) * (row["best"] or 0.0)))
-        for metric, group in groupby((row for row in rows if row["best_metric"]), itemgetter("best_metric")):
-            notes += _best_of(metric, list(group))
+        rows.sort(key=_best_order)
+        with_best = [row for row in rows if row["best_metric"]]
+        for metric, group in groupby(with_best, itemgetter("best_metric")):
+            note = _note_on_best(metric, list(group))
+            if note:
+                notes.append(note)
     return rows, notes
 
 
-def _best_of(metric: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Return a note on the best of the runs with a metric, which is the last one, against the next one."""
-    both = [readable(partial(read_facts, RunDir(Path(row["folder"])))) for row in rows[-2:]]
-    values = [facts.measured() for facts in both if facts is not None and facts.best is not None]
-    if len(values) < 2:
-        return []
-    found = judge(values[0], values[1])
-    delta = f", {found.text}" if found.delta else ""
-    return [f"best run by {metric}: {rows[-1]['run']}, {found.beside(rows[-2]['run'])}{delta}"]
+def _best_order(row: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the sort key that puts the best run of each monitored metric last, and runs without one first."""
+    value = row["best"] or 0.0
+    if row["best_mode"] == "min":
+        value = -value
+    return row["best_metric"] or "", value
+
+
+def _note_on_best(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a note on how much better the best run of a metric, the last one, is than the next one.
+
+    The note is empty for a single run, and if files are damaged.
+    """
+    if len(rows) == 1:
+        return ""
+    *_, next_best, best = rows
+    best_facts = readable(lambda: read_facts(RunDir(Path(best["folder"]))))
+    next_facts = readable(lambda: read_facts(RunDir(Path(next_best["folder"]))))
+    if best_facts is None or best_facts.best is None or next_facts is None or next_facts.best is None:
+        return ""
+    verdict = judge(next_facts.measured(), best_facts.measured())
+    note = f"best run by {metric}: {best['run']}, {verdict.beside(next_best['run'])}"
+    if verdict.delta:
+        note += f", {verdict.text}"
+    return note
 
 
 def _result_of(run: RunDir) -> dict[str, Any]:
-    """Return the best value, cost, start and duration of a run; of damaged files None."""
-    checkpoints, monitor, best = readable(lambda: read_checkpoints(run)) or (), CheckpointConfig(), None
-    if any(one.metrics for one in checkpoints):  # reading the config takes the longest time
+    """Return the best value, cost, start and duration of a run; each is None if the run has none or it is damaged."""
+    keys = ("best", "best_metric", "best_mode", "best_step", "hours", "unit", "started", "duration_s")
+    result: dict[str, Any] = dict.fromkeys(keys)
+    checkpoints = readable(lambda: read_checkpoints(run)) or ()
+    if any(checkpoint.metrics for checkpoint in checkpoints):  # reading the config takes the longest time
         monitor = checkpoint_config([run])
         best = best_checkpoint(checkpoints, monitor)
-    # The ledger reads the accounts of all ranks.
+        if best is not None:
+            result["best"] = best.metrics[monitor.monitor]
+            result["best_metric"] = monitor.monitor
+            result["best_mode"] = str(monitor.monitor_mode)
+            result["best_step"] = best.step
+    # Not the ledger, which reads the accounts of all ranks.
     allocations = readable(lambda: allocations_of(run)) or []
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
-    seconds = sum(map(allocated_s, allocations)) or None
-    return {
-        "best": best and best.metrics[monitor.monitor],
-        "best_metric": best and monitor.monitor,
-        "best_mode": best and str(monitor.monitor_mode),
-        "best_step": best and best.step,
-        "hours": seconds and seconds / 3600,
-        "unit": seconds and unit_of(attempts),
-        "started": attempts[0].times.began if attempts else None,
-        "duration_s": seconds and sum(one.ended - one.began for one in allocations),
-    }
+    if attempts:
+        result["started"] = attempts[0].times.began
+    seconds = sum(map(allocated_s, allocations))
+    if seconds:
+        result["hours"] = seconds / 3600
+        result["unit"] = unit_of(attempts)
+        result["duration_s"] = sum(allocation.ended - allocation.began for allocation in allocations)
+    return result
 
 
 def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], runs_dir: Path) -> None:
-    is_wide = console.width >= 140
-    clock = "%Y-%m-%d %H:%M" if is_wide else "%m-%d %H:%M"
-    metrics, units = ({row[key] for row in rows if row[key]} for key in ("best_metric", "unit"))
+    """Print the rows of `read_rows`; a narrow terminal shows the reasons of unfinished runs below the table."""
+    is_wide = console.width >= _MIN_WIDE
+    metrics = {row["best_metric"] for row in rows if row["best_metric"]}
+    units = {row["unit"] for row in rows if row["unit"]}
     table: list[list[str | Text]] = []
     for row in rows:
-        best = "" if row["best"] is None else f"{row['best']:.4g}"
-        hours = "" if row["hours"] is None else hours_text(3600 * row["hours"])
-        best = f"{_last_part(row['best_metric'])} {best}" if best and len(metrics) > 1 else best
-        hours = f"{hours} {row['unit']}" if hours and len(units) > 1 else hours
-        started = "" if row["started"] is None else time.strftime(clock, time.localtime(row["started"]))
-        # Its largest unit.
-        spent = "" if row["duration_s"] is None else " ".join(duration(row["duration_s"]).split()[:2])
-        status = Text(row["status"], COLOURS[row["status"]])
-        steps = "" if row["step"] is None else str(row["step"]), str(row["attempts"]), row["reason"]
-        table.append([row["run"], status, best, hours, started, spent, *(steps if is_wide else [])])
-    head = ["run", "status", f"best {_last_part(min(metrics))}" if len(metrics) == 1 else "best"]
-    head += [f"{min(units)}-h" if len(units) == 1 else "hours", "started", "duration"]
+        table.append(_cells(row, is_wide=is_wide, with_metric=len(metrics) > 1, with_unit=len(units) > 1))
+    best_title = f"best {_last_part(min(metrics))}" if len(metrics) == 1 else "best"
+    hours_title = f"{min(units)}-h" if len(units) == 1 else "hours"
+    head = ["run", "status", best_title, hours_title, "started", "duration"]
     if not rows:
         notes = [f"no runs under {runs_dir.absolute()}", *notes]
     elif is_wide:
@@ -403,25 +475,63 @@ def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], ru
             head[0] = f"run of {min(experiments)}"
             table = [[str(name).partition("/")[2], *cells] for name, *cells in table]
         _print_narrow(console, [head, *table])
-        shown = [row for row in rows if row["reason"] and row["status"] != "finished"]
-        notes = [*(f"{row['run']} {sentence_of(row['status'], row['reason'])}" for row in shown), *notes]
+        reasons = []
+        for row in rows:
+            if row["reason"] and row["status"] != "finished":
+                reasons.append(f"{row['run']} {sentence_of(row['status'], row['reason'])}")
+        notes = [*reasons, *notes]
     for note in notes:
         console.print(escape(wrapped(console, note, 4)), highlight=False, soft_wrap=True)
 
 
+def _cells(row: Mapping[str, Any], *, is_wide: bool, with_metric: bool, with_unit: bool) -> list[str | Text]:
+    """Return the cells of a run in the list of runs.
+
+    Args:
+        with_metric: whether the best value is shown with its metric.
+        with_unit: whether the hours are shown with their unit.
+    """
+    best = hours = started = spent = ""
+    if row["best"] is not None:
+        best = f"{row['best']:.4g}"
+        if with_metric:
+            best = f"{_last_part(row['best_metric'])} {best}"
+    if row["hours"] is not None:
+        hours = hours_text(3600 * row["hours"])
+        if with_unit:
+            hours = f"{hours} {row['unit']}"
+    if row["started"] is not None:
+        clock = "%Y-%m-%d %H:%M" if is_wide else "%m-%d %H:%M"
+        started = time.strftime(clock, time.localtime(row["started"]))
+    if row["duration_s"] is not None:
+        number, unit = duration(row["duration_s"]).split()[:2]  # of the largest unit
+        spent = f"{number} {unit}"
+    cells: list[str | Text] = [row["run"], Text(row["status"], COLOURS[row["status"]]), best, hours, started, spent]
+    if is_wide:
+        step = "" if row["step"] is None else str(row["step"])
+        cells += [step, str(row["attempts"]), row["reason"]]
+    return cells
+
+
 def _print_narrow(console: Console, rows: Sequence[Sequence[str | Text]]) -> None:
     """Print rows without lines between the columns; a first cell that is too wide is alone in its line."""
-    widths = [max(len(row[index]) for row in rows) for index in range(1, len(rows[0]))]
-    names = [len(row[0]) for row in rows]
-    room = min(max(names), max(0, console.width - sum(width + 2 for width in widths)))
+    status_width, *number_widths = (max(len(row[index]) for row in rows) for index in range(1, len(rows[0])))
+    width_of_others = sum(width + 2 for width in (status_width, *number_widths))
+    longest_name = max(len(row[0]) for row in rows)
+    name_width = min(longest_name, max(0, console.width - width_of_others))
     for name, status, *numbers in rows:
-        start = Text(str(name).ljust(room) if len(name) <= room else f"{name}\n{' ' * room}")
-        shown = Text(str(status).ljust(widths[0]), status.style if isinstance(status, Text) else "")
-        ends = [str(number).rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        console.print(Text("  ").join([start, shown, *map(Text, ends)]), soft_wrap=True)
+        first = str(name).ljust(name_width)
+        if len(name) > name_width:
+            first = f"{name}\n{' ' * name_width}"
+        style = status.style if isinstance(status, Text) else ""
+        cells = [Text(first), Text(str(status).ljust(status_width), style)]
+        for number, width in zip(numbers, number_widths, strict=True):
+            cells.append(Text(str(number).rjust(width)))
+        console.print(Text("  ").join(cells), soft_wrap=True)
 
 
 def _last_part(metric: str) -> str:
+    """Return the name of a metric without its group: `accuracy` of `eval/accuracy`."""
     return metric.rpartition("/")[2]
 
 
@@ -430,23 +540,27 @@ def read_status(run: RunDir) -> dict[str, Any]:
     snapshot = run_status.query_job(run)
     now = run_status.status_from(run, snapshot)
     state = now.state
-    slurm = None
-    if snapshot is not None:
-        unknown = f"not available: {snapshot.error}" if snapshot.error else "the job is no longer known"
-        slurm = snapshot.info.describe(time.time()) if snapshot.info else unknown
     if snapshot is not None and now.name != "running":
         with suppress(HpcdistError, OSError):  # the folder of another user
             run_status.update_job_starts(run)  # for the causes of the attempts
-    ended = []
-    with suppress(RunFolderError, OSError):
-        attempts = read_attempts(run, state, read_checkpoints(run)) if state.attempt else ()
-        ended = [one for one in attempts if one.status != "running"][-MAX_SHOWN_ATTEMPTS:]
+    ended: list[dict[str, Any]] = []
+    ranks: list[dict[str, Any]] = []
+    stragglers: list[str] = []
+    if state.attempt:
+        with suppress(RunFolderError, OSError):
+            for past in read_attempts(run, state, read_checkpoints(run)):
+                if past.status == "running":
+                    continue
+                ended.append(
+                    {"attempt": past.number, "status": past.status, "nodes": list(past.nodes), "cause": past.cause}
+                )
+        attempt = run.attempt(state.attempt)
+        for rank in range(min(state.world_size, MAX_SHOWN_RANKS)):
+            beat = attempt.read_beat(rank)
+            if beat is not None:
+                ranks.append({"rank": rank} | {key: beat.get(key) for key in _BEAT})
+        stragglers = attempt.current_stragglers()
     held = holder(run)
-    attempt = run.attempt(state.attempt) if state.attempt else None
-    ranks = []
-    for rank in range(min(state.world_size, MAX_SHOWN_RANKS) if attempt else 0):
-        if attempt and (beat := attempt.read_beat(rank)) is not None:
-            ranks.append({"rank": rank} | {key: beat.get(key) for key in _BEAT})
     mlflow = read_record(run.mlflow) or {}
     return {
         "run": f"{run.experiment}/{run.name}",
@@ -454,80 +568,107 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "status": now.name,
         "reason": now.reason,
         "attempt": state.attempt,
-        "ended_attempts": [
-            {"attempt": one.number, "status": one.status, "nodes": list(one.nodes), "cause": one.cause} for one in ended
-        ],
+        "ended_attempts": ended[-MAX_SHOWN_ATTEMPTS:],
         "restarts": state.restarts,
         "world_size": state.world_size,
-        "slurm": slurm,
+        "slurm": _job_text(snapshot),
         "held_by": f"process {held['pid']} of {held['user']} on {held['host']}" if held is not None else None,
         "ranks": ranks,
-        "stragglers": attempt.current_stragglers() if attempt else [],
+        "stragglers": stragglers,
         "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")) or script_files(run),
         "mlflow_run_id": mlflow.get("run_id") or None,
         **_result_of(run),
     }
 
 
+def _job_text(snapshot: JobSnapshot | None) -> str | None:
+    """Return the state of a job in words; None for a local run."""
+    if snapshot is None:
+        return None
+    if snapshot.info is not None:
+        return snapshot.info.describe(time.time())
+    if snapshot.error:
+        return f"not available: {snapshot.error}"
+    return "the job is no longer known"
+
+
 def show_status(console: Console, run: RunDir) -> None:
-    found = read_status(run)
-    status, restarts = found["status"], found["restarts"]
+    """Print the status of a run, one fact in a row."""
+    document = read_status(run)
+    status = document["status"]
     rows = {
-        "status": sentence_of(status, found["reason"] or ""),
-        "folder": short_path(found["folder"]),
-        "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
+        "status": sentence_of(status, document["reason"] or ""),
+        "folder": short_path(document["folder"]),
+        "attempt": f"{document['attempt']}, {plural(document['restarts'], 'restart')} after failures",
     }
-    if found["best"] is not None:
-        rows["best"] = f"{found['best_metric']} {found['best']:.6g} at step {found['best_step']}"
-    if found["hours"]:
-        rows["duration"] = duration(found["duration_s"])
-        rows["cost"] = f"{hours_text(3600 * found['hours'])} {found['unit']}-hours"
+    if document["best"] is not None:
+        rows["best"] = f"{document['best_metric']} {document['best']:.6g} at step {document['best_step']}"
+    if document["hours"]:
+        rows["duration"] = duration(document["duration_s"])
+        rows["cost"] = f"{hours_text(3600 * document['hours'])} {document['unit']}-hours"
     # The cause of the last attempt is often the reason of the status.
-    for ended in found["ended_attempts"]:
-        if ended["cause"] != found["reason"]:
+    for ended in document["ended_attempts"]:
+        if ended["cause"] != document["reason"]:
             rows[f"attempt {ended['attempt']}"] = sentence_of(ended["status"], ended["cause"])
-    if found["slurm"]:
-        rows["Slurm"] = found["slurm"]
-    if found["held_by"]:
-        rows["supervisor"] = found["held_by"]
+    if document["slurm"]:
+        rows["Slurm"] = document["slurm"]
+    if document["held_by"]:
+        rows["supervisor"] = document["held_by"]
     if status == "lost":
         rows["next"] = "the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow"
-    for beat in found["ranks"]:
-        total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
-        age_s = max(0, int(time.time() - beat["time"]))
-        rows[f"rank {beat['rank']}"] = f"step {beat['step']}{total}, {age_s} s ago  {format_metrics(beat)}"
-    if found["attempt"] and found["world_size"] > MAX_SHOWN_RANKS:
-        others = found["world_size"] - MAX_SHOWN_RANKS
-        rows["more ranks"] = f"{others}, see {short_path(run.attempt(found['attempt']).path)}"
-    if found["stragglers"]:
-        rows["straggler"] = "\n".join(found["stragglers"])
-    shown = found["checkpoints"][-MAX_SHOWN_CHECKPOINTS:]
-    left_out = len(found["checkpoints"]) - len(shown)
-    rows["checkpoints"] = f"{left_out} more, " * (left_out > 0) + ", ".join(shown) or "none yet"
+    for beat in document["ranks"]:
+        rows[f"rank {beat['rank']}"] = _rank_text(beat)
+    if document["attempt"] and document["world_size"] > MAX_SHOWN_RANKS:
+        others = document["world_size"] - MAX_SHOWN_RANKS
+        rows["more ranks"] = f"{others}, see {short_path(run.attempt(document['attempt']).path)}"
+    if document["stragglers"]:
+        rows["straggler"] = "\n".join(document["stragglers"])
+    rows["checkpoints"] = _checkpoints_text(document["checkpoints"])
     if run.report.is_file():
         rows["report"] = short_path(run.report)
-    if found["mlflow_run_id"]:
-        rows["MLflow run"] = str(found["mlflow_run_id"])
+    if document["mlflow_run_id"]:
+        rows["MLflow run"] = str(document["mlflow_run_id"])
     print_rows(console, rows, {"status": COLOURS[status]})
+
+
+def _rank_text(beat: Mapping[str, Any]) -> str:
+    """Return the step, age and metrics of a rank's heartbeat."""
+    step = f"step {beat['step']}"
+    if beat["total_steps"]:
+        step += f" of {beat['total_steps']}"
+    age_s = max(0, int(time.time() - beat["time"]))
+    return f"{step}, {age_s} s ago  {format_metrics(beat)}"
+
+
+def _checkpoints_text(names: Sequence[str]) -> str:
+    """Return the names of the newest checkpoints, and the number of the others."""
+    if not names:
+        return "none yet"
+    text = ", ".join(names[-MAX_SHOWN_CHECKPOINTS:])
+    if len(names) > MAX_SHOWN_CHECKPOINTS:
+        text = f"{len(names) - MAX_SHOWN_CHECKPOINTS} more, {text}"
+    return text
 
 
 # Follow a run until it ends: its log, or its state and progress, on this machine or on Slurm.
 
+#: Time between two looks at the files of a run.
 POLL_S = 0.3
 
 
 def follow_to_end(run: RunDir, config: Config) -> int:
-    """Follow a run until it ends, and upload an own one where its job does not. Returns the exit code."""
+    """Follow a run until it ends, and upload an own run on Slurm if its job does not. Returns the exit code."""
     from hpcdist.supervisor import children
 
-    uploads = run_status.job_of(run) is not None and is_mine(run.path)
-    uploading = children.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
+    uploading: AbstractContextManager[object] = nullcontext()
+    if run_status.job_of(run) is not None and is_mine(run.path):
+        uploading = children.shipping_from_here(run, config, os.environ)
     try:
         with uploading:
             state = follow(console(), run)
     except KeyboardInterrupt:
         say(f"run {run.name} continues: `hpcdist follow {run.name}` shows it again, `hpcdist stop` stops it")
-        return 130
+        return INTERRUPTED
     show_end(console(), run, state, config)
     return exit_code(state)
 
@@ -553,7 +694,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
         ended = watch is None or watch.poll([run])[0].final
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
-            with retry.retry(lambda path=path: open_regular(path), path) as file:  # type: ignore[misc]
+            with retry.retry(partial(open_regular, path), path) as file:
                 if os.fstat(file.fileno()).st_size < position:
                     yield "\n[hpcdist: this log was shortened]\n"
                     position = os.fstat(file.fileno()).st_size
@@ -562,7 +703,8 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
                     yield decoder.decode(data)
                 position = file.tell()
         if attempt is None and state.attempt > number:
-            number, position = number + 1, 0
+            number += 1
+            position = 0
             decoder.reset()
             path = _log_of(run.attempt(number), rank)
         elif ended:
@@ -572,8 +714,11 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
 
 
 def _log_of(attempt: Attempt, rank: int | None) -> Path:
-    if rank is None and (rank := first_failed_rank(attempt)):
-        say(f"hpcdist: the log of rank {rank}, which failed first", error=True)
+    """Return the log of a rank, by default of the one that failed first, which is then named, else of rank 0."""
+    if rank is None:
+        rank = first_failed_rank(attempt)
+        if rank:
+            say(f"hpcdist: the log of rank {rank}, which failed first", error=True)
     return attempt.log(rank or 0)
 
 
@@ -581,34 +726,42 @@ def follow(console: Console, run: RunDir) -> State:
     """Show a run's states and progress until its end, which is recorded if nobody else has. Returns its last state."""
     watch = run_status.StatusWatch()
     waiting = Event()
-    shown_line, shown_error, num_shown, shown_attempt = "", "", 0, 0
+    shown_line = shown_error = ""
+    shown_attempt = 0
+    num_shown = 0  # events of stragglers in this attempt
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
         while True:
-            (found,) = watch.poll([run])
-            if found.final:
+            (status,) = watch.poll([run])
+            if status.final:
                 break
-            if (line := _status_line(found)) != shown_line:
-                view.note(line + _expected_start(found))
+            line = _status_line(status)
+            if line != shown_line:
+                view.note(line + _expected_start(status))
                 shown_line = line
-            if found.slurm_error != shown_error and (shown_error := found.slurm_error):
-                view.note(f"Slurm does not report the state of the job ({shown_error})")
-            if 0 < shown_attempt < found.state.attempt:
-                _note_restarts(view, run, found.state, since=shown_attempt)
+            if status.slurm_error != shown_error:
+                shown_error = status.slurm_error
+                if shown_error:
+                    view.note(f"Slurm does not report the state of the job ({shown_error})")
+            state = status.state
+            if 0 < shown_attempt < state.attempt:
+                _note_restarts(view, run, state, since=shown_attempt)
                 num_shown = 0
-            shown_attempt = found.state.attempt
-            if found.state.attempt and found.name == "running":
-                beat = run.attempt(found.state.attempt).read_beat(0)
-                if beat is not None:
-                    view.progress(beat)
-            stragglers = run.attempt(found.state.attempt).straggler_events() if found.state.attempt else []
-            for new in stragglers[num_shown:]:
-                view.note(new["text"])
-            num_shown = len(stragglers)
+            shown_attempt = state.attempt
+            if state.attempt:
+                attempt = run.attempt(state.attempt)
+                if status.name == "running":
+                    beat = attempt.read_beat(0)
+                    if beat is not None:
+                        view.progress(beat)
+                events = attempt.straggler_events()
+                for event in events[num_shown:]:
+                    view.note(event["text"])
+                num_shown = len(events)
             waiting.wait(POLL_S)
-    if found.name == "lost" and is_mine(run.path):
+    if status.name == "lost" and is_mine(run.path):
         run_status.close_if_lost(run)
         return run.read_state()
-    return found.state
+    return status.state
 
 
 def _note_restarts(view: RunView, run: RunDir, state: State, *, since: int) -> None:
@@ -620,22 +773,28 @@ def _note_restarts(view: RunView, run: RunDir, state: State, *, since: int) -> N
     view.attempt(run.attempt(state.attempt), state.world_size)
 
 
-def _status_line(found: run_status.RunStatus) -> str:
-    """Return the status line; a new one is printed when it changes."""
-    facts, name = found.facts, found.name
-    parts = [found.reason] if found.reason else []
-    if facts is not None and name == "queued" and facts.alive and not facts.waiting:
-        name, parts = "starting", []  # the supervisor in the job has not recorded a status
-    if facts is not None and (facts.waiting or name != "running"):
-        parts += [facts.sentence()] if not found.is_lost and facts.sentence() not in parts else []
-    elif facts is not None:
-        parts.append(f"job {facts.id} on {facts.nodes}" if facts.nodes else f"job {facts.id}")
-    return sentence_of(name, "; ".join(parts))
+def _status_line(status: run_status.RunStatus) -> str:
+    """Return the status with its reason, and the state of the job."""
+    job = status.facts
+    if job is None:
+        return sentence_of(status.name, status.reason)
+    name, reason = status.name, status.reason
+    if name == "queued" and job.alive and not job.waiting:
+        name, reason = "starting", ""  # the supervisor in the job has not recorded a status
+    about_job = ""
+    if name == "running" and not job.waiting:
+        about_job = f"job {job.id}"
+        if job.nodes:
+            about_job += f" on {job.nodes}"
+    elif not status.is_lost and job.sentence() != reason:
+        about_job = job.sentence()
+    return sentence_of(name, "; ".join(filter(None, [reason, about_job])))
 
 
-def _expected_start(found: run_status.RunStatus) -> str:
+def _expected_start(status: run_status.RunStatus) -> str:
     """Return Slurm's estimate of the start, which changes too often to print a new line for it."""
-    facts = found.facts
+    facts = status.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():
         return ""
-    return f", expected to start at {time.strftime('%Y-%m-%d %H:%M', time.localtime(facts.started))}"
+    start = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.started))
+    return f", expected to start at {start}"

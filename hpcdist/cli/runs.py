@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,8 +18,11 @@ from hpcdist.host.ownership import is_mine, require_mine
 
 if TYPE_CHECKING:
     from hpcdist.run.rank_requests import LiveCommand
+    from hpcdist.run.sweeps import SweepDir
 
 app = typer.Typer()
+#: Time between two looks at the results of a command: the ranks may be on other hosts, which report them by files.
+_POLL_S = 0.5
 
 
 @app.command()
@@ -40,9 +44,10 @@ def runs(
     from hpcdist.run.lookup import list_runs
 
     folder = options.runs_dir()
-    found, note = list_runs(folder)
-    rows, notes = read_rows(found, experiment, sort)
-    notes += [note] if note else []
+    all_runs, note = list_runs(folder)
+    rows, notes = read_rows(all_runs, experiment, sort)
+    if note:
+        notes.append(note)
     if as_json:
         say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
@@ -61,24 +66,32 @@ def status(run: options.OptionalRunName = None, as_json: options.Json = False) -
     from hpcdist.run.lookup import resolve
     from hpcdist.run.sweeps import SweepDir
 
-    found = resolve(named(run), options.runs_dir())
-    if isinstance(found, SweepDir):
+    folder = resolve(named(run), options.runs_dir())
+    if isinstance(folder, SweepDir):
         from hpcdist.cli.sweep import show_cells
-        from hpcdist.review.sweep_facts import read_sweep_facts
 
         if as_json:
-            facts = read_sweep_facts(found, found.read_state())
-            cells = zip(facts.cells, found.cells(), strict=True)
-            made = [{"label": one.label} | read_status(run) for one, run in cells if os.path.lexists(run.config)]
-            settings = [asdict(one) | {"text": one.text} for one in facts.settings]
-            document = {"sweep": found.name, "metric": facts.monitor, "settings": settings, "cells": made}
-            say(json.dumps(document, indent=2))
+            say(json.dumps(_read_sweep_status(folder), indent=2))
         else:
-            show_cells(found)
+            show_cells(folder)
     elif as_json:
-        say(json.dumps(read_status(found), indent=2))
+        say(json.dumps(read_status(folder), indent=2))
     else:
-        show_status(console(), found)
+        show_status(console(), folder)
+
+
+def _read_sweep_status(sweep: "SweepDir") -> dict[str, object]:
+    """Return the settings of a sweep over seeds, and the statuses of the cells that have a folder."""
+    from hpcdist.cli.run_views import read_status
+    from hpcdist.review.sweep_facts import read_sweep_facts
+
+    facts = read_sweep_facts(sweep, sweep.read_state())
+    cells = []
+    for cell, run in zip(facts.cells, sweep.cells(), strict=True):
+        if os.path.lexists(run.config):
+            cells.append({"label": cell.label} | read_status(run))
+    settings = [asdict(setting) | {"text": setting.text} for setting in facts.settings]
+    return {"sweep": sweep.name, "metric": facts.monitor, "settings": settings, "cells": cells}
 
 
 @app.command()
@@ -100,7 +113,8 @@ def logs(
     from hpcdist.cli.run_views import stream_log
     from hpcdist.run.lookup import resolve_run
 
-    for text in stream_log(resolve_run(named(run), options.runs_dir()), rank, attempt, follow=follow):
+    folder = resolve_run(named(run), options.runs_dir())
+    for text in stream_log(folder, rank, attempt, follow=follow):
         say(text, end="", raw=not sys.stdout.isatty())
 
 
@@ -118,13 +132,14 @@ def follow(run: options.OptionalRunName = None) -> int:
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.status import status_of
 
-    found = resolve_run(named(run), options.runs_dir())
-    if status_of(found).name == "created":
-        raise UserMistake(f"run {found.name} was never started: `{found.resume_command}` starts it")
-    # The config of another user must not receive the caller's secrets.
-    env = {**kept(found), **os.environ} if is_mine(found.path) else {}
-    config = load_run_config(found.config, [], env, require_secrets=False)
-    return follow_to_end(found, config)
+    folder = resolve_run(named(run), options.runs_dir())
+    if status_of(folder).name == "created":
+        raise UserMistake(f"run {folder.name} was never started: `{folder.resume_command}` starts it")
+    env: Mapping[str, str] = {}
+    if is_mine(folder.path):  # the config of another user must not receive the caller's secrets
+        env = {**kept(folder), **os.environ}
+    config = load_run_config(folder.config, [], env, require_secrets=False)
+    return follow_to_end(folder, config)
 
 
 @app.command()
@@ -159,14 +174,14 @@ def _end(name: str, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.run.status import end
     from hpcdist.run.sweeps import SweepDir
 
-    found = resolve(name, options.runs_dir())
-    require_mine(found.path, action)
-    if isinstance(found, SweepDir):
+    folder = resolve(name, options.runs_dir())
+    require_mine(folder.path, action)
+    if isinstance(folder, SweepDir):
         from hpcdist.cli.sweep import end_sweep
 
-        say("\n".join(end_sweep(found, action)))
+        say("\n".join(end_sweep(folder, action)))
     else:
-        say(end(found, action))
+        say(end(folder, action))
 
 
 @app.command()
@@ -213,10 +228,9 @@ def _send(name: str, command: "LiveCommand") -> int:
     while True:
         state = run.read_state()
         is_over = state.attempt != attempt.number or state.status != "running" or holder(run) is None
-        found = outcome_of(attempt, number, command.ranks, is_over=is_over, folder=str(run.path))
-        if found is not None:
-            break
-        time.sleep(0.5)  # the ranks may be on other hosts
-    lines, all_obeyed = found
-    say("\n".join(lines))
-    return 0 if all_obeyed else 1
+        outcome = outcome_of(attempt, number, command.ranks, is_over=is_over, folder=str(run.path))
+        if outcome is not None:
+            lines, all_obeyed = outcome
+            say("\n".join(lines))
+            return 0 if all_obeyed else 1
+        time.sleep(_POLL_S)
